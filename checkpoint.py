@@ -1,0 +1,500 @@
+"""
+Checkpoints: save, verify, find, load and retain. One format for every strategy and any number of ranks.
+
+    out_dir/checkpoints/step_00001000/
+        __0_0.distcp, __1_0.distcp, ...: tensors, one file per rank, by torch.distributed.checkpoint (DCP)
+        .metadata       DCP's index: which file holds which piece of model.NAME, optim.NAME.exp_avg, ...
+        state.json      step, tokens, config, ...: whatever the script passes
+        manifest.json   size and sha256 of every other file
+
+A checkpoint is written as step_00001000.tmp, its manifest last, then renamed. So a directory with the final name was
+once complete, whenever the job was killed, and what the disk did to it since shows in the hashes: DCP alone would load
+a flipped bit or a zeroed block without a word. Nothing in a checkpoint is executed when it is read.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+# --- the run's directory ----------------------------------------------------------------------------------------------
+
+
+def prepare(out_dir):
+    """Create out_dir and out_dir/checkpoints and prove that this rank can write there. For every rank, before step 0.
+
+    Raises OSError (PermissionError, NotADirectoryError, ...) with one line that names out_dir.
+    """
+    try:
+        for folder in (out_dir, os.path.join(out_dir, 'checkpoints')):
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder, prefix='.write_test_') as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())  # a full disk or quota may show only here
+    except OSError as error:
+        raise type(error)(f'cannot write in out_dir={out_dir} ({error.strerror}): use another --out_dir') from error
+
+
+def claim(out_dir, patience_s=5, say=print):
+    """Lock out_dir for the life of this process, so that two jobs never write into one directory. For rank 0.
+
+    Waits patience_s, for the last processes of a killed job may still be ending when it is restarted.
+    Raises ValueError naming the process and host that hold the directory.
+    """
+    path = os.path.join(out_dir, '.lock')
+    # Never closed: the system drops the lock when the process ends, however it ends. A POSIX lock and not flock's,
+    # because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):  # somebody has it; the error depends on the system
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'another process'
+                raise ValueError(f'out_dir={out_dir} is in use by {holder}: stop it or use another --out_dir') from None
+            time.sleep(0.1)
+        except OSError as error:
+            say(f'WARNING: {path} cannot be locked here ({error.strerror}): start no second job in {out_dir}')
+            break
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f'process {os.getpid()} on {os.uname().nodename}'.encode(), 0)
+
+
+def mark_done(out_dir, max_iters):
+    """Write DONE, after the last checkpoint. For rank 0."""
+    write_file(os.path.join(out_dir, 'DONE'), f'{max_iters}\n')
+
+
+def is_done(out_dir, max_iters):
+    """Whether the run in out_dir has reached max_iters; a larger max_iters than its DONE says continues it."""
+    try:
+        return int(Path(out_dir, 'DONE').read_text()) >= max_iters
+    except (FileNotFoundError, ValueError):  # ValueError: a marker damaged by the disk says nothing
+        return False
+
+
+# --- find and verify --------------------------------------------------------------------------------------------------
+
+
+def choose(out_dir, resume='auto', say=print):
+    """Path of the newest intact checkpoint of a run, or None for a start from scratch. For one rank: no collectives.
+
+    resume: 'auto' takes what is there, 'must' insists on a checkpoint, 'never' refuses an out_dir that holds a run.
+    A damaged checkpoint that is newer than an intact one is announced and set aside as step_X.damaged.
+    Raises ValueError when 'must' finds none, when 'never' finds a run, and, leaving all as it is, when none is intact.
+    """
+    folder = os.path.join(out_dir, 'checkpoints')
+    candidates, damaged = checkpoints_in(folder), checkpoints_in(folder, r'step_\d{8}\.damaged\+*')
+    if resume == 'never':
+        if candidates or damaged or os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
+            raise ValueError(f"resume='never' but out_dir={out_dir} holds a run: use another, or --resume=auto")
+        return None
+    for number, path in enumerate(candidates):
+        damage = find_damage(path, say)
+        if damage is None:
+            for unusable in candidates[:number]:
+                say(f'WARNING: {unusable} is now {move_aside(unusable)}; going on from {path}')
+            return path
+        say(f'WARNING: checkpoint {path} is damaged: {damage}')
+    if candidates or damaged:
+        names = ', '.join(os.path.basename(path) for path in candidates + damaged)
+        raise ValueError(f'all checkpoints in {folder} are damaged ({names}): restore a copy or use another --out_dir')
+    if resume == 'must':
+        raise ValueError(f"resume='must' but there is no checkpoint in {folder}: check --out_dir, or use --resume=auto")
+    return None
+
+
+def find_damage(path, say=print):
+    """What is wrong with the files of a checkpoint, in words; None if all have the size and sha256 of manifest.json."""
+    began = time.perf_counter()
+    try:
+        manifest = json.loads(Path(path, 'manifest.json').read_text())['files']
+        expected = {name: (entry['size'], entry['sha256']) for name, entry in manifest.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f'manifest.json is missing or not one ({type(error).__name__}: {error})'
+
+    def damage_of(name):
+        size, sha256 = expected.get(name, (None, None))
+        try:
+            found = os.path.getsize(os.path.join(path, name))
+            if found != size:
+                return f'{name} has {found} bytes instead of {size}'
+            return None if hash_file(os.path.join(path, name)) == sha256 else f'{name} has changed (sha256 differs)'
+        except OSError as error:
+            return f'{name} cannot be read ({error.strerror})'
+
+    with ThreadPoolExecutor() as threads:  # hashlib releases the GIL: about 1.2 GB/s on every core
+        damage = [found for found in threads.map(damage_of, expected.keys() | {'.metadata', 'state.json'}) if found]
+    if not damage:
+        gigabytes = sum(size for size, _ in expected.values()) / 1e9
+        say(f'verified {path}: {gigabytes:.2f} GB in {time.perf_counter() - began:.2f} s')
+    return '; '.join(damage) or None
+
+
+def checkpoints_in(folder, pattern=r'step_\d{8}'):
+    """Paths of the checkpoints in a folder, newest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in sorted(names, reverse=True) if re.fullmatch(pattern, name)]
+
+
+def is_complete(path):
+    """Whether a checkpoint was written to its end; what happened to its files since then is for find_damage."""
+    return os.path.exists(os.path.join(path, 'manifest.json'))
+
+
+def move_aside(path):
+    """Rename a checkpoint so that it is no longer found, and return where it is now."""
+    aside = f'{path}.damaged'
+    while os.path.exists(aside):
+        aside += '+'
+    try:
+        os.rename(path, aside)
+        return aside
+    except OSError:  # who may only read, like sample.py in somebody's directory, can still use the older one
+        return path
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes the checkpoints of one run. Every rank makes one; all ranks call each method, in the same order.
+
+    keep: how many complete checkpoints to retain; older ones are deleted after each save.
+    async_save: save() returns once this rank's tensors have been copied into host memory; a thread writes these while
+        training goes on. The memory is kept for the next save: what this rank has of parameters and optimizer state.
+    say: function called on rank 0 with one line per checkpoint.
+    """
+
+    def __init__(self, out_dir, keep, async_save=False, say=print):
+        if keep < 1:
+            raise ValueError(f'keep_checkpoints={keep}: expected at least 1')
+        self.folder, self.keep = os.path.join(out_dir, 'checkpoints'), keep
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.say = say if self.rank == 0 else lambda line: None
+        # A group of its own: the thread's collectives run beside those of training, and two threads that share a group
+        # can meet in a different order on different ranks, which deadlocks.
+        self.group = dist.new_group(backend='gloo')
+        self.thread = ThreadPoolExecutor(max_workers=1) if async_save else None
+        self.pending = None  # Future of the save that the thread is writing
+        self.copies = {}  # key -> host memory, used again: the first touch of fresh memory costs ten times the copy
+
+    def save(self, step, model, optimizer, state):
+        """Save as step_XXXXXXXX; with async_save first wait for the save before it. Collective.
+
+        model: the module itself, not its DistributedDataParallel wrapper, whose names begin with 'module.'.
+        optimizer: its state is saved under its parameters' names; before the first step there is none.
+        state: JSON-able dict; 'step' is added.
+        Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest.
+        With async_save the next save() or wait() raises it. Older checkpoints survive a failed save.
+        """
+        self.wait()
+        tensors = tensors_to_save(model, optimizer)
+        state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
+        if self.thread is None:
+            self._write(step, tensors, state)
+        else:
+            began = time.perf_counter()
+            self._stage(tensors)
+            self.pending = self.thread.submit(self._write, step, tensors, state, time.perf_counter() - began)
+
+    def wait(self):
+        """Return when no save is being written any more. Raises what went wrong with it, as save() would."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _stage(self, tensors):
+        """Copy this rank's pieces into host memory. When it returns, training may change the tensors again."""
+        for key, tensor in tensors.items():
+            piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if key not in self.copies:  # pinned memory, if from a GPU: its copies are faster and need no waiting for
+                self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)
+            self.copies[key].copy_(piece, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+
+    def _write(self, step, tensors, state, staging_s=None):
+        """Write and publish; in the thread if the tensors have been staged."""
+        began = time.perf_counter()
+        path = os.path.join(self.folder, f'step_{step:08d}')
+        try:
+            if self._together(path, lambda: self.rank == 0 and self._make_room(path))[0]:
+                self.say(f'checkpoint {path} is already there')  # a resumed run that stops before its first step
+                return
+            files_by_rank = self._together(path, lambda: self._write_files(f'{path}.tmp', tensors, state))
+            files = {name: entry for files_of_rank in files_by_rank for name, entry in files_of_rank.items()}
+            self._together(path, lambda: self.rank == 0 and self._publish(path, files))
+        except (OSError, RuntimeError):
+            if self.rank == 0:
+                shutil.rmtree(f'{path}.tmp', ignore_errors=True)  # a full disk needs the room
+            raise
+        gigabytes = sum(entry['size'] for entry in files.values()) / 1e9
+        waited = '' if staging_s is None else f', training waited {staging_s:.2f} s'
+        self.say(f'checkpoint {path}: {gigabytes:.2f} GB in {time.perf_counter() - began:.2f} s{waited}')
+
+    def _together(self, path, action):
+        """[action() of rank 0, of rank 1, ...]. An error on one rank is raised on all: nobody waits for who gave up."""
+        try:
+            outcome, cause = (action(), None), None
+        except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
+            outcome, cause = (None, describe_failure(error, self.rank)), error
+        outcomes = [None] * self.world_size
+        dist.all_gather_object(outcomes, outcome, group=self.group)
+        for _, failure in outcomes:
+            if failure is not None:
+                kind, reason = failure
+                raise kind(f'cannot write checkpoint {path}: {reason}') from cause
+        return [result for result, _ in outcomes]
+
+    def _make_room(self, path):
+        """Remove what a killed job left in the way; True if there is a complete checkpoint already."""
+        if os.path.exists(path) and not is_complete(path):
+            move_aside(path)
+        if os.path.exists(f'{path}.tmp'):  # DCP would mix its files with the new ones
+            shutil.rmtree(f'{path}.tmp')
+        return is_complete(path)
+
+    def _write_files(self, folder, tensors, state):
+        """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what several ranks hold."""
+        staged = self.thread is not None
+        planner = StagedPlanner(self.copies) if staged else dcp.DefaultSavePlanner()
+        # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when
+        # staged: in this new thread it would open a context on GPU 0, whatever GPU this rank has.
+        writer = FileWriter(folder, thread_count=1, per_thread_copy_ahead=0 if staged else 10_000_000)
+        index = dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
+        names = {entry.relative_path for entry in index.storage_data.values()}
+        own = [name for name in names if name.startswith(f'__{self.rank}_')]
+        if self.rank == 0:
+            write_file(os.path.join(folder, 'state.json'), state)
+            own += ['.metadata', 'state.json']
+        paths = {name: os.path.join(folder, name) for name in own}
+        return {name: {'size': os.path.getsize(path), 'sha256': hash_file(path)} for name, path in paths.items()}
+
+    def _publish(self, path, files):
+        """Write the manifest, give the checkpoint its final name, and then delete what it makes superfluous."""
+        manifest = json.dumps({'format_version': 1, 'files': files}, indent=1, sort_keys=True)
+        write_file(os.path.join(f'{path}.tmp', 'manifest.json'), manifest)
+        rename_durably(f'{path}.tmp', path)
+        self._retain()
+
+    def _retain(self):
+        """Delete all but the newest `keep` complete checkpoints, and what killed jobs left. A failure is only said."""
+        try:
+            for path in [path for path in checkpoints_in(self.folder) if is_complete(path)][self.keep :]:
+                os.rename(path, f'{path}.tmp')  # half deleted, it must not look like a checkpoint
+            for name in os.listdir(self.folder):
+                if name.endswith('.tmp'):
+                    shutil.rmtree(os.path.join(self.folder, name))
+        except OSError as error:
+            self.say(f'WARNING: an old checkpoint cannot be deleted, trying again after the next save: {error}')
+
+
+class StagedPlanner(dcp.DefaultSavePlanner):
+    """Plans with the shapes and placements of the live tensors, but writes their copies in host memory."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def lookup_object(self, index):
+        return self.copies[index.fqn]
+
+
+class FileWriter(dcp.FileSystemWriter):
+    """Tells why a write failed: torch.save reports a full disk as 'unexpected pos 704 vs 598'."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def describe_failure(error, rank):
+    """(class to raise on all ranks, reason in one line): OSError is for the disk, RuntimeError for a bug."""
+    if isinstance(error, CheckpointException):  # DCP has gathered the errors of all ranks
+        rank, (error, _) = next(iter(error.failures.items()))
+    return OSError if isinstance(error, OSError) else RuntimeError, f'rank {rank}: {type(error).__name__}: {error}'
+
+
+def names_of_tensors(model):
+    """{tensor: name} of a module's parameters and persistent buffers; tied ones under the first of their names.
+
+    From state_dict(), because a hook of it makes fully_shard put its sharded parameters back: after a forward without
+    gradients named_parameters() shows gathered ones.
+    """
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    return names
+
+
+def tensors_to_save(model, optimizer):
+    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg."""
+    names = names_of_tensors(model)
+    tensors = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
+    for parameter, slots in optimizer.state.items():
+        tensors.update({f'optim.{names[parameter]}.{slot}': value for slot, value in slots.items()})
+    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
+    return tensors
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def read_state(path):
+    """The dict that Saver.save was given."""
+    return json.loads(Path(path, 'state.json').read_text())
+
+
+def check_identity(saved, current, prefix=''):
+    """Refuse to continue a run as a different one.
+
+    saved, current: nested dicts, as {'model': {'n_layer': 12}, 'seed': 1}; keys in only one of them are ignored.
+    Raises ValueError that names a key that differs, with both values.
+    """
+    for key in [key for key in current if key in saved]:
+        was, now = saved[key], json.loads(json.dumps(current[key]))  # tuples become lists, as in state.json
+        if isinstance(was, dict) and isinstance(now, dict):
+            check_identity(was, now, f'{prefix}{key}.')
+        elif was != now:
+            raise ValueError(f'the checkpoint has {prefix}{key}={was!r}, you ask for {now!r}: use another --out_dir')
+
+
+def load(path, model, optimizer=None):
+    """Load a checkpoint in place, whatever strategy and number of ranks wrote it, and return its state. Collective.
+
+    model: the module itself, of plain tensors or DTensors. optimizer: gets state for exactly those parameters that had
+    some when the checkpoint was written, and keeps its param_groups.
+    Raises ValueError when names, shapes or dtypes are not the model's: DCP would ignore a surplus tensor and convert a
+    dtype without a word. Raises OSError when a file cannot be read.
+    """
+    saved = read_index(path)
+    names = names_of_tensors(model)
+    targets = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
+    if optimizer is None:
+        saved = {key: tensor for key, tensor in saved.items() if key.startswith('model.')}
+    else:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
+        index_of = {f'optim.{names[parameter]}': index for index, parameter in enumerate(parameters)}
+        optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
+        for key, tensor in saved.items():
+            prefix, _, slot = key.rpartition('.')
+            if prefix in index_of:
+                index = index_of[prefix]
+                # A moment is sharded like its parameter, `step` is a scalar.
+                like = parameters[index] if tensor.shape == parameters[index].shape else torch.empty(tensor.shape)
+                targets[key] = optimizer_state.setdefault(index, {})[slot] = torch.zeros_like(like, dtype=tensor.dtype)
+
+    def kind(tensors, key):
+        return f'{tuple(tensors[key].shape)} {tensors[key].dtype}' if key in tensors else 'missing'
+
+    different = [key for key in sorted(saved.keys() | targets.keys()) if kind(saved, key) != kind(targets, key)]
+    if different:
+        key = different[0]
+        first = f'{key} is {kind(saved, key)} in the checkpoint and {kind(targets, key)} here'
+        raise ValueError(f'checkpoint {path} does not fit this model: {first} ({len(different)} differences in all)')
+    read_tensors(path, targets)
+    if optimizer is not None:
+        # load_state_dict also puts each tensor where this optimizer wants it: `step` of fused AdamW lives on the GPU.
+        optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
+    return read_state(path)
+
+
+def load_weights(path, names=None):
+    """({name: full tensor on the CPU}, state) of a checkpoint, in one process and without a process group.
+
+    names: read only these. Raises ValueError for a name that the checkpoint lacks.
+    """
+    saved = {key.removeprefix('model.'): tensor for key, tensor in read_index(path).items() if key.startswith('model.')}
+    for name in names or ():
+        if name not in saved:
+            raise ValueError(f'checkpoint {path} has no weight {name}; it has {", ".join(list(saved)[:3])}, ...')
+    weights = {name: torch.empty_like(saved[name], device='cpu') for name in names or saved}
+    read_tensors(path, {f'model.{name}': tensor for name, tensor in weights.items()}, alone=True)
+    return weights, read_state(path)
+
+
+def read_index(path):
+    """{key: tensor of that shape and dtype on the meta device} of a checkpoint."""
+    entries = SafeReader(path).read_metadata().state_dict_metadata
+    return {key: torch.empty(entry.size, dtype=entry.properties.dtype, device='meta') for key, entry in entries.items()}
+
+
+def read_tensors(path, targets, alone=False):
+    """Fill the targets, on all ranks together or in this process alone. Raises OSError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # which is what `alone` asks for
+            dcp.load(targets, storage_reader=SafeReader(path), no_dist=alone)
+    except CheckpointException as error:
+        raise OSError(f'cannot read checkpoint {path}: {describe_failure(error, rank=0)[1]}') from error
+
+
+class SafeReader(dcp.FileSystemReader):
+    """DCP's reader, but its index, a pickle, can make nothing except the data classes of an index."""
+
+    def read_metadata(self):
+        with open(os.path.join(self.path, '.metadata'), 'rb') as file:
+            return IndexUnpickler(file).load()
+
+
+class IndexUnpickler(pickle.Unpickler):
+    ALLOWED = {
+        'torch.distributed.checkpoint.metadata': 'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex '
+        'StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING',
+        'torch.distributed.checkpoint.filesystem': '_StorageInfo',
+        'torch': 'Size bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8',
+        'torch.serialization': '_get_layout',
+        'pathlib': 'PosixPath',
+        'pathlib._local': 'PosixPath',  # its home in Python 3.13
+    }
+
+    def find_class(self, module, name):
+        if name not in self.ALLOWED.get(module, '').split():
+            raise ValueError(f'this .metadata is not the index of a checkpoint: it refers to {module}.{name}')
+        return super().find_class(module, name)
+
+
+def hash_file(path):
+    sha256, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, 'rb', buffering=0) as file:
+        while count := file.readinto(buffer):
+            sha256.update(memoryview(buffer)[:count])
+    return sha256.hexdigest()
+
+
+def write_file(path, text):
+    """Write a text file that is there in full or not at all, also after a power cut."""
+    with open(f'{path}.tmp', 'w') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    rename_durably(f'{path}.tmp', path)
+
+
+def rename_durably(old, new):
+    """Rename a file or directory, and have its parent directory written to the disk."""
+    os.rename(old, new)
+    parent = os.open(os.path.dirname(new), os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)

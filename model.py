@@ -1,0 +1,500 @@
+"""
+The transformer: four architectures, its loss in chunks, generation, and exact counts of parameters and FLOPs.
+
+    model = GPT(ModelConfig.from_keys(config), compute_dtype=torch.bfloat16)
+    loss_sum, ce_sum = model(x, y)  # sums over the tokens whose target is not -1
+    logits = model(x)  # (B, T, vocab_size)
+    tokens = model.generate(x, max_new_tokens=100)
+
+              norm        positions                  q/k norm    MLP                 defaults
+    gpt2      LayerNorm   learned                    -           GELU (tanh)         biases, tied embeddings
+    enoki     LayerNorm   RoPE, interleaved pairs    LayerNorm   GELU (erf)          (arXiv 2602.05298)
+    llama     RMSNorm     RoPE, half rotation        -           SwiGLU
+    qwen3     RMSNorm     RoPE, half rotation        RMSNorm     SwiGLU
+
+gpt2, llama and qwen3 compute what the models of that name in `transformers` compute; hf.py converts the weights. gpt2
+with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
+
+Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same
+operations run under DDP, where they are fp32, and under fully_shard, which gathers them in bf16 and makes the cast
+free. Nothing here knows how the model is sharded. There are no buffers: to_empty() would leave garbage in them.
+
+Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary.
+"""
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
+
+# The loss's chunks hold so many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens are enough for a fast matmul.
+LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
+
+# What selective activation checkpointing keeps: the results that are dear to compute.
+SAVED_OPS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a model. What is None is filled in from the architecture; the result is checked (ValueError)."""
+
+    arch: str = 'gpt2'
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # grouped-query attention if less than n_head
+    head_dim: int | None = None
+    n_embd: int = 768
+    mlp_hidden_dim: int | None = None
+    vocab_size: int | None = None
+    block_size: int = 1024
+    dropout: float = 0.0
+    bias: bool | None = None
+    tie_embeddings: bool | None = None
+    rope_theta: float | None = None
+    attention_gate: bool = False
+    norm_eps: float | None = None
+    z_loss: float = 0.0
+
+    @classmethod
+    def from_keys(cls, config):
+        """From a script's config (a dict with further keys in it, which are ignored)."""
+        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
+
+    def to_dict(self):
+        return asdict(self)
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding and of the head: a multiple of 64, since odd sizes of matmuls miss the tensor cores."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def llama_style(self):
+        """RMSNorm and SwiGLU, rather than LayerNorm and GELU."""
+        return self.arch in ('llama', 'qwen3')
+
+    def __post_init__(self):
+        if self.arch not in ARCHITECTURES:
+            raise ValueError(f'arch={self.arch!r}: expected one of {", ".join(ARCHITECTURES)}')
+        for name in ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'block_size'):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f'{name}={value}: expected 1 or more')
+        if self.vocab_size is None or self.vocab_size < 1:
+            raise ValueError(f'vocab_size={self.vocab_size}: expected the number of tokens of the tokenizer')
+
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f'n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}')
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise ValueError(f'n_embd={self.n_embd} is not a multiple of n_head={self.n_head}: set head_dim')
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.mlp_hidden_dim is None:
+            # Three matrices of 8/3 n_embd (to a multiple of 64) have as many weights as two of 4 n_embd.
+            self.mlp_hidden_dim = -(-8 * self.n_embd // (3 * 64)) * 64 if self.llama_style else 4 * self.n_embd
+        self.bias = self.arch == 'gpt2' if self.bias is None else self.bias
+        self.tie_embeddings = self.arch == 'gpt2' if self.tie_embeddings is None else self.tie_embeddings
+        self.rope_theta = self.rope_theta or (1e6 if self.arch == 'qwen3' else 1e4)
+        self.norm_eps = self.norm_eps or (1e-6 if self.arch == 'qwen3' and not self.attention_gate else 1e-5)
+
+        if self.arch != 'gpt2' and self.head_dim % 2:
+            raise ValueError(f'head_dim={self.head_dim}: expected an even number, since RoPE rotates pairs')
+        if self.attention_gate and self.arch != 'qwen3':
+            raise ValueError(f'attention_gate=True with arch={self.arch!r}: only qwen3 has it')
+        if not 0 <= self.dropout < 1 or self.z_loss < 0:
+            raise ValueError(f'dropout={self.dropout}, z_loss={self.z_loss}: expected 0 <= dropout < 1 and 0 <= z_loss')
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """nn.Linear that computes in the dtype of its input."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm. It returns the dtype of its input; the kernels compute in fp32."""
+
+    def __init__(self, config, dim):
+        super().__init__()
+        self.rms, self.eps = config.llama_style, config.norm_eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if config.bias and not self.rms else None
+
+    def forward(self, x):
+        weight = self.weight.to(x.dtype)
+        if self.rms:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class RotaryEmbedding:
+    """Rotary position embedding (RoPE; Su et al., arXiv 2104.09864), in fp32.
+
+    Pair i of a head's D dimensions turns by the angle position * theta^(-2i/D). The pairs are (x[2i], x[2i+1]) in enoki
+    (interleaved, as in the paper) and (x[i], x[i + D/2]) in the others (half rotation, as in transformers).
+    Not a module: its table is no buffer, but is computed at the first use on a device.
+    """
+
+    def __init__(self, config):
+        self.head_dim, self.theta, self.block_size = config.head_dim, config.rope_theta, config.block_size
+        self.pairs, self.pair_dim = ((-1, 2), -1) if config.arch == 'enoki' else ((2, -1), -2)  # D -> D/2 pairs
+        self.cos_sin = None  # (2, block_size, D/2)
+
+    def prepare(self, device):
+        """Compute the table on `device`, once; outside of the blocks, which may be compiled."""
+        if self.cos_sin is None or self.cos_sin.device != device:
+            frequency = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
+            angle = torch.outer(torch.arange(self.block_size, device=device).float(), frequency)  # (block_size, D/2)
+            self.cos_sin = torch.stack((angle.cos(), angle.sin()))
+
+    def rotate(self, x, first_position):
+        """x: queries or keys (B, heads, T, D) of the positions from first_position on; returns the same shape."""
+        cos, sin = self.cos_sin[:, first_position : first_position + x.shape[2]].unbind()  # (T, D/2) each
+        a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, heads, T, D/2) each
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2)
+        return rotated.to(x.dtype)
+
+
+class KVCache:
+    """Keys and values of the tokens that one block has seen, room for `capacity` of them."""
+
+    def __init__(self, capacity):
+        self.capacity, self.length = capacity, 0
+
+    def append(self, k, v):
+        """Add k and v (B, K, T, D); returns all keys and all values so far, (B, K, length, D) each."""
+        if self.length == 0:
+            B, K, _, D = k.shape
+            self.keys, self.values = k.new_empty(2, B, K, self.capacity, D).unbind()
+        start, self.length = self.length, self.length + k.shape[2]
+        self.keys[:, :, start : self.length] = k
+        self.values[:, :, start : self.length] = v
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries, optional norms of q and k, RoPE and output gate."""
+
+    def __init__(self, config, rotary):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.dropout, self.rotary, self.gated = config.dropout, rotary, config.attention_gate
+        # One matrix for queries, keys and values: one matmul forward and two backward instead of three and six.
+        q_heads = 2 * self.n_head if self.gated else self.n_head  # per head its D queries, then its D gates
+        self.heads_of_qkv = (q_heads, self.n_kv_head, self.n_kv_head)
+        self.qkv = Linear(config.n_embd, sum(self.heads_of_qkv) * self.head_dim, bias=config.bias)
+        self.proj = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
+        qk_norm = config.arch in ('enoki', 'qwen3')  # one weight (D), shared by the heads
+        self.q_norm = Norm(config, self.head_dim) if qk_norm else None
+        self.k_norm = Norm(config, self.head_dim) if qk_norm else None
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        qkv = self.qkv(x)
+        if x.device.type == 'cpu':
+            qkv = qkv.float()  # bf16 attention is slow on CPUs: fp32 inside bf16 gives 1.4-1.8x
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads_of_qkv, dim=2)  # (B, T, heads, D) each
+        if self.gated:
+            q, gate = q.unflatten(2, (self.n_head, 2)).unbind(3)  # (B, T, H, D) each
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
+        if self.rotary is not None:
+            first_position = 0 if cache is None else cache.length
+            q, k = self.rotary.rotate(q, first_position), self.rotary.rotate(k, first_position)
+        if cache is not None:
+            assert cache.length == 0 or x.shape[1] == 1, f'{x.shape[1]} tokens after {cache.length}: expected 1'
+            k, v = cache.append(k, v)
+        is_causal = x.shape[1] > 1  # a single token looks at all before it
+        options = {'dropout_p': self.dropout if self.training else 0.0, 'enable_gqa': self.n_kv_head < self.n_head}
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options).transpose(1, 2)  # (B, T, H, D)
+        if self.gated:
+            y = y * torch.sigmoid(gate)
+        return self.proj(y.flatten(2).to(x.dtype))
+
+
+class MLP(nn.Module):
+    """Two matrices with GELU between them, or three with a SiLU gate (SwiGLU; Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = Linear(config.n_embd, config.mlp_hidden_dim, bias=config.bias)
+        self.gate = Linear(config.n_embd, config.mlp_hidden_dim, bias=config.bias) if config.llama_style else None
+        self.down = Linear(config.mlp_hidden_dim, config.n_embd, bias=config.bias)
+        self.approximate = 'tanh' if config.arch == 'gpt2' and config.bias else 'none'
+
+    def forward(self, x):
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
+
+    def __init__(self, config, rotary):
+        super().__init__()
+        self.attn_norm = Norm(config, config.n_embd)
+        self.attn = Attention(config, rotary)
+        self.mlp_norm = Norm(config, config.n_embd)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+        self.activation_checkpointing = 'none'
+
+    def forward(self, x, cache=None):
+        """x (B, T, C) -> (B, T, C)"""
+        if self.activation_checkpointing == 'none' or cache is not None or not torch.is_grad_enabled():
+            return self.add_attention_and_mlp(x, cache)
+        options = {'use_reentrant': False, 'preserve_rng_state': self.drop.p > 0}
+        if self.activation_checkpointing == 'selective':
+            options['context_fn'] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        return checkpoint(self.add_attention_and_mlp, x, **options)
+
+    def add_attention_and_mlp(self, x, cache=None):
+        x = x + self.drop(self.attn(self.attn_norm(x), cache))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Output head and cross-entropy together, a chunk of tokens at a time, so that the full logits never exist.
+
+    The gradient of the loss by the logits needs nothing but the logits. Each chunk therefore turns its logits into
+    gradients by hidden and by weight at once, in forward, and drops them; backward only multiplies by what comes in.
+    (The idea of Liger Kernel's fused linear cross entropy, arXiv 2410.10989.)
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_size, z_loss, with_gradients):
+        """hidden (N, C), weight (V, C), targets (N), -1 = ignored; columns of logits from vocab_size on are padding.
+
+        Returns two fp32 scalars, sums over the tokens that are not ignored: ce + z_loss * logsumexp(logits)^2, and ce.
+        with_gradients: torch.is_grad_enabled() of the caller, which in here is always False.
+        """
+        needs_hidden, needs_weight = needs = [with_gradients and needed for needed in ctx.needs_input_grad[:2]]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = None
+        loss_sum = ce_sum = 0.0
+        matrix = weight.to(hidden.dtype)  # (V, C)
+        n = max(1, LOGITS_BYTES['cuda' if hidden.is_cuda else 'cpu'] // (4 * weight.shape[0]))  # tokens of a chunk
+        for start in range(0, hidden.shape[0], n):
+            chunk = slice(start, start + n)
+            logits = hidden[chunk] @ matrix.T  # (n, V)
+            loss, ce, grad_logits = cross_entropy(logits, targets[chunk], vocab_size, z_loss, with_gradient=any(needs))
+            loss_sum += loss
+            ce_sum += ce
+            if needs_hidden:
+                torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
+            if needs_weight:
+                product = grad_logits.T @ hidden[chunk]  # (V, C), in compute_dtype; the sum over chunks is fp32
+                grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(ce_sum)
+        return loss_sum, ce_sum
+
+    @staticmethod
+    def backward(ctx, grad_loss_sum, _):
+        # In place: the second is as large as the head. (Another backward would raise, since it finds them changed.)
+        gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
+        return *gradients, None, None, None, None
+
+
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
+    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first by the logits (n, V)."""
+    logits[:, vocab_size:] = -math.inf  # padding gets probability 0
+    log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (n, V)
+    valid = (targets >= 0).float()  # (n)
+    index = targets.clamp(min=0)[:, None]  # (n, 1)
+    log_prob = log_probs.gather(1, index)[:, 0]  # (n), of the target
+    lse = logits.gather(1, index)[:, 0].float() - log_prob  # (n), since log_prob = logit - lse
+    ce_sum = -(log_prob * valid).sum()
+    loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
+    if not with_gradient:
+        return loss_sum, ce_sum, None
+    # d ce / d logits = softmax - one_hot(target), and d lse^2 / d logits = 2 * lse * softmax
+    gradient = log_probs.exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
+    gradient.scatter_add_(1, index, -valid[:, None])
+    return loss_sum, ce_sum, gradient.to(logits.dtype)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
+
+    def __init__(self, config, compute_dtype=torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
+        self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.pos_embed = nn.Embedding(config.block_size, config.n_embd) if config.arch == 'gpt2' else None
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
+        self.final_norm = Norm(config, config.n_embd)
+        self.head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def _apply(self, *args, **kwargs):
+        """to_empty(), to() and the like replace the parameters of one module after another: tie them again."""
+        super()._apply(*args, **kwargs)
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        return self
+
+    def forward(self, x, y=None, cache=None):
+        """x: tokens (B, T). y: targets (B, T), -1 = ignored. cache: one KVCache per block, with the tokens before x.
+
+        Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
+        cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
+        Without targets the logits (B, T, vocab_size); with a cache those of the last token only (B, 1, vocab_size).
+        """
+        first_position = cache[0].length if cache else 0
+        end = first_position + x.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
+
+        h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
+        if self.pos_embed is not None:
+            h = h + self.pos_embed.weight[first_position:end].to(self.compute_dtype)
+        h = self.drop(h)
+        if self.rotary is not None:
+            self.rotary.prepare(x.device)
+        for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
+            h = block(h, block_cache)
+        if cache:
+            h = h[:, -1:]  # (B, 1, C)
+        h = self.final_norm(h)
+
+        if y is None:
+            return self.head(h)[..., : self.config.vocab_size]
+        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+
+    def checkpoint_activations(self, mode):
+        """'none': keep all activations for backward. 'full': keep each block's input and compute the rest again.
+        'selective': keep the results of matmuls and attention, too (SAVED_OPS)."""
+        if mode not in ('none', 'full', 'selective'):
+            raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
+        for block in self.blocks:
+            block.activation_checkpointing = mode
+
+    @torch.no_grad()
+    def generate(
+        self, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, stop_token=None
+    ):
+        """Continue every row of tokens (B, T) by up to max_new_tokens; returns (B, T + new).
+
+        temperature, top_k and top_p: see sample_token. A row that has drawn stop_token is filled up with it, and
+        generation ends when all rows have. The model sees at most block_size tokens: when its cache is full, it goes on
+        from the latest half of them.
+        """
+        if tokens.shape[1] == 0:
+            raise ValueError('an empty prompt: expected at least one token')
+        was_training = self.training
+        self.eval()
+        block_size = self.config.block_size
+        capacity = min(block_size, tokens.shape[1] + max_new_tokens)
+        cache, new = [KVCache(capacity) for _ in self.blocks], tokens[:, -block_size:]
+        stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        for _ in range(max_new_tokens):
+            if cache[0].length + new.shape[1] > block_size:
+                cache, new = [KVCache(capacity) for _ in self.blocks], tokens[:, -max(1, block_size // 2) :]
+            logits = self(new, cache=cache)[:, -1]  # (B, vocab_size)
+            new = sample_token(logits, temperature, top_k, top_p, generator)  # (B, 1)
+            if stop_token is not None:
+                new[stopped] = stop_token
+                stopped |= new[:, 0] == stop_token
+            tokens = torch.cat((tokens, new), dim=1)
+            if stop_token is not None and stopped.all():
+                break
+        self.train(was_training)
+        return tokens
+
+    def initial_value(self, name, parameter, seed, device):
+        """The initial value of the parameter called `name`: fp32, of the shape of the whole parameter.
+
+        It depends on (seed, name) alone, not on ranks or shards. (The random numbers of a CPU and of a GPU differ.)
+        Normal with std 0.02 (GPT-2) or 1 / sqrt(fan_in) (enoki: "ScaledGPT", arXiv 2602.05298), residual projections
+        1 / sqrt(2 n_layer) times that. Norms 1, biases 0.
+        """
+        if parameter.dim() == 1:
+            return torch.full(parameter.shape, 0.0 if name.endswith('bias') else 1.0, device=device)
+        fan_in = parameter.shape[1]  # of an embedding: n_embd
+        std = fan_in**-0.5 if self.config.arch == 'enoki' else 0.02
+        if name.endswith(('attn.proj.weight', 'mlp.down.weight')):  # 2 n_layer of them add to the residual stream
+            std *= (2 * self.config.n_layer) ** -0.5
+        digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))
+        return torch.randn(parameter.shape, generator=generator, device=device) * std
+
+    def parameter_counts(self):
+        """Exact numbers of parameters, with the padding of the vocabulary and each tied weight once.
+
+        embedding: the tables for tokens and positions. non_embedding: all others, so an untied head is in it.
+        """
+        total = sum(parameter.numel() for parameter in self.parameters())
+        embedding = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Embedding))
+        return {'total': total, 'embedding': embedding, 'non_embedding': total - embedding}
+
+    def flops_per_token(self):
+        """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
+
+        Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
+        The head counts as a matmul, also where its weight is the embedding's.
+        """
+        config = self.config
+        in_matmuls = self.parameter_counts()['non_embedding'] + config.tie_embeddings * self.embed.weight.numel()
+        return 6 * in_matmuls + 12 * config.n_layer * config.n_head * config.head_dim * config.block_size
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Draw one token per row of logits (B, vocab_size); returns (B, 1). temperature 0: the likeliest.
+
+    top_k: only among the k likeliest. top_p: only among the fewest likeliest whose probabilities add up to top_p or
+    more (nucleus sampling, Holtzman et al., arXiv 1904.09751), after top_k if both are given. None or 0: off.
+    """
+    if temperature < 0 or (top_k or 1) < 1 or not 0 < (top_p or 1) <= 1:
+        given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
+        raise ValueError(f'{given}: expected temperature >= 0, top_k >= 1 and top_p above 0 and at most 1')
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    probabilities, ids = probabilities.sort(dim=-1, descending=True)
+    if top_k:
+        probabilities[:, top_k:] = 0
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    if top_p:
+        before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
+        probabilities[before >= top_p] = 0
+    drawn = torch.multinomial(probabilities, 1, generator=generator)  # it normalises
+    return ids.gather(-1, drawn)

@@ -1,0 +1,484 @@
+"""
+Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, meta.json.
+
+    python prepare_data.py                                           # the standard library, with a BPE trained on it
+    python prepare_data.py --dataset=input.txt --tokenizer=bytes     # one file: its end is the validation split
+    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # a folder of text, .jsonl or .parquet
+    python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
+    python prepare_data.py --dataset=fineweb-10BT --download_only    # on a login node, for a later run without network
+    python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
+
+This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on. The shards are the
+same bytes with and without such a break, and for any number of processes.
+"""
+
+from configurator import configure
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+# text
+dataset = 'stdlib'  # stdlib, a file or folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, or OWNER/NAME on the hub
+text_field = 'text'  # the field with the text, in .jsonl, .parquet, and datasets of the hub or saved by save_to_disk
+source_config: str | None = None  # configuration of a hub dataset; None = its only one
+source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
+# tokens
+tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
+vocab_size = 2048  # of the trained BPE
+val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
+val_rule: str | None = None  # 'hash' | 'tail': documents by a hash, or the end of a text file; None = what fits
+seed = 1337  # of the hash that chooses the validation documents
+# files
+name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
+data_dir = 'data'  # where datasets live
+shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
+# system
+num_proc: int | None = None  # processes that tokenize; None = one per core
+download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
+cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(globals())
+
+import atexit
+import collections
+import fcntl
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+import corpus
+import guard
+import hub
+from shard_writer import ShardWriter
+from tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
+
+guard.report_errors(lambda: 'lower num_proc')
+
+STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
+SAVE_SECONDS = 10  # the work that a kill can cost
+ENCODE_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
+BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
+
+# --- ERRANDS ----------------------------------------------------------------------------------------------------------
+hub_folder = Path(data_dir) / 'hub'
+if cache_tokenizer:
+    cache, fetched = fetch_tokenizer(cache_tokenizer, Path(data_dir) / 'tiktoken')
+    print(f'{cache_tokenizer}: {fetched.vocab_size:,} tokens; its files are in {cache}, sha256 verified')
+    print(f'where there is no network: export TIKTOKEN_CACHE_DIR={os.path.abspath(cache)}')
+    sys.exit()
+if download_only:
+    where = hub.download(dataset, source_config, hub_folder)
+    print(f'{dataset}: downloaded to {where}; now prepare it, with or without network')
+    sys.exit()
+if dataset == 'synthetic':
+    print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')
+    sys.exit()
+
+# --- WORKERS ----------------------------------------------------------------------------------------------------------
+
+
+def start_worker():
+    """Ctrl-C is for the parent; when that ends, however it ends, so does the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # there is a process per core
+
+    def follow_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+@functools.cache
+def tokenizer_of_worker(folder):
+    """The tokenizer, loaded once per worker."""
+    return load_tokenizer(tokenizer, folder)
+
+
+def warm_up(folder):
+    """Load the tokenizer before the first unit comes."""
+    tokenizer_of_worker(folder)
+
+
+def hash_of(head):
+    """A number below 2^64, from the first bytes of a document: it decides the split."""
+    digest = hashlib.blake2b(head, digest_size=8, salt=seed.to_bytes(16, 'little', signed=True))
+    return int.from_bytes(digest.digest(), 'little')
+
+
+def split_of(piece, document, val_below):
+    """'train' or 'val': as the source has settled, else by the hash of the document that the piece belongs to."""
+    return piece.split or ('val' if hash_of(piece.head_of(document)) < val_below else 'train')
+
+
+def dtype_for(vocab_size):
+    """The smallest dtype of a shard that holds every id."""
+    return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
+
+
+def encode_unit(pieces, val_below, folder):
+    """A unit's tokens, made in a worker; behind each document stands the end-of-text token.
+
+    Returns ({split: (tokens, documents that end in it, bytes of text)}, notes); tokens: uint16 or uint32 array.
+    """
+    encoder = tokenizer_of_worker(folder)
+    end_of_text = np.array([encoder.eot], dtype=np.uint32)
+    notes = collections.Counter()
+    stretches = collections.defaultdict(list)  # split -> texts, None behind each document
+    text_bytes = collections.Counter()
+    for piece in pieces:
+        for document in corpus.documents(piece, text_field, notes):
+            split = split_of(piece, document, val_below)
+            text_bytes[split] += len(document)
+            stretches[split] += [data.decode() for data in corpus.cut_up(document, ENCODE_BYTES)]
+            stretches[split] += [None] * piece.ends_document
+
+    result = {}
+    for split, texts in stretches.items():
+        encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
+        tokens = np.concatenate([end_of_text if text is None else next(encoded) for text in texts])
+        # Checked here, because astype() turns 128,000 into the uint16 62,464 without a word.
+        assert tokens.max() < encoder.vocab_size, f'{tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
+        result[split] = tokens.astype(dtype_for(encoder.vocab_size)), texts.count(None), text_bytes[split]
+    return result, notes
+
+
+num_proc = len(os.sched_getaffinity(0)) if num_proc is None else num_proc
+if num_proc < 1:
+    raise ValueError(f'num_proc={num_proc}: expected 1 or more')
+# Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
+pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
+atexit.register(pool.shutdown)
+pool.submit(os.getpid).result()
+
+
+def encoded_units(units, val_below, folder):
+    """(unit, result of encode_unit) for every unit, in order; at most two units per worker are under way."""
+    under_way = collections.deque()
+    try:
+        for unit in units:
+            under_way.append((unit._replace(pieces=None), pool.submit(encode_unit, unit.pieces, val_below, folder)))
+            if len(under_way) > 2 * num_proc:
+                unit, future = under_way.popleft()
+                yield unit, future.result()
+        for unit, future in under_way:
+            yield unit, future.result()
+    except OSError as error:  # a file that is gone, or has become shorter
+        raise OSError(str(error)) from error
+    except BrokenProcessPool as error:
+        raise OSError(
+            'a worker was killed, by hand or because memory ran out; the same command goes on, --num_proc=N takes less'
+        ) from error
+
+
+# --- SOURCE -----------------------------------------------------------------------------------------------------------
+is_text_file = os.path.isfile(dataset) and corpus.kind_of(dataset) == 'text'
+val_rule = val_rule or ('tail' if is_text_file else 'hash')
+if val_rule == 'tail' and not is_text_file:
+    raise ValueError(f'val_rule=tail cuts a single text file, and dataset={dataset} is none: leave it out')
+if val_fraction is None:
+    val_fraction = 0.1 if is_text_file or dataset == 'stdlib' else 0.01
+if not 0 <= val_fraction < 1:
+    raise ValueError(f'val_fraction={val_fraction}: expected at least 0 (no validation split) and below 1')
+if not 0 < shard_tokens < 1 << 31:
+    raise ValueError(f'shard_tokens={shard_tokens}: expected 1 to 2^31 - 1, for the header counts them in an int32')
+if 'vocab_size' in explicit and tokenizer != 'bpe':
+    raise ValueError(f'vocab_size={vocab_size} is for --tokenizer=bpe, {tokenizer} has its own: leave it out')
+tokenizer_facts = describe(tokenizer, vocab_size)
+
+if hub.is_hub_name(dataset):
+    source = corpus.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field)
+else:
+    tail_fraction = val_fraction if val_rule == 'tail' and val_fraction else None
+    source = corpus.find_source(dataset, text_field, source_split, tail_fraction)
+facts = source.description
+size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
+print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
+for line in source.skipped[:10]:
+    print(f'left out: {line}')
+if len(source.skipped) > 10:
+    print(f'left out: {len(source.skipped) - 10} more files')
+
+# --- FOLDER -----------------------------------------------------------------------------------------------------------
+if name is None:
+    of_source = Path(dataset).resolve().stem if os.path.exists(dataset) else dataset.rpartition('/')[2]
+    of_config = f'-{source_config}' if source_config else ''
+    of_tokenizer = f'bpe{vocab_size}' if tokenizer == 'bpe' else tokenizer_facts['name']
+    name = re.sub(r'[^\w.-]+', '_', f'{of_source}{of_config}-{of_tokenizer}')
+if not re.fullmatch(r'\w[\w.-]*', name):
+    raise ValueError(f'name={name!r}: expected letters, digits, and . _ - behind the first; it names a folder')
+folder = Path(data_dir) / name
+settings = {  # what decides the tokens
+    'source': facts['sha256'],
+    'text_field': text_field,
+    'tokenizer': tokenizer_facts,
+    'val_rule': val_rule,
+    'val_fraction': val_fraction,
+    'seed': seed,
+    'shard_tokens': shard_tokens,
+}
+
+
+def refuse(state_of_folder):
+    raise ValueError(f'{folder} {state_of_folder}; it was left as it is: give another --name, or delete it')
+
+
+def refuse_other_settings(found, how_far):
+    """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
+    differences = [key for key in settings if found['settings'].get(key) != settings[key]]
+    if 'source' in differences:
+        refuse(
+            f'was {how_far} from {found["source"]["name"]} (sha256 {found["source"]["sha256"][:12]}), this command '
+            f'reads {facts["name"]} (sha256 {facts["sha256"][:12]})'
+        )
+    if differences:
+        both = (f'{key}={found["settings"].get(key)!r}, this command has {settings[key]!r}' for key in differences)
+        refuse(f'was {how_far} with {"; ".join(both)}')
+
+
+def write_json(path, content):
+    """Write a JSON file that is there entirely or not at all."""
+    with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f'{path}.tmp', path)
+
+
+def print_summary(meta):
+    """What a complete folder holds, and what to type next."""
+    for split, totals in meta['splits'].items():
+        print(
+            f'{split:5}  {totals["tokens"]:,} tokens of {totals["bytes"]:,} bytes of text '
+            f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {totals["documents"]:,} documents, '
+            f'shards: {len(totals["shards"])}'
+        )
+    place = '' if data_dir == 'data' else f' --data_dir={data_dir}'
+    print(f'{folder}\nnext: python train_ddp.py --dataset={name}{place}')
+
+
+def lock_folder():
+    """Keep other processes out of the folder until this one ends, however it ends."""
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse('is being prepared by another process')
+    except OSError:
+        pass  # not every network file system has locks
+
+
+def remove_leftovers():
+    """Delete what a complete dataset does not need."""
+    for path in [folder / STATE_FILE, *folder.glob('*.partial')]:
+        path.unlink(missing_ok=True)
+
+
+state = {'settings': settings, 'source': facts, 'position': [0, 0], 'work': 0, 'notes': {}, 'splits': {}}
+is_resumed, was_there = False, folder.exists()
+if was_there:
+    lock_folder()
+    if (folder / 'meta.json').exists():
+        meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
+        if 'settings' not in meta:
+            refuse('holds a meta.json that this script has not written')
+        refuse_other_settings(meta, 'made')
+        remove_leftovers()
+        print('nothing to do, it is complete:')
+        print_summary(meta)
+        sys.exit()
+    if (folder / STATE_FILE).exists():
+        found = json.loads((folder / STATE_FILE).read_text(encoding='utf-8'))
+        tokens_written = sum(totals['tokens'] for totals in found['splits'].values())
+        if tokens_written:
+            refuse_other_settings(found, 'half made')
+            state, is_resumed = found, True
+            print(f'{folder}: going on behind the first {tokens_written:,} tokens')
+        else:  # killed before the first tokens counted: start over
+            for path in [*folder.glob('*.bin'), *folder.glob('*.partial')]:
+                path.unlink()
+    elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
+        refuse('holds token files that this script has not written')
+
+# --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
+
+
+def documents_of_source():
+    """(piece, document) of the whole source, in this process; for long documents, of each stretch."""
+    for unit in corpus.units(source):
+        for piece in unit.pieces:
+            for document in corpus.documents(piece, text_field, collections.Counter()):
+                yield piece, document
+
+
+def choose_val_below():
+    """
+    Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
+    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`.
+    """
+    below = int(val_fraction * 2**64)
+    lowest, highest = 2**64, -1
+    for piece, document in documents_of_source():
+        number = hash_of(piece.head_of(document))
+        lowest, highest = min(lowest, number), max(highest, number)
+        if lowest < below <= highest:  # soon found, in all but small corpora
+            return below
+    if lowest >= highest:
+        raise ValueError(
+            f'dataset={dataset} is not two different documents, so a hash cannot choose some for validation: use '
+            f'--val_rule=tail for a text file, or --val_fraction=0'
+        )
+    return max(lowest + 1, min(below, highest))
+
+
+if not is_resumed:
+    state['val_below'] = choose_val_below() if val_rule == 'hash' and val_fraction else 0
+val_below = state['val_below']
+if val_rule == 'tail':
+    rule_in_words = f'the last {val_fraction:%} of the bytes of the text'
+else:
+    rule_in_words = (
+        f'documents whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {corpus.HEAD_BYTES:,} '
+        f'bytes, digest_size=8, salt={seed} as 16 bytes, little-endian'
+    )
+
+# --- TOKENIZER --------------------------------------------------------------------------------------------------------
+
+
+def bpe_sample():
+    """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
+    left = BPE_SAMPLE_BYTES
+    for piece, document in documents_of_source():
+        if split_of(piece, document, val_below) == 'train':
+            yield from (data.decode() for data in corpus.cut_up(document, ENCODE_BYTES))
+            left -= len(document)
+            if left <= 0:
+                return
+
+
+if tokenizer != 'bpe':
+    encoder = load_tokenizer(tokenizer, folder)  # may fail: before anything is written
+if not is_resumed:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / STATE_FILE, state)
+    except OSError as error:
+        raise OSError(f'{folder}: cannot be written: {error.strerror}; choose another --data_dir') from error
+    if not was_there:
+        lock_folder()
+    if tokenizer == 'bpe':
+        print(f'training a BPE of {vocab_size:,} tokens on the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)')
+        train_bpe(bpe_sample(), vocab_size, folder / 'tokenizer.json')
+    elif 'sha256' in tokenizer_facts:
+        shutil.copyfile(Path(tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')  # sample.py needs it, wherever
+if tokenizer == 'bpe':
+    encoder = load_tokenizer(tokenizer, folder)
+dtype = dtype_for(encoder.vocab_size)
+print(f'tokenizer {tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
+
+# --- SHARDS -----------------------------------------------------------------------------------------------------------
+for _ in range(num_proc):
+    pool.submit(warm_up, folder)
+import data  # here, for it imports torch, which takes a second; meanwhile the workers load the tokenizer
+
+
+class Progress:
+    """One line: rewritten in a terminal, else printed every 30 seconds."""
+
+    def __init__(self):
+        self.start = self.shown = time.perf_counter()
+        self.first_work = state['work']
+        self.tokens = self.bytes = 0  # of this run
+
+    def rates(self):
+        seconds = time.perf_counter() - self.start
+        return f'{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f}M tokens/s'
+
+    def show(self):
+        now = time.perf_counter()
+        in_terminal = sys.stderr.isatty()
+        if now - self.shown < (0.2 if in_terminal else 30):
+            return
+        self.shown = now
+        line = f'{self.tokens:,} tokens, {self.rates()}'
+        if source.total:
+            done = min(1, state['work'] / source.total)
+            work = max(1, state['work'] - self.first_work)  # of this run
+            seconds_left = (now - self.start) * (source.total - state['work']) / work
+            minutes, seconds = divmod(max(0, int(seconds_left)), 60)
+            line = (
+                f'[{"#" * int(20 * done):20}] {done:4.0%}, ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}, {line}'
+            )
+        print(f'\r{line}\x1b[K' if in_terminal else line, end='' if in_terminal else '\n', file=sys.stderr, flush=True)
+
+    def clear(self):
+        if sys.stderr.isatty():
+            print('\r\x1b[K', end='', file=sys.stderr, flush=True)
+
+
+def save_state():
+    """Write down where the same command would go on."""
+    for split, writer in writers.items():
+        writer.sync()
+        state['splits'][split] = writer.totals
+    write_json(folder / STATE_FILE, state)
+    for writer in writers.values():
+        writer.delete_full_partials()
+
+
+writers = {
+    split: ShardWriter(folder, split, dtype, shard_tokens, data.write_shard, state['splits'].get(split))
+    for split in (['train', 'val'] if val_fraction else ['train'])
+}
+notes = collections.Counter(state['notes'])
+progress = Progress()
+saved_at, saved_shards = time.perf_counter(), 0
+for unit, (encoded, new_notes) in encoded_units(corpus.units(source, state['position']), val_below, folder):
+    for split, (tokens, documents, text_bytes) in encoded.items():
+        writers[split].add(tokens, documents, text_bytes)
+        progress.tokens += len(tokens)
+        progress.bytes += text_bytes
+    notes.update(new_notes)
+    state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
+    shards = sum(len(writer.totals['shards']) for writer in writers.values())
+    if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
+        save_state()
+        saved_at, saved_shards = time.perf_counter(), shards
+    progress.show()
+progress.clear()
+
+# --- META.JSON --------------------------------------------------------------------------------------------------------
+save_state()
+for split, writer in writers.items():
+    if writer.totals['tokens'] == 0:
+        raise ValueError(f'{facts["name"]} left no text for split {split!r}: give more text or another --val_fraction')
+    writer.finish()
+meta = {
+    'format_version': 1,
+    'name': name,
+    'tokenizer': {**tokenizer_facts, 'vocab_size': encoder.vocab_size, 'eot_token': encoder.eot},
+    'vocab_size': encoder.vocab_size,
+    'eot_token': encoder.eot,
+    'dtype': dtype.name,
+    'splits': {split: writer.totals for split, writer in writers.items()},
+    'val_fraction': val_fraction,
+    'val_rule': rule_in_words,
+    'source': {**facts, 'left_out': source.skipped[:100], 'notes': dict(sorted(notes.items())[:100])},
+    'settings': settings,
+}
+write_json(folder / 'meta.json', meta)  # last: with it, the dataset is complete
+remove_leftovers()
+for note, count in sorted(notes.items())[:10]:
+    print(f'{note} ({count:,})')
+print(f'{progress.rates()} with {num_proc} processes, reading and writing included')
+print_summary(meta)

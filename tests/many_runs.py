@@ -1,0 +1,102 @@
+"""
+Run train scripts one after another in processes that torchrun started once: importing torch costs more than 20 steps.
+
+    torchrun --nproc_per_node=2 tests/many_runs.py cases.json
+
+cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
+runs the script as it stands (runpy, fresh globals, its own process group). Rank 0 writes cases.json.results: for each
+case what it held at the end and, when watched, how often the run issued which collective.
+"""
+
+import collections
+import json
+import os
+import runpy
+import socket
+import sys
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, HERE)
+
+import guard
+
+guard.leave = lambda: None  # the next case runs in the same process
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the calls of every operator of the c10d namespace, from whichever thread they are issued."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == 'c10d':
+            self.calls[function._schema.name.split('::')[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def local_bytes(tensors):
+    """Bytes that this rank holds of these tensors; of a DTensor, its own shard."""
+    local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+AGENT = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)
+
+
+def port_of_case(number):
+    """A free port for this case's own store: in torchrun's, the next case would find the addresses of this one."""
+    if os.environ['RANK'] == '0':
+        with socket.create_server(('127.0.0.1', 0)) as server:  # right before it is used, so that nobody takes it
+            AGENT.set(f'port of case {number}', str(server.getsockname()[1]))
+    return AGENT.get(f'port of case {number}').decode()
+
+
+def compiled_graphs():
+    """How many graphs torch.compile has made in this process so far."""
+    dynamo = sys.modules.get('torch._dynamo.utils')
+    return dynamo.counters['stats']['unique_graphs'] if dynamo else 0
+
+
+def run(case, number):
+    """One run of a script in this process; returns what this rank held when it ended."""
+    sys.argv = [case['script'], *case['arguments']]
+    os.environ.update(MASTER_PORT=port_of_case(number), TORCHELASTIC_USE_AGENT_STORE='False')
+    counter = CountCollectives()
+    if case.get('watch'):
+        with counter:
+            names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
+    else:
+        names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
+    parameters = list(names['raw_model'].parameters())
+    moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
+    return {
+        'parameter_bytes': local_bytes(parameters),
+        'optimizer_bytes': local_bytes(moments),
+        'collectives': dict(counter.calls),
+        'scale': names['scaler'].state_dict().get('scale'),
+        'compiled_graphs': compiled_graphs(),
+    }
+
+
+if __name__ == '__main__':
+    path = sys.argv[1]
+    with open(path) as file:
+        cases = json.load(file)
+    rank = int(os.environ.get('RANK', 0))
+    results = {}
+    for number, case in enumerate(cases):
+        if rank == 0:
+            print(f'--- {case["name"]}', flush=True)
+        try:
+            results[case['name']] = run(case, number)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    if rank == 0:
+        with open(path + '.results', 'w') as file:
+            json.dump(results, file)

@@ -1,0 +1,279 @@
+"""configurator.py: keys from a script's globals, config files and the command line, and one line for every mistake."""
+
+import math
+import re
+import runpy
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO
+
+SCRIPT = """
+'''What the script does.'''
+import math
+from configurator import configure
+
+# --- KNOBS ----
+# data
+batch_size = 8  # sequences per rank
+block_size: int | None = None  # None = as long as possible
+name = 'plain'  # a free word, not 'one' | 'of' | 'these'
+# optimizer
+learning_rate = 6e-4  # peak
+mode = 'slow'  # 'slow' | 'fast' | 'very fast': how to go
+precision: str | None = None  # 'bf16' | 'fp16': None = full
+betas = (0.9, 0.95)  # decay of the moments
+layers = [1, 2]
+use_bias = True  # biases
+_helper = 1  # not a key
+config, explicit = configure(globals())
+later = 3  # below the call: not a key
+"""
+KEYS = ['batch_size', 'block_size', 'name', 'learning_rate', 'mode', 'precision', 'betas', 'layers', 'use_bias']
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*arguments, a='source of a.py', ...) -> the script's globals; each file given is the config file a.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('RANK', raising=False)
+    (tmp_path / 'train_this.py').write_text(SCRIPT)
+    other = SCRIPT.replace('layers = [1, 2]', 'zero_stage = 3  # of the other script only')
+    (tmp_path / 'train_other.py').write_text(other)
+
+    def run(*arguments, **files):
+        for stem, source in files.items():
+            (tmp_path / f'{stem}.py').write_text(source)
+        monkeypatch.setattr(sys, 'argv', ['train_this.py', *(f'{stem}.py' for stem in files), *arguments])
+        return runpy.run_path(str(tmp_path / 'train_this.py'))
+
+    return run
+
+
+@pytest.fixture
+def error(run, capsys):
+    """error(...) -> the one line that a mistake prints; checks that it is one line and that the exit code is 2."""
+
+    def error(*arguments, **files):
+        with pytest.raises(SystemExit) as stopped:
+            run(*arguments, **files)
+        captured = capsys.readouterr()
+        assert stopped.value.code == 2 and captured.out == '' and captured.err.count('\n') == 1, captured
+        return captured.err.strip()
+
+    return error
+
+
+# --- what counts as a key ---------------------------------------------------------------------------------------------
+
+
+def test_keys_are_the_names_assigned_above_the_call_in_order(run):
+    script = run()
+    assert list(script['config']) == KEYS
+    assert script['explicit'] == set()
+
+
+def test_values_are_assigned_into_the_globals_and_returned(run):
+    script = run('--batch_size=16')
+    assert script['batch_size'] == script['config']['batch_size'] == 16
+    assert script['explicit'] == {'batch_size'}
+
+
+def test_a_key_set_to_its_default_counts_as_explicit(run):
+    assert run('--batch_size=8')['explicit'] == {'batch_size'}
+    assert run(a='learning_rate = 6e-4')['explicit'] == {'learning_rate'}
+
+
+# --- values on the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('argument', 'key', 'value'),
+    [
+        ('--learning_rate=1', 'learning_rate', 1.0),
+        ('--learning_rate=inf', 'learning_rate', math.inf),
+        ('--batch_size=1e3', 'batch_size', 1000),
+        ('--batch_size=-2', 'batch_size', -2),
+        ('--block_size=64', 'block_size', 64),
+        ('--block_size=None', 'block_size', None),
+        ('--use_bias=false', 'use_bias', False),
+        ('--use_bias=False', 'use_bias', False),
+        ('--use_bias=true', 'use_bias', True),
+        ('--use_bias', 'use_bias', True),
+        ('--betas=(0.8, 0.9)', 'betas', (0.8, 0.9)),
+        ('--betas=0.8,0.9', 'betas', (0.8, 0.9)),
+        ('--betas=[1, 2]', 'betas', (1, 2)),
+        ('--layers=(3, 4)', 'layers', [3, 4]),
+        ('--name=a=b=c', 'name', 'a=b=c'),
+        ('--name=def ', 'name', 'def '),
+        ('--name=123', 'name', '123'),
+        ('--name=true', 'name', 'true'),
+        ('--name=', 'name', ''),
+        ("--name='quoted'", 'name', "'quoted'"),
+        ('--mode=very fast', 'mode', 'very fast'),
+        ('--precision=None', 'precision', None),
+        ('--precision=fp16', 'precision', 'fp16'),
+    ],
+)
+def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, key, value):
+    result = run(argument)[key]
+    assert result == value and type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ('argument', 'said'),
+    [
+        ('--batch_size=1.5', ['--batch_size', 'expects int', "'1.5'"]),
+        ('--batch_size=True', ['--batch_size', 'expects int', "'True'"]),
+        ('--batch_size=None', ['--batch_size', 'expects int', 'None']),
+        ('--batch_size=', ['--batch_size', 'expects int', "''"]),
+        ('--batch_size', ['--batch_size needs a value', 'int']),
+        ('--learning_rate=fast', ['--learning_rate', 'expects float', "'fast'"]),
+        ('--use_bias=1', ['--use_bias', 'expects bool', "'1'"]),
+        ('--name=None', ['--name', 'expects str', 'None']),
+        ('--block_size=x', ['--block_size', 'expects int or None', "'x'"]),
+        ('--betas=0.9', ['--betas', 'expects tuple', "'0.9'"]),
+        ('--mode=faster', ['--mode', "expects 'slow' or 'fast' or 'very fast'", "'faster'"]),
+        ('--precision=fp8', ['--precision', "expects 'bf16' or 'fp16' or None", "'fp8'"]),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_given_and_expected(error, argument, said):
+    message = error(argument)
+    assert all(words in message for words in said), message
+
+
+def test_an_unknown_key_is_refused_with_the_closest_name(error):
+    assert 'did you mean batch_size?' in error('--batchsize=4')
+    assert 'did you mean batch_size?' in error('--batch-size=4')
+    assert '--help' in error('--qqq=4')
+    assert '_helper' in error('--_helper=4')
+
+
+def test_a_key_of_another_train_script_is_refused_on_the_command_line_with_that_script(error):
+    assert 'train_other.py has it' in error('--zero_stage=2')
+
+
+def test_a_stray_word_is_refused_with_what_was_meant(error):
+    assert 'did you mean --batch_size=4 ?' in error('--batch_size', '4')
+    assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
+    assert 'did you mean --batch_size=4 ?' in error('batch_size=4')
+    assert "'what' is neither a config file" in error('what')
+
+
+# --- config files -----------------------------------------------------------------------------------------------------
+
+
+def test_files_run_in_order_and_before_the_command_line_wherever_they_stand(run):
+    script = run('--name=last', a='batch_size = 2; learning_rate = 1', b="batch_size = batch_size * 3; name = 'file'")
+    assert (script['batch_size'], script['learning_rate'], script['name']) == (6, 1.0, 'last')
+    assert script['explicit'] == {'batch_size', 'learning_rate', 'name'}
+
+
+def test_a_file_may_import_define_functions_and_keep_helpers(run):
+    source = """
+import math, os
+from pathlib import Path
+_tokens = 4096
+def rows(length):
+    return _tokens // length
+class Shape: pass
+batch_size = rows(1024) if os.path.exists(__file__) else 0
+learning_rate = math.sqrt(0.25)
+betas = tuple(1 - 10.0**-_i for _i in (1, 2))
+layers = [1e3]
+"""
+    script = run(a=source)
+    assert (script['batch_size'], script['learning_rate'], script['betas']) == (4, 0.5, (0.9, 0.99))
+    assert script['explicit'] == {'batch_size', 'learning_rate', 'betas', 'layers'}
+
+
+def test_a_file_that_reads_a_key_does_not_set_it(run):
+    assert run(a='_twice = 2 * batch_size')['explicit'] == set()
+
+
+def test_numpy_numbers_from_a_file_become_plain_numbers(run):
+    script = run(a='import numpy as np\nbatch_size = np.int64(3)\nlearning_rate = np.float32(0.5)')
+    assert (script['batch_size'], script['learning_rate']) == (3, 0.5)
+    assert type(script['batch_size']) is int and type(script['learning_rate']) is float
+
+
+@pytest.mark.parametrize(
+    ('source', 'said'),
+    [
+        ('batchsize = 3', ['a.py: batchsize', 'did you mean batch_size?', 'begin with _']),
+        ('batch_size = 1.5', ['a.py: batch_size', 'expects int', '1.5']),
+        ('batch_size = True', ['a.py: batch_size', 'expects int', 'True']),
+        ("batch_size = '3'", ['a.py: batch_size', 'expects int', "'3'"]),
+        ('use_bias = 1', ['a.py: use_bias', 'expects bool', '1']),
+        ("mode = 'faster'", ['a.py: mode', "'fast'", "'faster'"]),
+        ('from math import pi as mode', ['a.py: mode', '3.14']),
+        ('\nbatch_size = nothing', ['a.py, line 2', 'NameError', 'nothing']),
+        ('batch_size = = 3', ['a.py', 'SyntaxError', 'line 1']),
+        ("raise ValueError('two\\nlines')", ['a.py, line 1', 'ValueError: two lines']),
+        ('raise SystemExit(0)', ['a.py, line 1', 'SystemExit']),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_the_file(error, source, said):
+    message = error(a=source)
+    assert all(words in message for words in said), message
+
+
+def test_a_missing_file_is_one_line(error):
+    message = error('nowhere.py')
+    assert 'nowhere.py: FileNotFoundError' in message
+
+
+def test_a_key_of_another_train_script_in_a_file_is_skipped_with_one_notice(run, capsys, monkeypatch):
+    script = run(a='zero_stage = 2\nbatch_size = 3', b='zero_stage = 3')
+    notice = capsys.readouterr().err
+    assert notice.count('\n') == 1 and 'zero_stage (of train_other.py)' in notice
+    assert 'zero_stage' not in script['config'] and script['explicit'] == {'batch_size'}
+    monkeypatch.setenv('RANK', '1')
+    run(a='zero_stage = 2')
+    assert capsys.readouterr().err == ''  # one rank says it
+
+
+def test_a_mistake_under_torchrun_names_the_rank(error, monkeypatch, run):
+    monkeypatch.setenv('RANK', '3')
+    assert error('--batch_size=x').startswith('[3] error: --batch_size')
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_prints_docstring_sections_and_every_key_with_default_type_and_comment(run, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run('--help')
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith('What the script does.')
+    lines = [' '.join(line.split()) for line in text.splitlines()]
+    assert lines.index('data') < lines.index('--batch_size=8 int sequences per rank') < lines.index('optimizer')
+    assert '--block_size=None int | None None = as long as possible' in lines
+    assert '--layers=[1, 2] list' in lines
+    assert [line[2:].split('=')[0] for line in lines if line.startswith('--')] == KEYS
+    assert 'KNOBS' not in text
+
+
+@pytest.mark.parametrize('script', sorted(path.name for path in REPO.glob('train_*.py')))
+def test_help_of_a_train_script_takes_less_than_half_a_second_and_explains_every_key(script):
+    def seconds():
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, REPO / script, '--help'], capture_output=True, text=True, check=True)
+        return time.perf_counter() - start, result.stdout
+
+    elapsed, text = min(seconds() for _ in range(3))  # the best of three: other work on the machine is not ours
+    assert elapsed < 0.5
+    keys = [re.split(' {2,}', line.strip()) for line in text.splitlines() if line.startswith('  --')]
+    assert len(keys) > 40
+    assert all(len(words) == 3 for words in keys), 'a key without a comment'
+    assert {'--out_dir', '--batch_size', '--seed'} <= {words[0].split('=')[0] for words in keys}
+
+
+def test_configurator_needs_nothing_but_the_standard_library():
+    code = 'import configurator, sys; print(*sorted({name.split(".")[0] for name in sys.modules}))'
+    result = subprocess.run([sys.executable, '-S', '-c', code], cwd=REPO, capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split()) - {'configurator', '__main__'}
+    assert loaded <= sys.stdlib_module_names

@@ -1,0 +1,599 @@
+"""data.py: shards on disk, the order of samples, batches that are the same on any number of ranks, and their thread."""
+
+import gc
+import hashlib
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, environment
+
+import data
+
+VOCAB_SIZE = 1000
+
+
+def tokens_of(length, seed=0, vocab_size=VOCAB_SIZE):
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, vocab_size, length)
+
+
+def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_meta=True):
+    """A dataset as prepare_data.py leaves it, in shards of these lengths. Returns {split: all its tokens}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {'name': folder.name, 'vocab_size': VOCAB_SIZE, 'dtype': np.dtype(dtype).name, 'splits': {}}
+    splits = {}
+    for split, lengths in (('train', train), ('val', val)):
+        tokens, shards = tokens_of(sum(lengths), seed=len(split)), []
+        for number, piece in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
+            path = folder / f'{split}_{number:06}.bin'
+            data.write_shard(path, piece, dtype)
+            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            shards.append({'file': path.name, 'tokens': len(piece), 'sha256': sha256})
+        meta['splits'][split] = {
+            'tokens': len(tokens), 'bytes': 3 * len(tokens), 'max_token': int(tokens.max()), 'shards': shards
+        }  # fmt: skip
+        splits[split] = tokens
+    if with_meta:
+        (folder / 'meta.json').write_text(json.dumps(meta))
+    return splits
+
+
+class CreatesAFile:
+    """Unpickling it does: pickles of others must not be opened."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+def whole(dataset):
+    """All tokens that a dataset's windows cover, in order."""
+    inputs = [dataset.window(index)[:-1] for index in range(dataset.n_windows)]
+    return np.concatenate([*inputs, dataset.window(dataset.n_windows - 1)[-1:]])
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == 'prefetch']
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    if prefetch_threads():
+        gc.collect()
+    assert not prefetch_threads()
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype, magic, version', [(np.uint16, 20240520, 1), (np.uint32, 20240801, 7)])
+def test_a_shard_is_a_1024_byte_header_and_the_tokens(tmp_path, dtype, magic, version):
+    tokens = tokens_of(777, vocab_size=2**16 if dtype == np.uint16 else 2**31)
+    path = tmp_path / 'train_000000.bin'
+    data.write_shard(path, tokens, dtype)
+    header = np.fromfile(path, dtype='<i4', count=256)
+    assert header[:3].tolist() == [magic, version, 777] and not header[3:].any()
+    assert np.array_equal(np.fromfile(path, dtype=dtype, offset=1024), tokens)
+    assert np.array_equal(data.read_shard(path), tokens)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_an_id_that_the_dtype_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    for wrong in (65536, 128000, -1):
+        with pytest.raises(ValueError, match=f'{wrong}.*uint16.*uint32'):
+            data.write_shard(tmp_path / 'train_000000.bin', np.array([5, wrong, 7]), np.uint16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_writer_leaves_the_old_shard(tmp_path, monkeypatch):
+    path = tmp_path / 'train_000000.bin'
+    data.write_shard(path, np.arange(10), np.uint16)
+
+    def killed(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data.os, 'fsync', killed)
+    with pytest.raises(KeyboardInterrupt):
+        data.write_shard(path, np.arange(20), np.uint16)
+    assert np.array_equal(data.read_shard(path), np.arange(10))
+
+
+@pytest.mark.parametrize('keep', [-1, -500, 1024, 1000, 11, 0])
+def test_a_truncated_shard_is_refused_by_name_before_it_is_mapped(tmp_path, keep):
+    path = tmp_path / 'train_000003.bin'
+    data.write_shard(path, np.arange(1000), np.uint16)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match='train_000003.bin.*(size|magic)'):
+        data.read_shard(path)
+
+
+def test_a_shard_with_bytes_too_many_or_another_magic_or_version_is_refused_by_name(tmp_path):
+    path = tmp_path / 'train_000003.bin'
+    data.write_shard(path, np.arange(1000), np.uint16)
+    content = path.read_bytes()
+    path.write_bytes(content + b'\0\0')
+    with pytest.raises(ValueError, match='train_000003.bin.*size is 3,026 bytes.*1,000 tokens.*3,024'):
+        data.read_shard(path)
+    path.write_bytes(b'abcd' + content[4:])
+    with pytest.raises(ValueError, match='train_000003.bin.*magic.*20240520, 1'):
+        data.read_shard(path)
+    path.write_bytes(content[:4] + b'\7' + content[5:])
+    with pytest.raises(ValueError, match='magic and version are 20240520, 7'):
+        data.read_shard(path)
+
+
+def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_name(tmp_path):
+    path = tmp_path / 'train_000000.npy'
+    for wrong in (np.zeros(10), np.zeros((2, 5), dtype=np.int64), np.array([{}], dtype=object)):
+        np.save(path, wrong)
+        with pytest.raises(ValueError, match='train_000000.npy'):
+            data.read_shard(path)
+    np.save(path, np.arange(1000))
+    whole_file = path.read_bytes()
+    for content in (whole_file[:-100], whole_file[:20], b'', pickle.dumps(CreatesAFile(str(tmp_path / 'opened')))):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match='train_000000.npy.*size'):
+            data.read_shard(path)
+    assert not (tmp_path / 'opened').exists()
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', [np.uint16, np.uint32])
+def test_windows_run_across_shards_and_cover_every_token_once(tmp_path, dtype):
+    """Shards shorter than a window too: one window lies in four of them."""
+    tokens = make_dataset(tmp_path / 'set', train=(100, 3, 1, 30, 64, 219), dtype=dtype)['train']
+    for block_size in (1, 7, 32, 50, 416):
+        dataset = data.open_dataset(tmp_path, 'set', 'train', block_size)
+        assert (dataset.n_tokens, dataset.n_windows) == (417, 416 // block_size)
+        assert np.array_equal(whole(dataset), tokens[: dataset.n_windows * block_size + 1])
+        assert dataset.window(0).dtype == np.int64
+
+
+def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
+    make_dataset(tmp_path / 'set')
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / 'set' / 'train_leftover.bin')  # not listed, so not read
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    assert (dataset.vocab_size, dataset.bytes_per_token, dataset.n_tokens) == (VOCAB_SIZE, 3.0, 1150)
+    assert dataset.meta['name'] == 'set'
+    assert data.open_dataset(tmp_path, 'set', 'val', 32, vocab_size=2000).vocab_size == 2000
+
+
+@pytest.mark.parametrize('with_meta', [True, False])
+def test_fingerprint_changes_when_and_only_when_the_tokens_do(tmp_path, with_meta):
+    make_dataset(tmp_path / 'one', with_meta=with_meta)
+    make_dataset(tmp_path / 'other', with_meta=with_meta)
+    fingerprint = data.open_dataset(tmp_path, 'one', 'train', 32).fingerprint
+    assert fingerprint == data.open_dataset(tmp_path, 'other', 'train', 16).fingerprint
+    assert fingerprint != data.open_dataset(tmp_path, 'one', 'val', 32).fingerprint
+    make_dataset(tmp_path / 'other', train=(700, 449), with_meta=with_meta)
+    assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
+    if not with_meta:  # one token, in the middle
+        tokens = make_dataset(tmp_path / 'other', with_meta=False)['train']
+        data.write_shard(tmp_path / 'other' / 'train_000000.bin', np.r_[tokens[:350], 1, tokens[351:700]], np.uint16)
+        assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
+
+
+def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp_path, capsys):
+    folder = tmp_path / 'openwebtext'
+    folder.mkdir()
+    tokens = tokens_of(500, vocab_size=50257).astype(np.uint16)
+    tokens.tofile(folder / 'train.bin')
+    tokens[:200].tofile(folder / 'val.bin')
+    (folder / 'meta.pkl').write_bytes(pickle.dumps(CreatesAFile(str(tmp_path / 'opened'))))
+    train = data.open_dataset(tmp_path, 'openwebtext', 'train', 10)
+    val = data.open_dataset(tmp_path, 'openwebtext', 'val', 10)
+    assert np.array_equal(whole(train), tokens[:491]) and np.array_equal(whole(val), tokens[:191])
+    assert (train.vocab_size, train.bytes_per_token) == (50257, None)
+    said = capsys.readouterr().out
+    assert said.count('\n') == 1
+    assert all(word in said for word in ('openwebtext', '50257', 'uint16', '--vocab_size', 'meta.pkl'))
+    assert not (tmp_path / 'opened').exists()
+    data.open_dataset(tmp_path, 'openwebtext', 'train', 10, vocab_size=60000)
+    said = capsys.readouterr().out
+    assert 'uint16' in said and 'vocab_size=60000 as given' in said and '50257' not in said
+    (folder / 'meta.json').write_text('{"vocab_size": 50300, "itos": {}}')
+    assert data.open_dataset(tmp_path, 'openwebtext', 'train', 10).vocab_size == 50300
+    assert capsys.readouterr().out == ''
+    (folder / 'val.bin').write_bytes(b'odd')
+    with pytest.raises(ValueError, match='val.bin.*size.*3 bytes'):
+        data.open_dataset(tmp_path, 'openwebtext', 'val', 10)
+
+
+def test_files_of_other_projects_are_found_by_the_split_in_their_names_in_numerical_order(tmp_path):
+    """llm.c's and modded-nanogpt's names, .npy files of build-nanogpt; and a word that merely contains 'train'."""
+    tokens = tokens_of(60)
+    layouts = {
+        'modded': ['fineweb_train_000001.bin', 'fineweb_train_000002.bin', 'fineweb_train_000010.bin'],
+        'llmc': ['edu_fineweb_train_9.bin', 'edu_fineweb_train_10.bin', 'edu_fineweb_train_11.bin'],
+        'npy': ['edufineweb_train_000001.npy', 'edufineweb_train_000002.npy', 'edufineweb_train_000003.npy'],
+    }
+    for name, files in layouts.items():
+        (tmp_path / name).mkdir()
+        for file, piece in zip(files, np.split(tokens, 3), strict=True):
+            if file.endswith('.npy'):
+                np.save(tmp_path / name / file, piece.astype(np.uint16))
+            else:
+                data.write_shard(tmp_path / name / file, piece, np.uint16)
+        data.write_shard(tmp_path / name / 'constrained_val_000000.bin', tokens[:30], np.uint16)
+        assert np.array_equal(whole(data.open_dataset(tmp_path, name, 'train', 1)), tokens), name
+        assert data.open_dataset(tmp_path, name, 'val', 1).n_tokens == 30
+
+
+def test_more_shards_than_may_be_open_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, 'MAX_MAPPED_SHARDS', 4)
+    tokens = make_dataset(tmp_path / 'set', train=(10,) * 50)['train']
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 3)
+    assert np.array_equal(whole(dataset), tokens[: dataset.n_windows * 3 + 1])
+    with open('/proc/self/maps') as maps:
+        assert sum(str(tmp_path / 'set') in line for line in maps) <= 4
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_are_there(tmp_path):
+    make_dataset(tmp_path / 'set')
+    (tmp_path / 'hub').mkdir()  # holds no tokens
+    commands = {
+        'stdlib-bpe2048': '`python prepare_data.py --dataset=stdlib --tokenizer=bpe --vocab_size=2048 --data_dir=',
+        'fineweb-edu-10BT-gpt2': '`python prepare_data.py --dataset=fineweb-edu-10BT --tokenizer=gpt2 --data_dir=',
+        'novels': '`python prepare_data.py --dataset=FILE_FOLDER_OR_HUB_NAME --name=novels --data_dir=',
+    }
+    for name, command in commands.items():
+        with pytest.raises(FileNotFoundError) as error:
+            data.open_dataset(tmp_path, name, 'train', 32)
+        message = str(error.value)
+        assert name in message and command in message and message.endswith('holds: set') and '\n' not in message
+    with pytest.raises(FileNotFoundError, match='holds: no dataset'):
+        data.open_dataset(tmp_path / 'nowhere', 'novels', 'train', 32)
+
+
+def test_a_dataset_that_is_half_prepared_is_refused(tmp_path):
+    """prepare_data.py was killed: good shards without a meta.json would be read as those of another tokenizer."""
+    folder = tmp_path / 'stdlib-bytes'
+    make_dataset(folder, with_meta=False)
+    (folder / 'unfinished.json').write_text('{}')
+    with pytest.raises(ValueError, match='stdlib-bytes: half prepared.*python prepare_data.py .*--tokenizer=bytes'):
+        data.open_dataset(tmp_path, 'stdlib-bytes', 'train', 32)
+
+
+def test_missing_split_and_missing_shards_are_named(tmp_path):
+    folder = tmp_path / 'set'
+    make_dataset(folder)
+    (folder / 'train_000001.bin').unlink()
+    with pytest.raises(FileNotFoundError, match='set: meta.json lists 2 shards.*train_000001.bin'):
+        data.open_dataset(tmp_path, 'set', 'train', 32)
+    (folder / 'meta.json').unlink()
+    (folder / 'val_000000.bin').unlink()
+    with pytest.raises(FileNotFoundError, match="set: no split 'val'.*holds train_000000.bin;"):
+        data.open_dataset(tmp_path, 'set', 'val', 32)
+
+
+def test_meta_json_that_is_broken_or_of_another_preparation_is_refused(tmp_path):
+    folder = tmp_path / 'set'
+    make_dataset(folder)
+    data.write_shard(folder / 'train_000001.bin', tokens_of(449), np.uint16)
+    with pytest.raises(ValueError, match='train_000001.bin.*449 tokens.*450'):
+        data.open_dataset(tmp_path, 'set', 'train', 32)
+    for text in ('{"vocab_size": 1', '[1, 2]'):
+        (folder / 'meta.json').write_text(text)
+        with pytest.raises(ValueError, match='meta.json: not a JSON object'):
+            data.open_dataset(tmp_path, 'set', 'train', 32)
+
+
+def test_a_block_size_longer_than_the_data_gives_the_numbers(tmp_path):
+    make_dataset(tmp_path / 'set')
+    assert data.open_dataset(tmp_path, 'set', 'val', 299).n_windows == 1
+    with pytest.raises(ValueError, match=r"block_size=300.*301 tokens.*'val'.*300.*--block_size=299"):
+        data.open_dataset(tmp_path, 'set', 'val', 300)
+
+
+def test_a_token_above_the_vocabulary_is_found_at_start_when_meta_json_tells(tmp_path):
+    make_dataset(tmp_path / 'set')
+    with pytest.raises(ValueError, match='token id 99[0-9].*vocab_size=100'):
+        data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=100)
+
+
+@pytest.mark.parametrize('wrong', [VOCAB_SIZE, -1])
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read_and_named(tmp_path, wrong):
+    """In whichever column: the last token of a window is only a target."""
+    folder = tmp_path / 'set'
+    make_dataset(folder, train=(320, 1), with_meta=False)
+    tokens = tokens_of(100)
+    tokens[64] = wrong
+    np.save(folder / 'train_000002.npy', tokens)
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
+    assert dataset.read(np.arange(12)).shape == (12, 33)
+    for window, column in ((12, 1), (11, 33)):
+        if column == 33:  # the same token as the last target of the window before
+            tokens[63], tokens[64] = wrong, 0
+            np.save(folder / 'train_000002.npy', tokens)
+            dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
+        with pytest.raises(ValueError, match=rf'train_000002.npy: token id {wrong} .*vocab_size={VOCAB_SIZE}'):
+            dataset.window(window)
+
+
+# --- the order of samples ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('n_windows', [1, 2, 3, 4, 5, 7, 10, 97, 1000, 1021, 4096, 12345])
+def test_every_epoch_reads_every_window_once(n_windows):
+    for seed in (0, 1337, -1, 2**70):
+        for epoch in (0, 1, 2, 10**9):
+            windows = data.sample_windows(epoch * n_windows + np.arange(n_windows), n_windows, seed)
+            assert np.array_equal(np.sort(windows), np.arange(n_windows)), (seed, epoch)
+
+
+def test_a_sample_does_not_depend_on_what_it_is_computed_with():
+    together = data.sample_windows(np.arange(3000), 1000, seed=1)
+    assert together.shape == (3000,) and together.dtype == np.int64
+    alone = [data.sample_windows(np.array([index]), 1000, seed=1)[0] for index in range(0, 3000, 97)]
+    assert np.array_equal(together[::97], alone)
+    assert np.array_equal(data.sample_windows(np.arange(3000).reshape(3, -1), 1000, seed=1), together.reshape(3, -1))
+
+
+def test_the_order_is_pinned():
+    """Another order would replay data in every run that is resumed from an older checkpoint."""
+    assert data.sample_windows(np.arange(8), 1000, seed=1337).tolist() == [286, 119, 560, 140, 794, 40, 290, 790]
+    of_100b_tokens = data.sample_windows(10**12 + np.arange(4), 48_828_125, seed=0)
+    assert of_100b_tokens.tolist() == [37058496, 13533178, 16921285, 12920995]
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    orders = {}
+    for seed, epoch in itertools.product(range(5), range(5)):
+        orders[seed, epoch] = data.sample_windows(epoch * 1000 + np.arange(1000), 1000, seed)
+    for one, other in itertools.combinations(orders.values(), 2):
+        # Two random permutations agree in 1 place on average; 8 or more have a probability of 1e-5 per pair.
+        assert np.count_nonzero(one == other) < 8
+
+
+@pytest.mark.parametrize('n_windows', [3, 5, 20, 101])
+def test_every_window_comes_in_every_place_equally_often(n_windows):
+    epochs = 2000
+    order = data.sample_windows(np.arange(epochs * n_windows).reshape(epochs, n_windows), n_windows, seed=5)
+    counts = np.zeros((n_windows, n_windows))
+    np.add.at(counts, (np.broadcast_to(np.arange(n_windows), order.shape), order), 1)
+    expected = epochs / n_windows
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    freedom = (n_windows - 1) ** 2
+    assert abs(chi_squared - freedom) < 5 * (2 * freedom) ** 0.5, (chi_squared, freedom)
+
+
+def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
+    """As in a random permutation: no correlation, and steps of every size, over 10 million windows."""
+    n_windows = 10**7
+    windows = data.sample_windows(np.arange(50_000), n_windows, seed=3).astype(float)
+    assert abs(np.corrcoef(np.arange(50_000), windows)[0, 1]) < 0.02  # standard deviation 1 / sqrt(50,000) = 0.0045
+    assert abs(np.corrcoef(windows[:-1], windows[1:])[0, 1]) < 0.02
+    in_tenths = np.histogram(windows, bins=10, range=(0, n_windows))[0]
+    assert np.abs(in_tenths - 5000).max() < 350  # 5 x sqrt(5000 x 0.9) = 335
+    gaps = np.histogram(np.diff(windows) % n_windows, bins=10, range=(0, n_windows))[0]
+    assert np.abs(gaps - 5000).max() < 350
+
+
+def test_the_order_of_100_billion_tokens_takes_no_memory_and_no_time():
+    n_windows = 10**11 // 2048
+    started = time.perf_counter()
+    windows = data.sample_windows(10**12 + np.arange(512), n_windows, seed=1)
+    assert time.perf_counter() - started < 1
+    assert len(set(windows.tolist())) == 512 and windows.min() >= 0 and windows.max() < n_windows
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def hashes(x, y):
+    """One hash per row of a batch."""
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.cat((x, y), dim=1)]
+
+
+def samples_of_steps(dataset, steps, world_size, batch_size, first_step=0, global_batch_size=8):
+    """Hashes of the samples of each step, ranks and micro-steps in order."""
+    iterators = [
+        data.batches(dataset, 7, first_step * global_batch_size, global_batch_size, batch_size, rank, world_size, 'cpu')
+        for rank in range(world_size)
+    ]
+    result = []
+    for _ in range(steps):
+        result.append([])
+        for iterator in iterators:
+            for _ in range(global_batch_size // batch_size // world_size):
+                result[-1] += hashes(*next(iterator))
+    for iterator in iterators:
+        iterator.close()
+    return result
+
+
+def test_one_two_and_four_ranks_see_the_same_samples_in_every_step(tmp_path):
+    """35 windows, so that 20 steps of 8 go through four epochs and steps straddle their borders."""
+    make_dataset(tmp_path / 'set')
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    assert dataset.n_windows == 35
+    reference = samples_of_steps(dataset, 20, world_size=1, batch_size=8)
+    everything = [sample for step in reference for sample in step]
+    assert len(set(everything[:35])) == 35 and sorted(everything[:35]) == sorted(everything[35:70])
+    assert everything[:35] != everything[35:70]
+    for world_size, batch_size in ((1, 2), (2, 4), (2, 1), (4, 2), (4, 1)):
+        assert samples_of_steps(dataset, 20, world_size, batch_size) == reference, (world_size, batch_size)
+
+
+def test_a_resumed_run_goes_on_with_the_same_samples(tmp_path, monkeypatch):
+    make_dataset(tmp_path / 'set')
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    reference = samples_of_steps(dataset, 20, world_size=1, batch_size=8)
+    assert samples_of_steps(dataset, 7, world_size=2, batch_size=2, first_step=13) == reference[13:]
+    monkeypatch.setattr(data, 'SAMPLES_AT_ONCE', 24)  # three steps at a time instead of 128
+    assert samples_of_steps(dataset, 20, world_size=1, batch_size=8) == reference
+
+
+def test_a_batch_is_int64_contiguous_and_its_targets_are_one_token_later(tmp_path):
+    tokens = make_dataset(tmp_path / 'set')['train']
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    iterator = data.batches(dataset, 7, 0, 4, 4, 0, 1, 'cpu')
+    kept = [next(iterator) for _ in range(20)]  # a batch stays what it was while later ones are made
+    windows = data.sample_windows(np.arange(80), 35, 7).reshape(20, 4)
+    for (x, y), rows in zip(kept, windows, strict=True):
+        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, 32)
+        assert x.is_contiguous() and y.is_contiguous()
+        for row, window in enumerate(rows):
+            assert np.array_equal(x[row], tokens[window * 32 : window * 32 + 32])
+            assert np.array_equal(y[row], tokens[window * 32 + 1 : window * 32 + 33])
+    iterator.close()
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+@pytest.mark.parametrize('n_sequences', [1, 5, 24, 10**6])
+def test_evaluation_sees_the_first_windows_once_on_any_number_of_ranks(tmp_path, world_size, n_sequences):
+    tokens = make_dataset(tmp_path / 'set')['train']
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    of_ranks = [list(data.eval_batches(dataset, n_sequences, 4, rank, world_size, 'cpu')) for rank in range(world_size)]
+    assert len({len(of_rank) for of_rank in of_ranks}) == 1  # or the ranks' collectives would not match
+    rows = [row for of_rank in of_ranks for batch in of_rank for row in zip(*batch, strict=True)]
+    assert all(len(x) == 4 for of_rank in of_ranks for x, _ in of_rank)
+    seen = sorted((x.tolist(), y.tolist()) for x, y in rows if (y >= 0).all())
+    n = min(n_sequences, 35)
+    windows = [tokens[w * 32 : w * 32 + 33].tolist() for w in range(n)]
+    assert seen == sorted((window[:-1], window[1:]) for window in windows)
+    filler = [(x, y) for x, y in rows if not (y >= 0).all()]
+    assert len(filler) < 4 * world_size and all((y == -1).all() and (x == 0).all() for x, y in filler)
+
+
+def test_synthetic_tokens_are_uniform_fixed_and_differ_between_splits(tmp_path):
+    train = data.open_dataset(tmp_path, 'synthetic', 'train', 64)
+    assert train.vocab_size == 50304 and train.n_windows > 10**9 and train.bytes_per_token is None
+    small = data.open_dataset(tmp_path, 'synthetic', 'train', 1000, vocab_size=10)
+    counts = np.bincount(small.read(range(100)).ravel(), minlength=10)
+    assert len(counts) == 10 and np.abs(counts - 10_010).max() < 500  # 5 x sqrt(100,100 x 0.1 x 0.9) = 475
+    assert np.array_equal(train.window(5), data.open_dataset(tmp_path, 'synthetic', 'train', 64).window(5))
+    assert train.window(5)[-1] == train.window(6)[0]
+    assert not np.array_equal(train.window(5), data.open_dataset(tmp_path, 'synthetic', 'val', 64).window(5))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the background thread --------------------------------------------------------------------------------------------
+
+
+def synthetic_batches(**changes):
+    dataset = data.open_dataset('nowhere', 'synthetic', 'train', 16, VOCAB_SIZE)
+    return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu', **changes)
+
+
+def wait_until(condition, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_as_many_batches_as_asked_for_are_made_ahead(monkeypatch):
+    made = []
+    make = data._host_batch
+    monkeypatch.setattr(data, '_host_batch', lambda *arguments: made.append(1) or make(*arguments))
+    iterator = synthetic_batches(prefetch=4)
+    for taken, expected in ((0, 4), (1, 4), (2, 6), (3, 6), (4, 8)):  # two more, as often as two are used up
+        assert wait_until(lambda n=expected: len(made) == n), (taken, made)
+        time.sleep(0.02)
+        assert len(made) == expected
+        next(iterator)
+    iterator.close()
+    for prefetch in (1, 2, 3):
+        iterator = synthetic_batches(prefetch=prefetch)
+        for _ in range(10):
+            next(iterator)
+        iterator.close()
+
+
+def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_exhausted():
+    iterator = synthetic_batches()
+    next(iterator)
+    assert len(prefetch_threads()) == 1
+    iterator.close()
+    assert not prefetch_threads()
+    iterator.close()  # again does nothing
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+    iterator = synthetic_batches()  # never read
+    del iterator
+    gc.collect()
+    assert not prefetch_threads()
+
+    dataset = data.open_dataset('nowhere', 'synthetic', 'val', 16, VOCAB_SIZE)
+    assert len(list(data.eval_batches(dataset, 10, 4, 0, 1, 'cpu'))) == 3
+    assert not prefetch_threads()
+    for _ in data.eval_batches(dataset, 100, 4, 0, 1, 'cpu'):
+        break
+    gc.collect()
+    assert not prefetch_threads()
+
+
+def test_an_error_in_the_thread_is_raised_where_its_batch_was_due(tmp_path):
+    folder = tmp_path / 'set'
+    tokens = make_dataset(folder, with_meta=False)['train']
+    windows = data.sample_windows(np.arange(35), 35, 7)
+    tokens[windows[9] * 32 + 1] = VOCAB_SIZE  # sample 9: the third batch of four
+    data.write_shard(folder / 'train_000000.bin', tokens[:700], np.uint16)
+    data.write_shard(folder / 'train_000001.bin', tokens[700:], np.uint16)
+    iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 32, VOCAB_SIZE), 7, 0, 4, 4, 0, 1, 'cpu')
+    next(iterator), next(iterator)
+    with pytest.raises(ValueError, match=f'token id {VOCAB_SIZE} ') as error:
+        next(iterator)
+    assert error.traceback[-1].path.name == 'data.py'  # which is how guard.report_errors knows a user's mistake
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
+    script = (
+        'import data\n'
+        'dataset = data.open_dataset("nowhere", "synthetic", "train", 1024)\n'
+        'iterator = data.batches(dataset, 0, 0, 64, 64, 0, 1, "cpu", prefetch=8)\n'
+        'next(iterator)\n'
+        'raise SystemExit(3)\n'
+    )
+    result = subprocess.run(
+        [sys.executable, '-c', script], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (3, '')
+
+
+def test_a_batch_costs_next_to_nothing(tmp_path):
+    """nanoGPT's laptop config, 12 x 64 tokens, takes 25 ms per step: 1% of that, in CPU time of both threads."""
+    make_dataset(tmp_path / 'set', train=(100_000,))
+    iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 64), 0, 0, 12, 12, 0, 1, 'cpu')
+    next(iterator)
+    started = time.process_time()
+    for _ in range(500):
+        next(iterator)
+    assert (time.process_time() - started) / 500 < 250e-6
+    iterator.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_on_a_gpu_batches_are_those_of_the_cpu_also_when_copies_wait_behind_a_long_kernel(tmp_path):
+    """Copies queued behind 100 ms of work: a pinned buffer that was rewritten meanwhile would show."""
+    make_dataset(tmp_path / 'set')
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
+    on_cpu = data.batches(dataset, 7, 0, 4, 4, 0, 1, 'cpu')
+    on_gpu = data.batches(dataset, 7, 0, 4, 4, 0, 1, torch.device('cuda', 0))
+    torch.cuda._sleep(200_000_000)  # clock cycles
+    kept = [next(on_gpu) for _ in range(50)]
+    for x, y in kept:
+        expected_x, expected_y = next(on_cpu)
+        assert x.is_cuda and torch.equal(x.cpu(), expected_x) and torch.equal(y.cpu(), expected_y)
+    on_cpu.close()
+    on_gpu.close()

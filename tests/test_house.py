@@ -1,0 +1,91 @@
+"""The house keeps its rules: scripts differ by their lesson only, modules stand alone, the README names what exists."""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
+SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'sample.py', 'compare.py'}
+MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
+MAY_IMPORT = {'hf.py': {'model'}}  # the one exception to "a module imports no other"
+
+# Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
+LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
+
+
+def blocks(script):
+    """{name: text} of what stands between `# --- NAME ---` rulers."""
+    parts = re.split(r'^# --- ([A-Z ]+)[-:].*$', (REPO / script).read_text(), flags=re.MULTILINE)
+    return dict(zip(['', *(name.strip() for name in parts[1::2])], parts[0::2], strict=True))
+
+
+def imports(path):
+    """Names of the modules that a file imports, at its top or inside of functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def test_ddp_and_fsdp_differ_by_at_most_90_lines():
+    lines = [(REPO / name).read_text().splitlines() for name in ('train_ddp.py', 'train_fsdp.py')]
+    changed = [line for line in difflib.unified_diff(*lines, n=0) if re.match(r'[+-](?![+-]{2} )', line)]
+    assert 0 < len(changed) <= 90
+
+
+def test_what_is_not_the_lesson_is_the_same_to_the_letter():
+    ddp, fsdp = blocks('train_ddp.py'), blocks('train_fsdp.py')
+    assert set(fsdp) - set(ddp) == {'SHARD'} and set(ddp) <= set(fsdp)
+    assert len(ddp) > 10
+    for name in ddp.keys() - LESSON:
+        assert ddp[name] == fsdp[name], f'block {name} has drifted'
+
+
+def test_scripts_and_modules_stay_short():
+    for name in SCRIPTS | MODULES:
+        lines = len((REPO / name).read_text().splitlines())
+        assert lines <= (400 if name in TRAIN_SCRIPTS else 550), f'{name} has {lines} lines'
+
+
+@pytest.mark.parametrize('module', sorted(MODULES))
+def test_a_module_imports_no_other_and_no_script(module):
+    ours = {name.removesuffix('.py') for name in SCRIPTS | MODULES}
+    assert imports(REPO / module) & ours <= MAY_IMPORT.get(module, set())
+
+
+def test_the_readme_names_every_file_and_only_keys_that_exist():
+    readme = (REPO / 'README.md').read_text()
+    for name in SCRIPTS | MODULES:
+        assert name in readme, f'README.md does not name {name}'
+    known = set()
+    for script in SCRIPTS:
+        text = subprocess.run([sys.executable, script, '--help'], cwd=REPO, capture_output=True, text=True).stdout
+        known |= set(re.findall(r'--(\w+)', text))
+    commands = re.findall(r'^(?:python|torchrun) .*$', readme, flags=re.MULTILINE)
+    assert len(commands) >= 8
+    for command in commands:
+        arguments = command.split('.py', 1)[1].split('#')[0]
+        for key in re.findall(r'--(\w+)', arguments):
+            assert key in known, f'{command}: no script has --{key}'
+    values = {'must', 'never', 'fully_shard'}
+    for row in re.findall(r'^\| `-.* \| (.*) \|$', readme, flags=re.MULTILINE):  # the table of other trainers' flags
+        for key in re.findall(r'`(\w+)[`=]', row):
+            assert key in known or key in values or key.isupper(), f'the table of flags names {key}'
+
+
+def test_no_heavy_package_is_imported_until_it_is_needed():
+    """transformers, datasets, wandb and matplotlib cost seconds, and are missing on some machines."""
+    heavy = {'transformers', 'datasets', 'wandb', 'matplotlib', 'tensorboard', 'tiktoken', 'pyarrow'}
+    for name in SCRIPTS | MODULES:
+        for node in ast.parse((REPO / name).read_text()).body:
+            names = {alias.name.split('.')[0] for alias in getattr(node, 'names', []) if isinstance(node, ast.Import)}
+            names |= {node.module.split('.')[0]} if isinstance(node, ast.ImportFrom) else set()
+            assert not names & heavy, f'{name} imports {names & heavy} at its top'

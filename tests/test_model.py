@@ -1,0 +1,619 @@
+"""model.py and hf.py: numbers equal to those of transformers and of plain references; memory, generation, counts."""
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf
+import model as model_module
+from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, sample_token
+
+VOCAB_SIZE = 67  # padded to 128
+SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
+
+
+def make_model(arch, compute_dtype=torch.float32, seed=0, **changes):
+    """A small model, initialised as the train scripts do it."""
+    with torch.device('meta'):
+        model = GPT(ModelConfig(arch=arch, **{**SMALL, **changes}), compute_dtype)
+    model.to_empty(device='cpu')
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_value(name, parameter, seed, 'cpu'))
+    return model
+
+
+def make_tokens(rows, length, seed=0):
+    return torch.randint(VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def randomise(module, seed=0):
+    """Values of a size that makes every weight, norm and bias matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            mean = 1.0 if parameter.dim() == 1 and name.endswith('weight') else 0.0  # 1 for norms
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + mean)
+
+
+class PeakBytes(TorchDispatchMode):
+    """with PeakBytes() as memory: ...; memory.peak is the most that tensors made inside held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.peak, self.seen = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
+                storage = tensor.untyped_storage()
+                self.seen.add(storage._cdata)
+                self.held += storage.nbytes()
+                self.peak = max(self.peak, self.held)
+                weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
+        return result
+
+    def release(self, key, nbytes):
+        self.seen.discard(key)
+        self.held -= nbytes
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def transformers_model(arch, **changes):
+    """A model of transformers with random weights, and odd sizes."""
+    transformers = pytest.importorskip('transformers')
+    if arch == 'gpt2':
+        keys = {'n_layer': 2, 'n_head': 3, 'n_embd': 42, 'n_inner': 50, 'n_positions': 24, 'vocab_size': VOCAB_SIZE}
+        keys.update(bos_token_id=0, eos_token_id=0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**keys, **changes}))
+    else:
+        keys = {'num_hidden_layers': 2, 'num_attention_heads': 6, 'num_key_value_heads': 2, 'hidden_size': 36}
+        keys.update(head_dim=10, intermediate_size=50, max_position_embeddings=24, vocab_size=VOCAB_SIZE)
+        name = {'llama': 'Llama', 'qwen3': 'Qwen3'}[arch]
+        config = getattr(transformers, f'{name}Config')(**{**keys, **changes})
+        model = getattr(transformers, f'{name}ForCausalLM')(config)
+    randomise(model)
+    return model.eval()
+
+
+TRANSFORMERS_MODELS = [
+    ('gpt2', {}),
+    ('gpt2', {'tie_word_embeddings': False}),
+    ('llama', {}),
+    ('llama', {'tie_word_embeddings': True, 'num_key_value_heads': 6, 'rms_norm_eps': 1e-5}),
+    ('llama', {'attention_bias': True, 'mlp_bias': True, 'num_key_value_heads': 1}),
+    ('qwen3', {}),
+    ('qwen3', {'tie_word_embeddings': True, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6}}),
+]
+
+
+@pytest.mark.parametrize('arch, changes', TRANSFORMERS_MODELS)
+def test_logits_and_loss_equal_transformers(arch, changes):
+    theirs = transformers_model(arch, **changes)
+    config = hf.config_from_transformers(theirs.config)
+    ours = GPT(config)
+    ours.load_state_dict(hf.from_transformers(theirs, config))
+    x = make_tokens(3, 24)
+    with torch.no_grad():
+        expected = theirs(input_ids=x, labels=x)
+        torch.testing.assert_close(ours(x), expected.logits, atol=1e-4, rtol=0)
+        _, ce_sum = ours(x[:, :-1], x[:, 1:])
+    torch.testing.assert_close(ce_sum / (3 * 23), expected.loss, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('arch, changes', TRANSFORMERS_MODELS)
+def test_weights_go_to_transformers_and_back_unchanged(arch, changes):
+    theirs = transformers_model(arch, **changes)
+    config = hf.config_from_transformers(theirs.config)
+    ours = hf.from_transformers(theirs, config)
+    back = hf.to_transformers(ours, config)
+    assert back.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(back[name], tensor), name
+    again = hf.from_transformers(back, config)
+    assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
+
+
+def test_bf16_checkpoints_become_fp32_masters_and_may_leave_out_the_tied_head():
+    theirs = transformers_model('gpt2').bfloat16()
+    state_dict = theirs.state_dict()
+    del state_dict['lm_head.weight']
+    ours = hf.from_transformers(state_dict, hf.config_from_transformers(theirs.config))
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert torch.equal(ours['head.weight'], ours['embed.weight'])
+
+
+def test_what_transformers_and_we_do_differently_is_refused():
+    llama = transformers_model('llama')
+    config = hf.config_from_transformers(llama.config)
+    state_dict = llama.state_dict()
+    with pytest.raises(ValueError, match='no place for extra.weight'):
+        hf.from_transformers({**state_dict, 'extra.weight': torch.ones(1)}, config)
+    state_dict.pop('model.layers.1.self_attn.k_proj.weight')
+    with pytest.raises(ValueError, match='no model.layers.1.self_attn.k_proj.weight'):
+        hf.from_transformers(state_dict, config)
+    with pytest.raises(ValueError, match='expected the shape'):
+        hf.from_transformers(llama, ModelConfig(**{**config.to_dict(), 'mlp_hidden_dim': 51}))
+    scaled = {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e4}
+    with pytest.raises(ValueError, match="rope_type='linear'"):
+        hf.config_from_transformers(transformers_model('llama', rope_parameters=scaled).config)
+    for keys in ({'arch': 'enoki'}, {'arch': 'qwen3', 'attention_gate': True}, {'arch': 'gpt2', 'bias': False}):
+        model = make_model(**keys)
+        with pytest.raises(ValueError, match='transformers has no model like'):
+            hf.to_transformers(model.state_dict(), model.config)
+
+
+def test_gpt2_without_biases_is_nanogpt():
+    """nanoGPT's model is GPT-2 without biases and with the exact GELU."""
+    theirs = transformers_model('gpt2', activation_function='gelu')
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith('bias'):
+                parameter.zero_()
+    config = ModelConfig(n_layer=2, n_head=3, n_embd=42, mlp_hidden_dim=50, block_size=24, vocab_size=VOCAB_SIZE)
+    nanogpt = GPT(ModelConfig(**{**config.to_dict(), 'bias': False}))
+    weights = hf.from_transformers(theirs, config)
+    nanogpt.load_state_dict({name: weights[name] for name in nanogpt.state_dict()})
+    x = make_tokens(3, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(nanogpt(x), theirs(input_ids=x).logits, atol=1e-4, rtol=0)
+
+
+# --- architectures that transformers lacks ----------------------------------------------------------------------------
+
+
+def reference_logits(model, x):
+    """enoki and the gated qwen3 as FACTS 1 has them, with explicit attention matrices, loops and complex numbers."""
+    config = model.config
+    H, D, enoki = config.n_head, config.head_dim, config.arch == 'enoki'
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    T = x.shape[1]
+
+    def norm(x, name):
+        if enoki:
+            return F.layer_norm(x, x.shape[-1:], weights[name], eps=1e-5)
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5) ** -0.5 * weights[name]
+
+    def rope(x):  # (B, T, D) of one head
+        frequencies = config.rope_theta ** (-torch.arange(0, D, 2).double() / D)
+        turn = torch.polar(torch.ones(T, D // 2).double(), torch.arange(T).double()[:, None] * frequencies)
+        if enoki:
+            pairs = torch.complex(x[..., 0::2], x[..., 1::2]) * turn
+            return torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+        pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    h = weights['embed.weight'][x]
+    for i in range(config.n_layer):
+        block = f'blocks.{i}.'
+        qkv = norm(h, block + 'attn_norm.weight') @ weights[block + 'attn.qkv.weight'].T
+        q_width = (1 if enoki else 2) * D  # with gates: per head its query, then its gate
+        q, k, v = qkv.split((H * q_width, H * D, H * D), dim=-1)
+        heads = []
+        for head in range(H):
+            query = q[..., head * q_width : head * q_width + D]
+            key, value = k[..., head * D : (head + 1) * D], v[..., head * D : (head + 1) * D]
+            query = rope(norm(query, block + 'attn.q_norm.weight'))
+            key = rope(norm(key, block + 'attn.k_norm.weight'))
+            scores = query @ key.transpose(-1, -2) / D**0.5
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float('-inf'))
+            y = scores.softmax(-1) @ value
+            if not enoki:
+                y = y * torch.sigmoid(q[..., head * q_width + D : (head + 1) * q_width])
+            heads.append(y)
+        h = h + torch.cat(heads, -1) @ weights[block + 'attn.proj.weight'].T
+        x_mlp = norm(h, block + 'mlp_norm.weight')
+        up = x_mlp @ weights[block + 'mlp.up.weight'].T
+        inner = F.gelu(up) if enoki else F.silu(x_mlp @ weights[block + 'mlp.gate.weight'].T) * up
+        h = h + inner @ weights[block + 'mlp.down.weight'].T
+    return (norm(h, 'final_norm.weight') @ weights['head.weight'].T)[..., :VOCAB_SIZE]
+
+
+@pytest.mark.parametrize('keys', [{'arch': 'enoki'}, {'arch': 'qwen3', 'attention_gate': True, 'head_dim': 14}])
+def test_enoki_and_the_gated_qwen3_equal_a_plain_reference(keys):
+    model = make_model(**keys)
+    randomise(model)
+    x = make_tokens(2, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), reference_logits(model, x).float(), atol=1e-4, rtol=1e-4)
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def reference_loss(hidden, weight, targets, z_loss):
+    logits = (hidden @ weight.T)[:, :VOCAB_SIZE]
+    ce = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+    return ce + z_loss * (logits.logsumexp(-1) ** 2 * (targets >= 0)).sum(), ce
+
+
+@pytest.mark.parametrize('tokens_per_chunk', [1, 7, 1000])
+@pytest.mark.parametrize('z_loss', [0.0, 0.01])
+def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, tokens_per_chunk, z_loss):
+    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', tokens_per_chunk * 4 * 128)
+    generator = torch.Generator().manual_seed(tokens_per_chunk)
+    hidden = torch.randn(37, 13, generator=generator, requires_grad=True)
+    weight = torch.randn(128, 13, generator=generator, requires_grad=True)
+    targets = torch.randint(-1, VOCAB_SIZE, (37,), generator=generator)
+    targets[:5] = -1
+
+    loss_sum, ce_sum = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, True)
+    (loss_sum * 0.25).backward()
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    exact_loss, exact_ce = reference_loss(exact_hidden, exact_weight, targets, z_loss)
+    (exact_loss * 0.25).backward()
+
+    assert loss_sum.dtype == ce_sum.dtype == torch.float32 and not ce_sum.requires_grad
+    torch.testing.assert_close(loss_sum.double(), exact_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ce_sum.double(), exact_ce, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+    assert weight.grad[VOCAB_SIZE:].abs().max() == 0  # padding learns nothing
+
+    no_gradients = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, False)
+    torch.testing.assert_close(no_gradients, (loss_sum.detach(), ce_sum), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, dtype):
+    monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', 8 * 4 * 128)
+    hidden = torch.randn(37, 16).to(dtype).requires_grad_()
+    weight = torch.randn(128, 16, requires_grad=True)
+    targets = torch.randint(VOCAB_SIZE, (37,))
+    loss_sum, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, 0.0, True)
+    loss_sum.backward()
+    assert hidden.grad.dtype == dtype and weight.grad.dtype == torch.float32
+    exact = weight.detach().clone().requires_grad_()
+    exact_loss, _ = reference_loss(hidden.detach().float(), exact, targets, 0.0)
+    exact_loss.backward()
+    torch.testing.assert_close(loss_sum, exact_loss, rtol=1e-2, atol=0)
+    assert (weight.grad - exact.grad).norm() < 2e-2 * exact.grad.norm()
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_loss_is_a_sum_over_the_targets_that_are_not_ignored(arch):
+    model = make_model(arch, z_loss=1e-3)
+    x, y = make_tokens(3, 24), make_tokens(3, 24, seed=1)
+    y[0, 3:] = -1
+    y[1] = -1
+    loss_sum, ce_sum = model(x, y)
+    logits = model(x)[y >= 0]
+    ce = F.cross_entropy(logits, y[y >= 0], reduction='sum')
+    torch.testing.assert_close(ce_sum, ce)
+    torch.testing.assert_close(loss_sum, ce + 1e-3 * logits.logsumexp(-1).pow(2).sum())
+
+
+def test_a_batch_without_targets_has_loss_0_and_gradients_0():
+    model = make_model('gpt2')
+    loss_sum, ce_sum = model(make_tokens(2, 24), torch.full((2, 24), -1))
+    loss_sum.backward()
+    assert loss_sum.item() == ce_sum.item() == 0
+    assert all(parameter.grad.abs().max() == 0 for parameter in model.parameters())
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_blocks_the_same():
+    x = make_tokens(2, 24)
+    free, frozen = make_model('llama'), make_model('llama')
+    frozen.head.weight.requires_grad_(False)
+    for model in (free, frozen):
+        model(x, x)[0].backward()
+    assert frozen.head.weight.grad is None
+    assert torch.equal(free.blocks[0].mlp.up.weight.grad, frozen.blocks[0].mlp.up.weight.grad)
+
+
+def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
+    model = make_model('gpt2')
+    loss_sum, _ = model(make_tokens(2, 8), make_tokens(2, 8))
+    loss_sum.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        (2 * loss_sum).backward()
+
+
+def test_full_logits_of_a_large_vocabulary_never_exist():
+    n_tokens, vocab_size, n_embd = 2048, 131_072, 16
+    hidden = torch.randn(n_tokens, n_embd, requires_grad=True)
+    weight = torch.randn(vocab_size, n_embd, requires_grad=True)
+    targets = torch.randint(vocab_size, (n_tokens,))
+    with PeakBytes() as memory:
+        ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, 1e-4, True)[0].backward()
+    assert 2**26 < memory.peak < n_tokens * vocab_size * 4 / 4  # more than a chunk, less than a quarter of the logits
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_fp32_masters_and_gathered_bf16_weights_compute_the_same(arch):
+    """DDP holds fp32 weights, fully_shard hands bf16 ones to the same code."""
+    masters = make_model(arch, torch.bfloat16)
+    gathered = make_model(arch, torch.bfloat16).bfloat16()
+    x = make_tokens(2, 24)
+    losses = [model(x, x)[0] for model in (masters, gathered)]
+    assert torch.equal(*losses)
+    losses[0].backward()
+    assert {parameter.grad.dtype for parameter in masters.parameters()} == {torch.float32}
+    assert masters(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_stays_close_to_fp32(arch, dtype):
+    x = make_tokens(2, 24)
+    exact, close = make_model(arch), make_model(arch, dtype)
+    losses = [model(x, x)[0] for model in (exact, close)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+    for (name, a), b in zip(exact.named_parameters(), close.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 0.05 * a.grad.norm(), name
+
+
+# --- meta device, tying, sharding -------------------------------------------------------------------------------------
+
+
+def test_models_have_no_buffers_and_stay_tied_after_to_empty():
+    assert all(not list(make_model(arch).buffers()) for arch in ARCHITECTURES)
+    model = make_model('gpt2')
+    assert model.head.weight is model.embed.weight
+    assert 'head.weight' not in dict(model.named_parameters())
+    assert make_model('gpt2', tie_embeddings=False).head.weight is not model.embed.weight
+
+
+@pytest.mark.parametrize('keys', [{'arch': 'gpt2'}, {'arch': 'qwen3', 'n_kv_head': 2, 'tie_embeddings': True}])
+def test_fully_shard_from_meta_gives_the_same_loss_and_gradients(keys):
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    x = make_tokens(2, 24)
+    plain = make_model(**keys, compute_dtype=torch.bfloat16)
+    init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device('meta'):
+            sharded = GPT(plain.config, torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in sharded.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(sharded, mp_policy=policy)
+        sharded.to_empty(device='cpu')
+        assert sharded.head.weight is sharded.embed.weight
+        with torch.no_grad():
+            for name, parameter in sharded.named_parameters():
+                parameter.to_local().copy_(sharded.initial_value(name, parameter, 0, 'cpu'))
+        losses = [model(x, x)[0] for model in (plain, sharded)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in sharded.named_parameters()}
+    finally:
+        destroy_process_group()
+    for name, parameter in plain.named_parameters():  # fully_shard rounds gradients to bf16
+        assert (gradients[name] - parameter.grad).norm() < 1e-2 * parameter.grad.norm(), name
+
+
+def test_initial_values_are_a_function_of_seed_and_name():
+    model = make_model('enoki')
+    weight = model.blocks[1].mlp.up.weight
+    name = 'blocks.1.mlp.up.weight'
+    assert torch.equal(model.initial_value(name, weight, 0, 'cpu'), weight)
+    with torch.device('meta'):
+        assert torch.equal(GPT(model.config).initial_value(name, weight, 0, 'cpu'), weight)
+    assert not torch.equal(model.initial_value(name, weight, 1, 'cpu'), weight)
+    assert not torch.equal(model.initial_value('blocks.0.mlp.up.weight', weight, 0, 'cpu'), weight)
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_initial_values_have_the_published_sizes(arch):
+    model = make_model(arch, n_embd=128, mlp_hidden_dim=512, n_layer=8, bias=True)
+    depth = (2 * 8) ** -0.5
+    std = {'embed': 0.02, 'head': 0.02, 'qkv': 0.02, 'proj': 0.02 * depth, 'up': 0.02, 'down': 0.02 * depth}
+    std.update(gate=0.02, pos_embed=0.02)
+    if arch == 'enoki':
+        wide, narrow = 128**-0.5, 512**-0.5
+        std = {'embed': wide, 'head': wide, 'qkv': wide, 'proj': wide * depth, 'up': wide, 'down': narrow * depth}
+    for name, parameter in model.named_parameters():
+        module, kind = name.split('.')[-2:]
+        if kind == 'bias':
+            assert parameter.abs().max() == 0, name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.std().item() == pytest.approx(std[module], rel=0.05), name
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def checkpointed_gradients(arch, mode, compiled=False, **changes):
+    """Gradients of one step under an activation checkpointing mode, and the peak of its memory."""
+    model = make_model(arch, block_size=64, **changes)
+    model.checkpoint_activations(mode)
+    if compiled:
+        torch.compiler.reset()  # it gives up on code that it has compiled too often
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend='aot_eager', fullgraph=True)
+    torch.manual_seed(0)  # of dropout: what is computed again must draw the same
+    with PeakBytes() if not compiled else contextlib.nullcontext() as memory:
+        model(make_tokens(4, 64), make_tokens(4, 64, seed=1))[0].backward()
+    return [parameter.grad for parameter in model.parameters()], memory and memory.peak
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_activation_checkpointing_changes_memory_and_no_number(arch):
+    expected, peak_of_none = checkpointed_gradients(arch, 'none', n_layer=4, dropout=0.1)
+    selective, peak_of_selective = checkpointed_gradients(arch, 'selective', n_layer=4, dropout=0.1)
+    full, peak_of_full = checkpointed_gradients(arch, 'full', n_layer=4, dropout=0.1)
+    assert peak_of_full < peak_of_selective < peak_of_none
+    for gradient, *others in zip(expected, selective, full, strict=True):
+        assert all(torch.equal(gradient, other) for other in others)
+
+
+@pytest.mark.parametrize('mode', ['none', 'selective', 'full'])
+@pytest.mark.parametrize('arch', ['gpt2', 'qwen3'])
+def test_blocks_compile_without_a_graph_break_under_activation_checkpointing(arch, mode):
+    expected, _ = checkpointed_gradients(arch, 'none')
+    compiled, _ = checkpointed_gradients(arch, mode, compiled=True)
+    torch.testing.assert_close(compiled, expected)
+
+
+def test_unknown_activation_checkpointing_is_refused():
+    with pytest.raises(ValueError, match='expected none, full or selective'):
+        make_model('gpt2').checkpoint_activations('some')
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def generate_without_cache(model, tokens, max_new_tokens):
+    for _ in range(max_new_tokens):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    return tokens
+
+
+GENERATING_MODELS = [{'arch': arch, 'tie_embeddings': False} for arch in ARCHITECTURES] + [
+    {'arch': 'qwen3', 'attention_gate': True, 'n_kv_head': 2, 'head_dim': 6}
+]
+
+
+@pytest.mark.parametrize('keys', GENERATING_MODELS)
+def test_generation_with_the_cache_equals_generation_without(keys):
+    model = make_model(**keys)
+    randomise(model)
+    prompt = make_tokens(3, 5)
+    with torch.no_grad():
+        expected = generate_without_cache(model, prompt, 19)
+    assert torch.equal(model.generate(prompt, 19, temperature=0), expected)
+    assert torch.equal(model.generate(prompt, 19, top_k=1), expected)
+    assert len(set(expected[:, 5:].flatten().tolist())) > 3  # it says something
+
+
+def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
+    model = make_model('gpt2')
+    randomise(model)
+    prompt = make_tokens(2, 30)  # more than block_size
+    tokens = model.generate(prompt, 30, temperature=0)
+    assert tokens.shape == (2, 60)
+    with torch.no_grad():
+        assert torch.equal(tokens[:, :31], torch.cat((prompt, model(prompt[:, -24:])[:, -1:].argmax(-1)), 1))
+        assert torch.equal(tokens[:, 19:43], generate_without_cache(model, tokens[:, 19:31], 12))
+
+
+def test_generation_is_repeatable_and_leaves_the_mode_alone():
+    model = make_model('llama', dropout=0.5).train()
+    samples = [
+        model.generate(make_tokens(2, 3), 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    ]
+    assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
+    assert model.training
+
+
+def test_padding_of_the_vocabulary_is_never_generated():
+    model = make_model('enoki')
+    with torch.no_grad():
+        model.head.weight[VOCAB_SIZE:] = 1000 * model.head.weight[0]
+    assert model(make_tokens(2, 8)).shape == (2, 8, VOCAB_SIZE)
+    assert model.generate(make_tokens(8, 1), 100, temperature=5.0).max() < VOCAB_SIZE
+
+
+def test_rows_stop_at_the_stop_token_each_for_itself():
+    model = make_model('gpt2')
+    free = model.generate(make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0))
+    stop_token = free[0, 6].item()
+    stopped = model.generate(make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0), stop_token=stop_token)
+    for before, after in zip(free.tolist(), stopped.tolist(), strict=True):
+        length = before.index(stop_token, 3) if stop_token in before[3:] else len(after)
+        assert after[:length] == before[:length]
+        assert set(after[length:]) <= {stop_token}
+    one_row = model.generate(make_tokens(1, 3), 500, stop_token=5)
+    assert one_row[0, -1] == 5 and one_row.shape[1] < 503
+
+
+def test_top_k_and_top_p_cut_the_distribution_where_they_say():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def frequencies(**options):
+        drawn = sample_token(logits, generator=generator, **options)
+        return torch.bincount(drawn[:, 0], minlength=4) / 4000
+
+    close = {'atol': 0.03, 'rtol': 0}
+    torch.testing.assert_close(frequencies(), torch.tensor([0.1, 0.4, 0.2, 0.3]), **close)
+    torch.testing.assert_close(frequencies(temperature=0.5), torch.tensor([1, 16, 4, 9]) / 30, **close)
+    torch.testing.assert_close(frequencies(top_k=2), torch.tensor([0, 4 / 7, 0, 3 / 7]), **close)
+    torch.testing.assert_close(frequencies(top_p=0.75), torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), **close)
+    torch.testing.assert_close(frequencies(top_p=1e-6), torch.tensor([0.0, 1, 0, 0]))
+    torch.testing.assert_close(frequencies(top_k=99, top_p=1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), **close)
+    for options in ({'temperature': -1}, {'top_k': -1}, {'top_p': 1.5}):
+        with pytest.raises(ValueError, match='expected temperature'):
+            sample_token(logits, **options)
+
+
+# --- counts and configuration -----------------------------------------------------------------------------------------
+
+
+def test_enoki_with_8_heads_has_70_393_088_parameters():
+    with torch.device('meta'):
+        model = GPT(ModelConfig(arch='enoki', n_head=8, n_layer=6, n_embd=512, vocab_size=50304, block_size=2048))
+    assert model.parameter_counts()['total'] == 70_393_088
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+@pytest.mark.parametrize('tied', [False, True])
+def test_counts_of_parameters_and_flops_are_exact(arch, tied):
+    model = make_model(arch, n_head=6, n_kv_head=2, head_dim=8, tie_embeddings=tied, bias=False)
+    gelu, rows, C = arch in ('gpt2', 'enoki'), 128, 40
+    qk_norms = 2 * 8 if arch in ('enoki', 'qwen3') else 0
+    block = (6 + 2 + 2) * 8 * C + 6 * 8 * C + (2 if gelu else 3) * C * 56 + 2 * C + qk_norms
+    embedding = rows * C + (24 * C if arch == 'gpt2' else 0)
+    non_embedding = 2 * block + C + (0 if tied else rows * C)
+    assert model.parameter_counts() == {
+        'total': embedding + non_embedding,
+        'embedding': embedding,
+        'non_embedding': non_embedding,
+    }
+    with_head = 2 * block + C + rows * C
+    assert model.flops_per_token() == 6 * with_head + 12 * 2 * (6 * 8) * 24
+
+
+def test_configuration_is_filled_in_from_the_architecture():
+    gpt2 = ModelConfig.from_keys({'arch': 'gpt2', 'vocab_size': 50257, 'bias': None, 'learning_rate': 1.0})
+    assert (gpt2.bias, gpt2.tie_embeddings, gpt2.head_dim, gpt2.mlp_hidden_dim) == (True, True, 64, 3072)
+    assert gpt2.padded_vocab_size == 50304 and gpt2.n_kv_head == 12
+    qwen3 = ModelConfig(arch='qwen3', n_embd=1000, n_head=8, head_dim=128, vocab_size=64)
+    assert (qwen3.bias, qwen3.tie_embeddings, qwen3.rope_theta, qwen3.norm_eps) == (False, False, 1e6, 1e-6)
+    assert qwen3.mlp_hidden_dim == 2688 and qwen3.padded_vocab_size == 64
+    assert ModelConfig(**qwen3.to_dict()) == qwen3
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'arch': 'bert'}, "arch='bert': expected one of gpt2, enoki, llama, qwen3"),
+        ({'n_head': 3}, 'n_embd=40 is not a multiple of n_head=3'),
+        ({'n_kv_head': 3}, 'n_head=4 is not a multiple of n_kv_head=3'),
+        ({'n_layer': 0}, 'n_layer=0: expected 1 or more'),
+        ({'vocab_size': None}, 'vocab_size=None'),
+        ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: expected an even number'),
+        ({'attention_gate': True}, 'only qwen3'),
+        ({'dropout': 1.0}, 'dropout=1.0'),
+        ({'z_loss': -1.0}, 'z_loss=-1.0'),
+    ],
+)
+def test_impossible_configurations_are_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        ModelConfig(**{**SMALL, **changes})
+    assert '\n' not in str(error.value)
+
+
+def test_more_tokens_than_block_size_and_empty_prompts_are_refused():
+    model = make_model('gpt2')
+    with pytest.raises(ValueError, match='25 tokens are more than block_size=24'):
+        model(make_tokens(1, 25))
+    with pytest.raises(ValueError, match='empty prompt'):
+        model.generate(make_tokens(1, 0), 5)

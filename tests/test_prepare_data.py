@@ -1,0 +1,763 @@
+"""prepare_data.py from the command line: what it reads, the shards it writes, kills, and bad input."""
+
+import collections
+import hashlib
+import http.server
+import json
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import bench_prepare_data
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tiktoken
+from conftest import REPO, SHARED, environment, run_script
+
+import corpus
+import data
+import hub
+import tokenizer as tokenizers
+
+CACHE = SHARED / 'tiktoken_cache'
+needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
+WORDS = [
+    'time',
+    'and',
+    'tide',
+    'wait',
+    'for',
+    'no',
+    'one',
+    'Größe',
+    '中文',
+    '🙂',
+    '12345',
+    "it's",
+    'x += 1;',
+    '\n',
+    '\n\n   ',
+]
+
+
+def make_texts(count, words=60, seed=0):
+    """Different documents of random length, with what UTF-8 and whitespace can do."""
+    generator = random.Random(seed)
+    return [
+        f'{number} ' + ' '.join(generator.choices(WORDS, k=generator.randint(1, 2 * words))) for number in range(count)
+    ]
+
+
+def prepare(folder, *arguments, check=True, **env):
+    """Run prepare_data.py with data_dir=folder/data."""
+    env.setdefault('TIKTOKEN_CACHE_DIR', str(CACHE))
+    return run_script('prepare_data.py', f'--data_dir={folder}/data', *arguments, check=check, **env)
+
+
+def error_of(folder, *arguments, **env):
+    """The one line that a failing command prints."""
+    result = prepare(folder, *arguments, check=False, **env)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 1 and len(lines) == 1 and lines[0].startswith('[0] error: '), result
+    return lines[0]
+
+
+def meta_of(dataset):
+    return json.loads((dataset / 'meta.json').read_text())
+
+
+def tokens_of(dataset, split):
+    """All tokens of a split, with a check of every shard against meta.json."""
+    meta = meta_of(dataset)
+    shards = meta['splits'][split]['shards']
+    tokens = [np.array(data.read_shard(dataset / shard['file'])) for shard in shards]
+    for shard, part in zip(shards, tokens, strict=True):
+        assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
+        assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']
+    tokens = np.concatenate(tokens)
+    assert len(tokens) == meta['splits'][split]['tokens'] and tokens.max() == meta['splits'][split]['max_token']
+    return tokens
+
+
+def documents_of(dataset, split):
+    """The texts of a split, decoded."""
+    tokenizer = tokenizers.tokenizer_of(dataset)
+    tokens = tokens_of(dataset, split)
+    ends = np.flatnonzero(tokens == tokenizer.eot)
+    assert ends[-1] == len(tokens) - 1, 'a document without end-of-text'
+    texts = [tokenizer.decode(part[part != tokenizer.eot]) for part in np.split(tokens, ends[:-1] + 1)]
+    facts = meta_of(dataset)['splits'][split]
+    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encode()) for text in texts)
+    return texts
+
+
+def contents(dataset):
+    """{file name: sha256} of a dataset's folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(dataset.iterdir())}
+
+
+# --- what a new user does ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def stdlib(tmp_path_factory):
+    """(folder, what was printed) of `python prepare_data.py`."""
+    folder = tmp_path_factory.mktemp('stdlib')
+    return folder / 'data' / 'stdlib-bpe2048', prepare(folder).stdout
+
+
+def test_the_default_dataset_is_the_standard_library_with_a_bpe_of_its_own(stdlib):
+    dataset, printed = stdlib
+    meta = meta_of(dataset)
+    files = corpus.stdlib_files(Path(os.__file__).parent)
+    texts = {path.read_text(encoding='utf-8') for path in files if path.stat().st_size}
+    train, val = documents_of(dataset, 'train'), documents_of(dataset, 'val')
+    assert set(train) | set(val) == texts and not set(train) & set(val)
+    assert meta['source']['sha256'] in printed
+    assert meta['tokenizer'] == {'name': 'bpe', 'asked_vocab_size': 2048, 'vocab_size': 2048, 'eot_token': 0}
+    assert 0.05 < len(val) / len(texts) < 0.2
+    assert 'tests' not in {part for path in files for part in path.parts} and len(files) > 300
+
+
+def test_the_end_says_what_was_made_and_what_to_type_next(stdlib):
+    dataset, printed = stdlib
+    meta = meta_of(dataset)
+    for split in ('train', 'val'):
+        assert f'{split:5}  {meta["splits"][split]["tokens"]:,} tokens' in printed
+    assert 'MB/s' in printed and 'M tokens/s' in printed
+    assert f'{dataset}\nnext: python train_ddp.py --dataset=stdlib-bpe2048 --data_dir={dataset.parent}' in printed
+    assert sorted(path.name for path in dataset.iterdir()) == [
+        'meta.json',
+        'tokenizer.json',
+        'train_000000.bin',
+        'val_000000.bin',
+    ]
+
+
+def test_the_same_command_again_has_nothing_to_do(stdlib):
+    dataset, _ = stdlib
+    before = contents(dataset)
+    result = prepare(dataset.parent.parent)
+    assert 'nothing to do' in result.stdout and contents(dataset) == before
+
+
+def test_training_opens_what_was_prepared(stdlib):
+    dataset, _ = stdlib
+    for split in ('train', 'val'):
+        opened = data.open_dataset(dataset.parent, dataset.name, split, block_size=256)
+        totals = meta_of(dataset)['splits'][split]
+        assert (opened.n_tokens, opened.vocab_size) == (totals['tokens'], 2048)
+        assert opened.bytes_per_token == totals['bytes'] / totals['tokens']
+
+
+def test_synthetic_needs_nothing(tmp_path):
+    result = prepare(tmp_path, '--dataset=synthetic')
+    assert 'next: python train_ddp.py --dataset=synthetic' in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+# --- bytes out --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def text_folder(tmp_path_factory):
+    """3 MB in 300 files, one of them 2 MB long: several units, and documents that begin and end within them."""
+    folder = tmp_path_factory.mktemp('texts')
+    for number, text in enumerate(make_texts(300, words=500)):
+        (folder / f'{number:03}.txt').write_text(text, encoding='utf-8')
+    (folder / '100_long.txt').write_text('\n'.join(make_texts(100, words=4000, seed=1)), encoding='utf-8')
+    return folder
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_processes(text_folder, tmp_path):
+    arguments = [f'--dataset={text_folder}', '--vocab_size=500', '--shard_tokens=100000', '--name=same']
+    results = []
+    for num_proc in (1, 2, 3):
+        prepare(tmp_path / str(num_proc), *arguments, f'--num_proc={num_proc}')
+        results.append(contents(tmp_path / str(num_proc) / 'data' / 'same'))
+    assert results[0] == results[1] == results[2]
+    assert len(results[0]) > 5, 'several shards'
+
+
+def test_shards_are_full_but_for_the_last(text_folder, tmp_path):
+    prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=300000', '--name=full')
+    dataset = tmp_path / 'data' / 'full'
+    shards = meta_of(dataset)['splits']['train']['shards']
+    assert len(shards) > 5 and {shard['tokens'] for shard in shards[:-1]} == {300000}
+    assert [shard['file'] for shard in shards] == [f'train_{number:06}.bin' for number in range(len(shards))]
+    texts = [path.read_text(encoding='utf-8') for path in sorted(text_folder.iterdir())]
+    both = documents_of(dataset, 'train') + documents_of(dataset, 'val')
+    assert sorted(both) == sorted(texts)
+
+
+def test_text_jsonl_parquet_and_saved_datasets_give_the_same_tokens(tmp_path):
+    texts = make_texts(700)
+    (tmp_path / 'text').mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / 'text' / f'{number:04}').write_text(text, encoding='utf-8')
+    rows = [{'id': number, 'body': text} for number, text in enumerate(texts)]
+    (tmp_path / 'lines.jsonl').write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    (tmp_path / 'folder').mkdir()
+    for part, name in enumerate('abc'):
+        table = pyarrow.Table.from_pylist(rows[part * 250 : (part + 1) * 250])
+        pyarrow.parquet.write_table(table, tmp_path / 'folder' / f'{name}.parquet', row_group_size=100)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / 'saved', num_shards=2)
+    datasets.DatasetDict({'train': datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / 'saved_splits')
+
+    fields = ['--text_field=body', '--tokenizer=bytes', '--val_fraction=0.1']
+    made = []
+    for source in ('text', 'lines.jsonl', 'folder', 'saved', 'saved_splits'):
+        prepare(tmp_path, f'--dataset={tmp_path / source}', *fields)
+        dataset = tmp_path / 'data' / f'{Path(source).stem}-bytes'
+        made.append([tokens_of(dataset, split).tolist() for split in ('train', 'val')])
+        assert all(tokens == made[0] for tokens in made), source
+    assert sorted(documents_of(tmp_path / 'data' / 'text-bytes', 'train') + documents_of(dataset, 'val')) == sorted(
+        texts
+    )
+
+
+@needs_gpt2
+def test_gpt2_tokens_are_tiktokens_of_the_whole_document(text_folder, tmp_path, monkeypatch):
+    prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=gpt2', '--val_fraction=0')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(CACHE))
+    encoding = tiktoken.get_encoding('gpt2')
+    expected = []
+    for path in sorted(text_folder.iterdir()):
+        expected += encoding.encode_ordinary(path.read_text(encoding='utf-8')) + [50256]
+    dataset = tmp_path / 'data' / f'{text_folder.name}-gpt2'
+    assert meta_of(dataset)['dtype'] == 'uint16'
+    assert tokens_of(dataset, 'train').tolist() == expected
+
+
+@needs_gpt2
+def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path):
+    (tmp_path / 'spaces.txt').write_text('a' + ' ' * 2_000_000 + 'b' * 200_000)
+    prepare(tmp_path, f'--dataset={tmp_path}/spaces.txt', '--tokenizer=gpt2', '--val_fraction=0')
+    assert documents_of(tmp_path / 'data' / 'spaces-gpt2', 'train') == [(tmp_path / 'spaces.txt').read_text()]
+
+
+def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
+    for text in [*make_texts(5, words=5000), '中' * 9000, 'x' * 9000, '\n' * 9000, ' ' * 9000, '🙂 ' * 3000]:
+        pieces = list(corpus.cut_up(text.encode(), 1000))
+        assert b''.join(pieces) == text.encode() and all(0 < len(piece) <= 1000 for piece in pieces)
+        for piece in pieces:
+            piece.decode()
+    assert list(corpus.cut_up(b'one two three', 9)) == [b'one two', b' three']
+    assert list(corpus.cut_up(b'\xff\x80' * 600, 1000))  # no UTF-8 at all: still an end
+
+
+def test_large_vocabularies_get_uint32(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path / 'large'
+    folder.mkdir()
+    words = {f'w{number}': number for number in range(70_000)} | {'[eot]': 70_000, '[unknown]': 70_001}
+    words = Tokenizer(models.WordLevel(words, unk_token='[unknown]'))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text('{"eos_token": "[eot]"}')
+    (tmp_path / 'words.txt').write_text('w1 w69999 w65536')
+    prepare(tmp_path, f'--dataset={tmp_path}/words.txt', f'--tokenizer={folder}', '--val_fraction=0')
+    dataset = tmp_path / 'data' / 'words-large'
+    assert meta_of(dataset)['dtype'] == 'uint32'
+    assert tokens_of(dataset, 'train').tolist() == [1, 69_999, 65_536, 70_000]
+    assert tokenizers.tokenizer_of(dataset).vocab_size == 70_002  # from its own copy of tokenizer.json
+
+
+# --- validation split -------------------------------------------------------------------------------------------------
+
+
+def test_one_text_file_is_cut_where_nanogpt_cuts(tmp_path):
+    text = '\n'.join(make_texts(30)).encode('ascii', 'ignore')
+    (tmp_path / 'input.txt').write_bytes(text)
+    prepare(tmp_path, f'--dataset={tmp_path}/input.txt', '--tokenizer=bytes')
+    cut = int(len(text) * 0.9)
+    dataset = tmp_path / 'data' / 'input-bytes'
+    assert tokens_of(dataset, 'train').tolist() == [*text[:cut], 256]
+    assert tokens_of(dataset, 'val').tolist() == [*text[cut:], 256]
+    assert meta_of(dataset)['val_rule'] == 'the last 10.000000% of the bytes of the text'
+
+
+def test_the_tail_begins_with_a_whole_character(tmp_path):
+    (tmp_path / 'input.txt').write_text('🙂' * 1001, encoding='utf-8')
+    prepare(tmp_path, f'--dataset={tmp_path}/input.txt', '--tokenizer=bytes', '--val_fraction=0.3')
+    dataset = tmp_path / 'data' / 'input-bytes'
+    assert documents_of(dataset, 'train') == ['🙂' * 701] and documents_of(dataset, 'val') == ['🙂' * 300]
+
+
+def test_meta_json_tells_how_to_find_the_validation_documents(text_folder, tmp_path):
+    prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--val_fraction=0.2', '--seed=5', '--name=split')
+    dataset = tmp_path / 'data' / 'split'
+    rule = meta_of(dataset)['val_rule']
+    assert 'below 0.200000 * 2^64' in rule and 'salt=5' in rule and 'first 65,536 bytes' in rule
+    expected = []
+    for path in sorted(text_folder.iterdir()):
+        start = path.read_bytes()[:65536]
+        digest = hashlib.blake2b(start, digest_size=8, salt=(5).to_bytes(16, 'little')).digest()
+        if int.from_bytes(digest, 'little') < 0.2 * 2**64:
+            expected.append(path.read_text(encoding='utf-8'))
+    assert documents_of(dataset, 'val') == expected
+    assert 30 < len(expected) < 90
+
+
+@pytest.mark.parametrize('fraction', [0.000001, 0.999999])
+def test_small_corpora_have_both_splits(fraction, tmp_path):
+    (tmp_path / 'three.jsonl').write_text('\n'.join(json.dumps({'text': f'document {n}'}) for n in range(3)))
+    prepare(tmp_path, f'--dataset={tmp_path}/three.jsonl', '--tokenizer=bytes', f'--val_fraction={fraction}')
+    dataset = tmp_path / 'data' / 'three-bytes'
+    sizes = [len(documents_of(dataset, split)) for split in ('train', 'val')]
+    assert sizes == ([2, 1] if fraction < 0.5 else [1, 2])
+
+
+def test_a_long_document_that_is_not_utf8_stays_in_one_split(tmp_path):
+    folder = tmp_path / 'latin1'
+    folder.mkdir()
+    for number in range(4):
+        words = random.Random(number).choices(['crème', 'brûlée', 'à', 'la', 'carte'], k=300_000)
+        (folder / f'{number}.txt').write_bytes(' '.join(words).encode('latin-1'))
+    prepare(tmp_path, f'--dataset={folder}', '--tokenizer=bytes', '--val_fraction=0.5')
+    dataset = tmp_path / 'data' / 'latin1-bytes'
+    both = documents_of(dataset, 'train') + documents_of(dataset, 'val')
+    assert sorted(both) == sorted(path.read_bytes().decode('utf-8', 'replace') for path in folder.iterdir())
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def start_and_kill_at(shard, folder, *arguments):
+    """Start prepare_data.py and kill it with SIGKILL once that shard is there. Returns the pids of its workers."""
+    command = [sys.executable, str(REPO / 'prepare_data.py'), f'--data_dir={folder}/data', *arguments]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while not shard.exists() and process.poll() is None and time.time() < deadline:
+        time.sleep(0.001)
+    workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'
+    return workers
+
+
+def is_running(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().split()[2] not in 'ZX'
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path):
+    arguments = [
+        f'--dataset={text_folder}',
+        '--vocab_size=400',
+        '--shard_tokens=60000',
+        '--name=killed',
+        '--num_proc=2',
+    ]
+    prepare(tmp_path / 'whole', *arguments)
+    expected = contents(tmp_path / 'whole' / 'data' / 'killed')
+    dataset = tmp_path / 'killed' / 'data' / 'killed'
+    assert len(expected) > 12
+
+    for number in (1, 9):  # in the first unit, of which no state is saved, and behind it
+        workers = start_and_kill_at(dataset / f'train_{number:06}.bin', tmp_path / 'killed', *arguments)
+        found = contents(dataset)
+        shards = {name: sha256 for name, sha256 in found.items() if name.endswith('.bin')}
+        assert shards and all(expected[name] == sha256 for name, sha256 in shards.items()), 'a half-written shard'
+        deadline = time.time() + 10
+        while any(map(is_running, workers)) and time.time() < deadline:
+            time.sleep(0.01)
+        assert workers and not any(map(is_running, workers)), 'workers outlive the run'
+    result = prepare(tmp_path / 'killed', *arguments)
+    assert 'going on behind the first' in result.stdout
+    assert contents(dataset) == expected
+
+
+def test_a_half_made_dataset_is_not_continued_with_something_else(text_folder, tmp_path):
+    arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=60000', '--name=half']
+    dataset = tmp_path / 'data' / 'half'
+    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # behind the first units of 0.5 MB
+    before = contents(dataset)
+    error = error_of(tmp_path, *arguments, '--seed=2')
+    assert 'half made with seed=1337, this command has 2' in error and '--name' in error
+    assert contents(dataset) == before
+
+
+def test_a_run_killed_before_anything_counts_starts_over_with_any_settings(text_folder, tmp_path):
+    arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--name=early']
+    dataset = tmp_path / 'data' / 'early'
+    start_and_kill_at(dataset / 'unfinished.json', tmp_path, *arguments, '--shard_tokens=10000')  # before any token
+    assert not json.loads((dataset / 'unfinished.json').read_text())['splits'], 'a state was saved: killed too late'
+    prepare(tmp_path, *arguments, '--shard_tokens=5000000')
+    assert sorted(contents(dataset)) == ['meta.json', 'train_000000.bin', 'val_000000.bin']
+    documents_of(dataset, 'train')
+
+
+def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
+    import fcntl
+
+    dataset = tmp_path / 'data' / 'locked'
+    dataset.mkdir(parents=True)
+    lock = os.open(dataset, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    error = error_of(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--name=locked')
+    os.close(lock)
+    assert 'being prepared by another process' in error
+
+
+def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, 'UNIT_BYTES', 5000)
+    monkeypatch.setattr(corpus, 'ROWS_AT_ONCE', 7)
+    texts = make_texts(60)
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    for number in range(5):
+        (folder / f'{number}.txt').write_text('\n'.join(texts[:20]), encoding='utf-8')
+    (folder / 'lines.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    pyarrow.parquet.write_table(pyarrow.table({'text': texts}), folder / 'rows.parquet', row_group_size=17)
+    datasets.Dataset.from_dict({'text': texts}).save_to_disk(tmp_path / 'saved')
+    files = [str(folder / 'rows.parquet')] * 3
+    stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
+    sources = [
+        corpus.find_source(str(folder)),
+        corpus.find_source(str(tmp_path / 'saved')),
+        corpus.stream_source(stream, {'name': 'three files', 'split': 'train'}, 'text'),
+    ]
+
+    def documents(units):
+        pieces = [piece for unit in units for piece in unit.pieces]
+        return [document for piece in pieces for document in corpus.documents(piece, 'text', collections.Counter())]
+
+    for source in sources:
+        units = list(corpus.units(source))
+        assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
+        for number, unit in enumerate(units):
+            assert documents(corpus.units(source, unit.next)) == documents(units[number + 1 :])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['large.txt', 'large.jsonl', 'large.parquet', 'equal.parquet'])
+def test_a_large_file_is_read_in_small_units(name, tmp_path):
+    if name == 'equal.parquet':  # 20 MB of text, of which the file has 1 kB
+        pyarrow.parquet.write_table(pyarrow.table({'text': ['time and tide ' * 70] * 20_000}), tmp_path / name)
+    else:
+        write_large(tmp_path / name, 20)
+    before = pyarrow.total_allocated_bytes()
+    total = 0
+    for unit in corpus.units(corpus.find_source(str(tmp_path / name))):
+        size = sum(piece.length for piece in unit.pieces)
+        total += size
+        assert size < 2.1 * corpus.UNIT_BYTES
+        assert pyarrow.total_allocated_bytes() - before < 8e6
+    assert total > 19e6
+
+
+def peak_memory(folder, *arguments):
+    """Megabytes resident in prepare_data.py and its two workers together, at most; shared pages count in each."""
+    command = [sys.executable, str(REPO / 'prepare_data.py'), f'--data_dir={folder}/data', '--num_proc=2', *arguments]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        try:
+            children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+            pages = [int(Path(f'/proc/{pid}/statm').read_text().split()[1]) for pid in [process.pid, *children]]
+        except (FileNotFoundError, ProcessLookupError):  # one has just ended
+            continue
+        peak = max(peak, sum(pages) * os.sysconf('SC_PAGE_SIZE') / 1e6)
+        time.sleep(0.02)
+    assert process.returncode == 0
+    return peak
+
+
+def write_large(path, megabytes):
+    """One file, whatever its size: a text, JSON lines, or parquet with a single row group."""
+    paragraphs = make_texts(400, words=400)
+    size = sum(len(text.encode()) for text in paragraphs)
+    repetitions = megabytes * 1_000_000 // size + 1
+    if path.suffix == '.parquet':
+        table = pyarrow.table({'text': paragraphs * repetitions})
+        pyarrow.parquet.write_table(table, path, row_group_size=10**9, compression='none', use_dictionary=False)
+        return
+    lines = [json.dumps({'text': text}) for text in paragraphs] if path.suffix == '.jsonl' else paragraphs
+    with open(path, 'w', encoding='utf-8') as file:
+        for _ in range(repetitions):
+            file.write('\n'.join(lines) + '\n')
+
+
+SLOW = pytest.mark.slow
+LARGE = [('20.txt', 20), *(pytest.param(f'150.{kind}', 150, marks=SLOW) for kind in ('txt', 'jsonl', 'parquet'))]
+
+
+@pytest.mark.parametrize('name, megabytes', LARGE)
+def test_memory_does_not_grow_with_the_input(name, megabytes, tmp_path):
+    write_large(tmp_path / name, megabytes)
+    peak = peak_memory(tmp_path, f'--dataset={tmp_path / name}', '--tokenizer=bytes', '--shard_tokens=5000000')
+    assert peak < 500, f'{peak:.0f} MB in three processes, of which the first has torch'
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@needs_gpt2
+@pytest.mark.slow
+def test_gpt2_tokens_come_as_fast_as_tiktoken_makes_them(monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(CACHE))
+    ratios = bench_prepare_data.measure(megabytes=20, rounds=3)
+    assert ratios['tiktoken, threads'] >= 0.9 and ratios['tiktoken, processes'] >= 0.9
+    assert ratios['datasets.map'] >= 1.5
+
+
+def test_a_terminal_sees_speed_and_time_left(tmp_path):
+    write_large(tmp_path / 'large.txt', 60)  # at 100 MB/s: long enough for a line every 0.2 s
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, str(REPO / 'prepare_data.py'), f'--dataset={tmp_path}/large.txt', '--tokenizer=bytes']
+    result = subprocess.run(
+        [*command, f'--data_dir={tmp_path}/data'], env=environment(), stdout=subprocess.DEVNULL, stderr=its_end
+    )
+    shown = os.read(terminal, 1 << 16).decode()
+    assert result.returncode == 0
+    assert re.search(r'\r\[#+ +\] +\d+%, ETA 0:00:\d\d, [\d,]+ tokens, [\d.]+ MB/s, [\d.]+M tokens/s', shown), shown
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_said_in_one_line(tmp_path):
+    assert 'there is no such file or folder' in error_of(tmp_path, '--dataset=nothing')
+    assert 'there is no such file or folder' in error_of(tmp_path, '--dataset=some/where/text.txt')
+    (tmp_path / 'empty').mkdir()
+    assert 'this folder holds no files' in error_of(tmp_path, f'--dataset={tmp_path}/empty')
+    (tmp_path / 'empty' / 'file.txt').touch()
+    assert 'all files are empty' in error_of(tmp_path, f'--dataset={tmp_path}/empty')
+    assert 'did you mean gpt2' in error_of(tmp_path, '--tokenizer=gpt-2')
+    assert not (tmp_path / 'data').exists()
+
+
+def test_wrong_values_are_said_in_one_line(tmp_path):
+    for argument in ('--val_fraction=1', '--val_fraction=-0.1', '--shard_tokens=0', '--num_proc=0', '--name=../x'):
+        assert argument.split('=')[0].strip('-') in error_of(tmp_path, argument)
+    assert 'is for --tokenizer=bpe' in error_of(tmp_path, '--tokenizer=bytes', '--vocab_size=300')
+    assert 'at least 257' in error_of(tmp_path, '--vocab_size=200')
+    assert 'val_rule=tail cuts a single text file' in error_of(tmp_path, '--val_rule=tail')
+    assert not (tmp_path / 'data').exists()
+
+
+def test_a_missing_text_field_is_answered_with_the_fields_there_are(tmp_path):
+    rows = [{'body': 'some text', 'id': 1}]
+    (tmp_path / 'lines.jsonl').write_text(json.dumps(rows[0]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    for file in ('lines.jsonl', 'rows.parquet'):
+        error = error_of(tmp_path, f'--dataset={tmp_path / file}', '--tokenizer=bytes')
+        assert "has no field 'text'" in error and 'it has: body, id' in error
+    error = error_of(tmp_path, f'--dataset={tmp_path}/rows.parquet', '--text_field=id', '--tokenizer=bytes')
+    assert "the field 'id' holds int64, not text" in error
+    assert not (tmp_path / 'data').exists()
+
+
+def test_one_document_cannot_be_split_by_hash(tmp_path):
+    (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
+    assert 'not two different documents' in error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')
+    prepare(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes', '--val_fraction=0')
+    assert list(meta_of(tmp_path / 'data' / 'one-bytes')['splits']) == ['train']
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    (folder / 'good.txt').write_text('good text')
+    (folder / 'latin1.txt').write_bytes('caf\u00e9 cr\u00e8me'.encode('latin-1'))
+    (folder / 'picture.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR')
+    (folder / 'broken_link.txt').symlink_to(folder / 'not_there')
+    (folder / 'truncated.parquet').write_bytes(b'PAR1 and then nothing')
+    (folder / '.hidden').write_text('not for us')
+    (folder / 'rows.jsonl').write_text('{"text": "first"}\n\n{"text": \n{"other": 1}\n["text"]\n{"text": "second"}')
+    result = prepare(tmp_path, f'--dataset={folder}', '--tokenizer=bytes', '--val_fraction=0.3')
+    dataset = tmp_path / 'data' / 'mixed-bytes'
+    both = documents_of(dataset, 'train') + documents_of(dataset, 'val')
+    assert sorted(both) == sorted(['good text', 'caf\ufffd cr\ufffdme', 'first', 'second'])
+    assert f'left out: {folder}/broken_link.txt: No such file or directory' in result.stdout
+    assert f'left out: {folder}/picture.png: binary' in result.stdout
+    assert f'left out: {folder}/truncated.parquet: damaged' in result.stdout
+    assert f'{folder}/latin1.txt: not UTF-8, what is no character became U+FFFD (1)' in result.stdout
+    assert f'{folder}/rows.jsonl: lines that are not JSON, left out (1)' in result.stdout
+    assert f'{folder}/rows.jsonl: rows without text, left out (2)' in result.stdout
+    assert '.hidden' not in result.stdout
+
+
+def test_another_source_under_the_same_name_is_refused_and_nothing_lost(tmp_path):
+    for name in ('a', 'b'):
+        (tmp_path / f'{name}.txt').write_text(f'the text of {name}, ' * 20)
+    prepare(tmp_path, f'--dataset={tmp_path}/a.txt', '--tokenizer=bytes', '--name=mine')
+    before = contents(tmp_path / 'data' / 'mine')
+    error = error_of(tmp_path, f'--dataset={tmp_path}/b.txt', '--tokenizer=bytes', '--name=mine')
+    assert f'was made from {tmp_path}/a.txt' in error and f'this command reads {tmp_path}/b.txt' in error
+    assert '--name' in error and contents(tmp_path / 'data' / 'mine') == before
+
+    foreign = tmp_path / 'data' / 'foreign'
+    foreign.mkdir()
+    (foreign / 'train.bin').write_bytes(b'\1\0')
+    error = error_of(tmp_path, f'--dataset={tmp_path}/b.txt', '--tokenizer=bytes', '--name=foreign')
+    assert 'holds token files that this script has not written' in error
+    assert list(contents(foreign)) == ['train.bin']
+
+
+def test_a_data_dir_that_cannot_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / 'data').write_text('a file')
+    (tmp_path / 'a.txt').write_text('some text')
+    error = error_of(tmp_path, f'--dataset={tmp_path}/a.txt', '--tokenizer=bytes')
+    assert 'cannot be written: Not a directory; choose another --data_dir' in error
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+REVISION = '0123456789abcdef0123456789abcdef01234567'
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as `datasets` asks for: one dataset, texts/parts, with two parquet files."""
+
+    files: dict
+
+    def do_GET(self):
+        path = self.path.partition('?')[0]
+        if path.startswith('/api/datasets/texts/parts'):
+            rest = path.removeprefix('/api/datasets/texts/parts')
+            if rest.startswith('/tree/'):
+                under = rest.removeprefix(f'/tree/{REVISION}').strip('/')
+                return self.answer(json.dumps(self.entries(under)).encode())
+            siblings = [{'rfilename': name} for name in self.files]
+            info = {'id': 'texts/parts', 'sha': REVISION, 'siblings': siblings, 'tags': [], 'private': False}
+            return self.answer(json.dumps(info).encode())
+        name = path.removeprefix(f'/datasets/texts/parts/resolve/{REVISION}/')
+        if name in self.files:
+            return self.answer(self.files[name])
+        self.answer(b'{"error": "not found"}', 404)
+
+    do_HEAD = do_GET
+
+    def entries(self, folder):
+        """What lies in a folder of the repository."""
+        if not folder and 'recursive=true' not in self.path:
+            return [{'type': 'directory', 'path': 'sample', 'oid': '0' * 40, 'size': 0}]
+        return [
+            {'type': 'file', 'path': name, 'size': len(content), 'oid': hashlib.sha1(content).hexdigest()}
+            for name, content in self.files.items()
+            if name.startswith(folder)
+        ]
+
+    def answer(self, content, status=200):
+        wanted = self.headers.get('Range')
+        headers = {
+            'ETag': f'"{hashlib.sha1(content).hexdigest()}"',
+            'X-Repo-Commit': REVISION,
+            'Accept-Ranges': 'bytes',
+        }
+        if wanted and status == 200:
+            first, _, last = wanted.removeprefix('bytes=').partition('-')
+            first, last = int(first), min(int(last or len(content)), len(content) - 1)
+            headers['Content-Range'] = f'bytes {first}-{last}/{len(content)}'
+            content, status = content[first : last + 1], 206
+        if status == 404:
+            headers['X-Error-Code'] = 'RepoNotFound' if '/api/' in self.path else 'EntryNotFound'
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header('Content-Length', str(len(content)))
+        self.end_headers()
+        if self.command == 'GET':
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def fake_hub(tmp_path):
+    """(environment variables that point at a hub with the dataset texts/parts, the texts in it)."""
+    texts = make_texts(500)
+    FakeHub.files = {}
+    for part in range(2):
+        buffer = pyarrow.BufferOutputStream()
+        table = pyarrow.table({'id': list(range(250)), 'text': texts[part * 250 : (part + 1) * 250]})
+        pyarrow.parquet.write_table(table, buffer, row_group_size=100)
+        FakeHub.files[f'sample/{part:03}.parquet'] = buffer.getvalue().to_pybytes()
+    FakeHub.files['README.md'] = (
+        b'---\nconfigs:\n- config_name: sample-2\n  data_files:\n  - split: train\n    path: sample/*\n---\n'
+    )
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    variables = {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'hf_home')}
+    yield {**variables, 'HF_HUB_DISABLE_XET': '1', 'NO_PROXY': '127.0.0.1'}, texts
+    server.shutdown()
+
+
+HUB_ARGUMENTS = ['--dataset=texts/parts', '--source_config=sample-2', '--tokenizer=bytes', '--val_fraction=0.1']
+
+
+def test_a_hub_dataset_is_streamed_and_gives_what_its_files_give(fake_hub, tmp_path):
+    variables, texts = fake_hub
+    prepare(tmp_path, *HUB_ARGUMENTS, **variables)
+    dataset = tmp_path / 'data' / 'parts-sample-2-bytes'
+    meta = meta_of(dataset)
+    assert meta['source']['revision'] == REVISION and meta['source']['name'] == 'texts/parts'
+    assert sorted(documents_of(dataset, 'train') + documents_of(dataset, 'val')) == sorted(texts)
+
+
+def test_a_downloaded_dataset_needs_no_network(fake_hub, tmp_path):
+    variables, texts = fake_hub
+    result = prepare(tmp_path, *HUB_ARGUMENTS, '--download_only', **variables)
+    assert f'downloaded to {tmp_path}/data/hub/texts--parts' in result.stdout
+    offline = variables | {'HF_HUB_OFFLINE': '1', 'HF_ENDPOINT': 'http://127.0.0.1:9', 'HF_HOME': str(tmp_path / 'new')}
+    prepare(tmp_path, *HUB_ARGUMENTS, **offline)
+    dataset = tmp_path / 'data' / 'parts-sample-2-bytes'
+    assert sorted(documents_of(dataset, 'train') + documents_of(dataset, 'val')) == sorted(texts)
+    assert meta_of(dataset)['source']['revision'] == REVISION
+
+
+def test_what_the_hub_does_not_have_is_said_in_one_line(fake_hub, tmp_path):
+    variables, _ = fake_hub
+    assert 'not on the Hugging Face hub' in error_of(tmp_path, '--dataset=texts/other', **variables)
+    error = error_of(tmp_path, '--dataset=texts/parts', '--source_config=nothing', **variables)
+    assert 'not on the Hugging Face hub' in error and 'sample-2' in error
+
+
+@pytest.mark.parametrize('dataset', ['fineweb-10BT', 'some-one/some-thing'])
+def test_without_network_the_command_to_download_is_given(dataset, tmp_path):
+    offline = {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'hf_home')}
+    error = error_of(tmp_path, f'--dataset={dataset}', **offline)
+    assert f'`python prepare_data.py --dataset={dataset} --download_only`' in error
+    assert not (tmp_path / 'data').exists()
+
+
+def test_the_short_names_are_finewebs():
+    assert hub.HUB_NAMES['fineweb-10BT'] == ('HuggingFaceFW/fineweb', 'sample-10BT')
+    assert hub.HUB_NAMES['fineweb-100BT'] == ('HuggingFaceFW/fineweb', 'sample-100BT')
+    assert hub.HUB_NAMES['fineweb-edu-10BT'] == ('HuggingFaceFW/fineweb-edu', 'sample-10BT')
+
+
+# --- tokenizer files --------------------------------------------------------------------------------------------------
+
+
+@needs_gpt2
+def test_cached_tokenizer_files_are_verified_and_their_folder_named(tmp_path):
+    result = prepare(tmp_path, '--cache_tokenizer=gpt2', TIKTOKEN_CACHE_DIR=str(CACHE))
+    assert '50,257 tokens' in result.stdout and 'sha256 verified' in result.stdout
+    assert f'export TIKTOKEN_CACHE_DIR={CACHE}' in result.stdout
+
+
+def test_help_answers_at_once():
+    start = time.time()
+    result = run_script('prepare_data.py', '--help')
+    assert time.time() - start < 2  # 0.5 s on a machine that is idle
+    assert '--dataset=stdlib' in result.stdout and 'torch' not in result.stderr

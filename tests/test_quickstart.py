@@ -1,0 +1,110 @@
+"""What a new user does first: quickstart.sh on a fresh clone, the environment it makes, config/sanity_check.py."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, environment, metrics, run_script
+
+SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', '.ci/run']
+
+
+@pytest.fixture(scope='module')
+def clone(tmp_path_factory):
+    """A copy of the project without what runs and tests left in it."""
+    folder = tmp_path_factory.mktemp('clone') / 'project'
+    left_out = shutil.ignore_patterns('.git', '.venv', 'data', 'out', '__pycache__', '.*_cache', 'wandb')
+    shutil.copytree(REPO, folder, ignore=left_out)
+    return folder
+
+
+def bash(*command, folder, **env):
+    """A CompletedProcess of bash; `python3` is the interpreter of these tests."""
+    env = environment(**{'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', **env})
+    return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
+    short = ['quickstart.sh', '--max_iters=3', '--eval_iters=1', '--warmup_iters=1']
+    first = bash(*short, folder=clone)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert 'on 2 x' in first.stdout or len(os.sched_getaffinity(0)) < 2
+    validation, plot = first.stdout.splitlines()[-2:]
+    assert validation.startswith(f'validation: {metrics(clone / "out/quickstart")[-1]["val_bpb"]:.3f} bits per byte')
+    picture = clone / plot.split()[-1]
+    assert picture.suffix == '.png' and picture.read_bytes().startswith(b'\x89PNG')
+    assert '\ndef ' in first.stdout  # the sample
+
+    again = bash(*short, folder=clone)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.splitlines()[-2:] == [validation, plot]
+    assert [row['step'] for row in metrics(clone / 'out/quickstart')] == [1, 3]
+
+
+@pytest.mark.parametrize('script, nproc', [('train_fsdp.py', 2), ('train_ddp.py', None)])
+def test_sanity_check_saves_one_checkpoint(script, nproc, tmp_path):
+    run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=nproc)
+    assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['step_00000001']
+    assert (tmp_path / 'DONE').read_text().strip() == '1'
+
+
+# --- setup_env.sh -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interpreter_that_has_everything_is_used_as_it_is(clone):
+    result = bash('-c', 'source setup_env.sh && "$PYTHON" -c "import sys; print(sys.prefix)"', folder=clone)
+    assert result.stdout.strip() == sys.prefix and result.stderr == ''
+    assert not (clone / '.venv').exists()
+
+
+def write_wheel(folder, name, version):
+    """A package of one empty module, for pip to find in `folder`."""
+    info = f'{name}-{version}.dist-info'
+    with zipfile.ZipFile(folder / f'{name}-{version}-py3-none-any.whl', 'w') as wheel:
+        wheel.writestr(f'{name}.py', '')
+        wheel.writestr(f'{info}/METADATA', f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+        wheel.writestr(f'{info}/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        wheel.writestr(f'{info}/RECORD', '')
+
+
+def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(clone, tmp_path):
+    shutil.copy(clone / 'setup_env.sh', tmp_path)
+    (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.14\ntiny_package>=1.0\n')
+    write_wheel(tmp_path, 'tiny_package', '1.5')
+    show = 'source setup_env.sh && "$PYTHON" -c "import sys, torch, tiny_package; print(sys.prefix, torch.__file__)"'
+    env = {'PIP_NO_INDEX': '1', 'PIP_FIND_LINKS': str(tmp_path)}
+    first = bash('-c', show, folder=tmp_path, **env)
+    assert first.stdout.split() == [str(tmp_path / '.venv'), torch.__file__], first.stderr
+    assert 'borrowing the torch' in first.stderr and first.stderr.endswith('installing tiny_package>=1.0\n')
+    second = bash('-c', show, folder=tmp_path, **env)
+    assert second.stdout == first.stdout and second.stderr == ''
+
+
+def test_without_an_index_there_is_one_clear_line(clone, tmp_path):
+    shutil.copy(clone / 'setup_env.sh', tmp_path)
+    (tmp_path / 'requirements.txt').write_text('no-such-package-anywhere>=1.0\n')
+    env = {'PIP_NO_INDEX': '1', 'PIP_CONFIG_FILE': os.devnull, 'PIP_FIND_LINKS': ''}
+    result = bash('-c', 'source setup_env.sh', folder=tmp_path, **env)
+    assert result.returncode == 1
+    *_, last = result.stderr.splitlines()
+    assert last.startswith('[setup] error: pip failed') and 'no-such-package-anywhere' in last
+
+
+def test_an_old_python_gets_one_clear_line(clone, tmp_path):
+    for name in ('python3', 'python3.10', 'python3.11', 'python3.12', 'python3.13'):
+        (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    result = bash('-c', 'source setup_env.sh', folder=clone, PATH=f'{tmp_path}:{os.environ["PATH"]}')
+    assert result.returncode == 1
+    assert result.stderr == '[setup] error: Python 3.10 to 3.13 needed, found Python 3.8.1\n'
+
+
+@pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')
+def test_shell_scripts_pass_shellcheck():
+    result = subprocess.run(['shellcheck', '-x', *SCRIPTS], cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

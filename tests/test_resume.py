@@ -1,0 +1,145 @@
+"""Interrupted and resumed is the same as uninterrupted, under every strategy and from one to another."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_many, run_script
+
+import checkpoint
+
+# Dropout too: its noise has to continue where it stopped. Every row is compared, so every step is logged.
+RUN = [
+    *TINY_MODEL,
+    *TINY_RUN,
+    '--global_batch_size=12',
+    '--dtype=float32',
+    '--lr_decay_iters=20',
+    '--checkpoint_interval=10',
+]
+
+
+def arguments(data_dir, out_dir, *more):
+    return [*RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
+
+
+def final_weights(out_dir, step=20):
+    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
+
+
+def assert_bit_equal(weights, reference):
+    assert weights.keys() == reference.keys()
+    for name in reference:
+        assert torch.equal(weights[name], reference[name]), name
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, data_dir):
+    """Uninterrupted runs of 20 steps with a checkpoint at 10: DDP and FSDP on two ranks, with dropout and without."""
+    folder = tmp_path_factory.mktemp('runs')
+    cases = []
+    for strategy in ('ddp', 'fsdp'):
+        for suffix, more in (('', ()), ('_dropout', ('--dropout=0.1',))):
+            name = f'{strategy}{suffix}'
+            cases.append(
+                {
+                    'name': name,
+                    'script': f'train_{strategy}.py',
+                    'arguments': arguments(data_dir, folder / name, '--max_iters=20', *more),
+                }
+            )
+    run_many(cases, 2, folder)
+    return folder
+
+
+def interrupted_copy(runs, name, copy):
+    """A copy of a finished run as it was when step 10 had been saved: what a kill at step 17 leaves."""
+    shutil.copytree(runs / name, runs / copy)
+    shutil.rmtree(runs / copy / 'checkpoints' / 'step_00000020')
+    (runs / copy / 'DONE').unlink()
+    rows = (runs / copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (runs / copy / 'metrics.jsonl').write_text(''.join(rows[:17]) + rows[17][:20])  # the last line torn
+
+
+def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(runs, data_dir):
+    same, other = [], []
+    for saved in ('ddp', 'fsdp', 'ddp_dropout', 'fsdp_dropout'):
+        interrupted_copy(runs, saved, f'{saved}_again')
+        more = ('--dropout=0.1',) if 'dropout' in saved else ()
+        script = f'train_{saved.removesuffix("_dropout")}.py'
+        out_dir = runs / f'{saved}_again'
+        same.append(
+            {'name': saved, 'script': script, 'arguments': arguments(data_dir, out_dir, '--max_iters=20', *more)}
+        )
+    for saved, strategy in (('ddp', 'fsdp'), ('fsdp', 'ddp')):
+        interrupted_copy(runs, saved, f'{saved}_to_{strategy}')
+        out_dir = runs / f'{saved}_to_{strategy}'
+        same.append(
+            {
+                'name': f'{saved}_to_{strategy}',
+                'script': f'train_{strategy}.py',
+                'arguments': arguments(data_dir, out_dir, '--max_iters=20'),
+            }
+        )
+        interrupted_copy(runs, saved, f'{saved}_to_1')
+        out_dir = runs / f'{saved}_to_1'
+        other.append(
+            {
+                'name': f'{saved}_to_1',
+                'script': f'train_{strategy}.py',
+                'arguments': arguments(data_dir, out_dir, '--max_iters=20'),
+            }
+        )
+    run_many(same, 2, runs)
+    run_many(other, 1, runs)
+
+    for saved in ('ddp', 'fsdp', 'ddp_dropout', 'fsdp_dropout'):
+        assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
+        assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step stands once
+        assert column(runs / f'{saved}_again', 'step') == list(range(1, 21))
+    for name, saved in (('ddp_to_fsdp', 'ddp'), ('fsdp_to_ddp', 'fsdp'), ('ddp_to_1', 'ddp'), ('fsdp_to_1', 'fsdp')):
+        pairs = zip(column(runs / name, 'loss'), column(runs / saved, 'loss'), strict=True)
+        assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name
+
+
+def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):
+    out_dir = runs / 'killed'
+    command = [
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--standalone',
+        '--nproc_per_node=2',
+        str(REPO / 'train_ddp.py'),
+    ]
+    command += arguments(data_dir, out_dir, '--max_iters=20')
+    log = open(runs / 'killed.log', 'w')
+    launcher = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+    deadline = time.time() + 120
+    while not (out_dir / 'checkpoints' / 'step_00000010').exists():
+        assert time.time() < deadline and launcher.poll() is None, (runs / 'killed.log').read_text()
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    result = run_script('train_ddp.py', *arguments(data_dir, out_dir, '--max_iters=20'), nproc=2)
+    assert 'resuming' in result.stdout
+    assert_bit_equal(final_weights(out_dir), final_weights(runs / 'ddp'))
+    assert column(out_dir, 'step') == list(range(1, 21))
+
+
+def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_dir):
+    again = run_script('train_ddp.py', *arguments(data_dir, runs / 'ddp', '--max_iters=20', '--batch_size=6'))
+    assert 'done' in again.stdout and len(metrics(runs / 'ddp')) == 20
+    shutil.copytree(runs / 'ddp', runs / 'longer')
+    run_script('train_ddp.py', *arguments(data_dir, runs / 'longer', '--max_iters=22', '--batch_size=6'))
+    assert column(runs / 'longer', 'step') == list(range(1, 23))
+    assert (runs / 'longer' / 'DONE').read_text().strip() == '22'
+
+
+def test_keeps_the_last_checkpoints_and_always_one_at_max_iters(runs):
+    assert sorted(os.listdir(runs / 'ddp' / 'checkpoints')) == ['step_00000010', 'step_00000020']

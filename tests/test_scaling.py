@@ -1,0 +1,363 @@
+"""scaling.py: batch arithmetic with its errors, exact counts, and memory predictions against what a real step holds."""
+
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPO
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import model as model_module
+import optim
+import scaling
+from model import GPT, ModelConfig
+
+SIZES = {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'vocab_size': 1000, 'block_size': 128}
+ARCHITECTURES = {
+    'gpt2': {'arch': 'gpt2'},
+    'gpt2 with dropout, untied': {'arch': 'gpt2', 'dropout': 0.1, 'tie_embeddings': False, 'bias': False},
+    'enoki': {'arch': 'enoki'},
+    'enoki with biases': {'arch': 'enoki', 'bias': True},
+    'llama with grouped queries': {'arch': 'llama', 'n_kv_head': 2},
+    'llama with biases, tied': {'arch': 'llama', 'bias': True, 'tie_embeddings': True, 'mlp_hidden_dim': 200},
+    'qwen3': {'arch': 'qwen3', 'n_kv_head': 1, 'head_dim': 48},
+    'qwen3 gated': {'arch': 'qwen3', 'attention_gate': True},
+}
+
+
+def shape_of(name, **changes):
+    return ModelConfig(**{**SIZES, **ARCHITECTURES[name], **changes})
+
+
+def config_of(shape, **changes):
+    """What a train script passes: its resolved config."""
+    config = {
+        'batch_size': 4,
+        'global_batch_size': 32,
+        'block_size': shape.block_size,
+        'dtype': 'float32',
+        'device': 'cpu',
+        'activation_checkpointing': 'none',
+        'optimizer': 'adamw',
+        'learning_rate': 6e-4,
+        'max_iters': 1000,
+        'warmup_iters': 100,
+        'lr_schedule': 'cosine',
+        'lr_decay_iters': None,
+        'min_lr': None,
+        'keep_checkpoints': 2,
+    }
+    return {**config, **changes}
+
+
+FSDP = {'zero_stage': 3, 'replicate_size': 1, 'cpu_offload': 'none', 'accumulate': 'unsharded'}
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_steps_complete_the_global_batch():
+    assert scaling.accumulation_steps(512, 8, 4) == 16
+    assert scaling.accumulation_steps(8, 8, 1) == 1
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the_nearest_that_do():
+    with pytest.raises(ValueError, match='global_batch_size=100 .*batch_size=8 x 4 ranks.*global_batch_size=96 or 128'):
+        scaling.accumulation_steps(100, 8, 4)
+    with pytest.raises(ValueError, match='--global_batch_size=32,'):
+        scaling.accumulation_steps(8, 8, 4)
+    with pytest.raises(ValueError, match='batch_size=0'):
+        scaling.accumulation_steps(8, 0, 4)
+
+
+def test_the_batch_line_multiplies_out():
+    line = scaling.batch_line(batch_size=8, accumulation_steps=16, world_size=4, block_size=2048)
+    assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
+
+
+def test_replicas_must_divide_the_ranks():
+    assert scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 2}, 8) == 4
+    with pytest.raises(ValueError, match='replicate_size=3 does not divide 8 ranks: use one of 1, 2, 4, 8'):
+        scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 3}, 8)
+    with pytest.raises(ValueError, match='zero_stage=1: expected 2 or 3'):
+        scaling.ranks_per_shard_group({**FSDP, 'zero_stage': 1}, 8)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_shapes_and_flops_are_those_of_the_model(name):
+    shape = shape_of(name)
+    with torch.device('meta'):
+        model = GPT(shape)
+    predicted = scaling.root_shapes(shape.to_dict())
+    for layer in range(shape.n_layer):
+        predicted |= {f'blocks.{layer}.{key}': value for key, value in scaling.block_shapes(shape.to_dict()).items()}
+    assert predicted == {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    counts = model.parameter_counts()
+    parts = scaling.parameter_parts(shape.to_dict())
+    assert (parts['total'], parts['embedding']) == (counts['total'], counts['embedding'])
+    assert scaling.flops_per_token(shape.to_dict()) == model.flops_per_token()
+
+
+def test_enoki_with_8_heads_has_the_published_number_of_parameters():
+    shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
+    parts = scaling.parameter_parts(shape.to_dict())
+    assert parts['attention'] + parts['mlp'] == 18_874_368
+    assert parts['total'] - parts['norms'] == 70_385_664
+    assert parts['total'] == 70_393_088
+
+
+def test_constants_shared_with_the_model_are_equal():
+    assert scaling.LOSS_CHUNK_BYTES == model_module.LOGITS_BYTES
+    for vocab_size in (64, 65, 257, 50257, 50304):
+        shape = ModelConfig(vocab_size=vocab_size)
+        assert scaling.padded_vocab_size(shape.to_dict()) == shape.padded_vocab_size
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class PeakMemory(TorchDispatchMode):
+    """Sums the bytes of all storages that are alive after each operation, and keeps the largest sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self.storages = {}  # id -> weak reference; the size is asked anew each time, since fully_shard resizes storages
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.watch(tree_iter((args, kwargs, result)))
+        alive = {key: reference() for key, reference in self.storages.items()}
+        self.storages = {key: self.storages[key] for key, storage in alive.items() if storage is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values() if storage is not None))
+        return result
+
+    def watch(self, tensors):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):  # a DTensor's storage is a dummy
+                storage = tensor.untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
+
+
+def bytes_of(tensors):
+    """Bytes of the tensors, or of the local shards of DTensors, padding included."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.untyped_storage().nbytes() for tensor in local)
+
+
+def moments(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+
+
+def measure(shape, config):
+    """{part: bytes} of a micro-step on one process that does not shard."""
+    torch.manual_seed(0)
+    model = GPT(shape, getattr(torch, config['dtype']))
+    model.checkpoint_activations(config['activation_checkpointing'])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
+    tokens = torch.randint(shape.vocab_size, (config['batch_size'], shape.block_size))
+    model(tokens, tokens)[0].backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    with PeakMemory() as memory:  # gradients are there already, as in every micro-step but the first
+        memory.watch([*parameters, *(parameter.grad for parameter in parameters), tokens])
+        model(tokens, tokens)[0].backward()
+    measured = {
+        'weights': bytes_of(parameters),
+        'gradients': bytes_of([parameter.grad for parameter in parameters]),
+        'optimizer': bytes_of(moments(optimizer)),
+    }
+    others = measured['weights'] + measured['gradients'] + bytes_of([tokens])
+    return measured | {'activations with logits': memory.peak - others}
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype', 'checkpointing', 'vocab_size'),
+    [
+        ('gpt2', 'bfloat16', 'none', 1000),
+        ('gpt2', 'float32', 'full', 1000),
+        ('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000),
+        ('enoki', 'bfloat16', 'full', 1000),
+        ('enoki', 'float32', 'selective', 1000),
+        ('enoki', 'bfloat16', 'none', 40000),  # so large that the loss takes two chunks
+        ('gpt2', 'float32', 'none', 100000),  # four chunks
+        ('llama with grouped queries', 'float32', 'none', 1000),
+        ('llama with grouped queries', 'bfloat16', 'full', 1000),
+        ('llama with biases, tied', 'float32', 'selective', 1000),
+        ('qwen3', 'bfloat16', 'selective', 1000),
+        ('qwen3 gated', 'float32', 'none', 1000),
+    ],
+)
+def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab_size):
+    shape = shape_of(name, vocab_size=vocab_size)
+    config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing)
+    predicted = scaling.estimate(config, shape.to_dict(), world_size=1)
+    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
+    measured = measure(shape, config)
+    for part, size in measured.items():
+        tolerance = 0.15 if part == 'activations with logits' else 0.05
+        assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
+
+
+def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
+    shape = shape_of('llama with grouped queries')
+
+    def need(**changes):
+        return sum(scaling.estimate(config_of(shape, **changes), shape.to_dict(), 1).values())
+
+    modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
+    assert modes == sorted(modes) and len(set(modes)) == 3
+    assert need(batch_size=2) < need(batch_size=4)
+    assert need(dtype='bfloat16', device='cuda:0') < need(dtype='bfloat16', device='cpu')  # attention in fp32
+
+
+@pytest.fixture(scope='module')
+def four_ranks():
+    """A process group whose collectives do nothing: this process is rank 0 of 4."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group('fake', rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def measure_sharded(shape, config):
+    """{part: bytes} and the peak of the first step under fully_shard, on rank 0 of 4."""
+    mesh = init_device_mesh('cpu', (config['replicate_size'], 4 // config['replicate_size']), mesh_dim_names=('r', 's'))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config['dtype']), reduce_dtype=torch.float32)
+    options = {'mesh': mesh, 'mp_policy': policy, 'reshard_after_forward': config['zero_stage'] == 3}
+    with torch.device('meta'):
+        model = GPT(shape, getattr(torch, config['dtype']))
+    model.checkpoint_activations(config['activation_checkpointing'])
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    tokens = torch.randint(shape.vocab_size, (config['batch_size'], shape.block_size))
+    micro_steps = scaling.accumulation_steps(config['global_batch_size'], config['batch_size'], 4)
+    with PeakMemory() as memory:
+        model.to_empty(device='cpu')
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter.to_local(), 0.01)
+        for micro_step in range(micro_steps):
+            model.set_requires_gradient_sync(config['accumulate'] == 'sharded' or micro_step == micro_steps - 1)
+            model(tokens, tokens)[0].backward()
+    optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
+    optimizer.step()
+    return {
+        'weights': bytes_of(model.parameters()),
+        'gradients': sum(parameter.grad.to_local().nbytes for parameter in model.parameters()),  # views of one buffer
+        'optimizer': bytes_of(moments(optimizer)),
+    }, memory.peak
+
+
+@pytest.mark.parametrize(
+    ('name', 'changes'),
+    [
+        ('gpt2', {'dtype': 'bfloat16', 'accumulate': 'sharded'}),
+        ('llama with grouped queries', {'dtype': 'float32', 'accumulate': 'unsharded'}),
+        ('llama with grouped queries', {'dtype': 'bfloat16', 'accumulate': 'unsharded', 'zero_stage': 2}),
+        ('enoki', {'dtype': 'bfloat16', 'accumulate': 'sharded', 'activation_checkpointing': 'full'}),
+        ('qwen3', {'dtype': 'float32', 'accumulate': 'sharded', 'replicate_size': 2}),
+    ],
+)
+def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak(four_ranks, name, changes):
+    shape = shape_of(name, n_embd=132, head_dim=34, mlp_hidden_dim=301)  # odd sizes: shards are padded
+    config = config_of(shape, **{**FSDP, **changes})
+    predicted = scaling.estimate(config, shape.to_dict(), world_size=4, strategy='fsdp')
+    measured, peak = measure_sharded(shape, config)
+    if config['accumulate'] == 'unsharded':  # of the micro-steps before the last; what is left in the end is a shard
+        assert predicted['gradients'] == 4 * scaling.parameter_parts(shape.to_dict())['total']
+        del measured['gradients']
+    for part, size in measured.items():
+        assert predicted[part] == pytest.approx(size, rel=0.05), part
+    without_optimizer = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
+    assert 0.95 * peak < without_optimizer < 1.3 * peak
+
+
+def test_offloaded_states_are_counted_on_the_host():
+    shape = shape_of('gpt2')
+    parts = scaling.estimate(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
+    plain = scaling.estimate(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
+    assert (parts['host weights'], parts['host optimizer']) == (plain['weights'], plain['optimizer'])
+    assert 'weights' not in parts and parts['gathered'] == plain['gathered']
+
+
+# --- what the user reads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_the_report_names_every_part_with_its_numbers(strategy):
+    shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
+    config = config_of(shape, dtype='bfloat16', device='cuda:0', batch_size=8, global_batch_size=512, max_iters=1342)
+    text = scaling.report(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
+    words = ' '.join(text.split())
+    parts = scaling.estimate(config | FSDP, shape.to_dict(), 4, strategy)
+    for part, size in parts.items():
+        assert f'{part} {size / 1e9:.3f}' in words
+    assert f'total on the device {sum(parts.values()) / 1e9:.3f}' in words
+    for said in (
+        'n_layer 6',
+        'mlp_hidden_dim 2,048',
+        'total 70,393,088',
+        'attention and mlp 18,874,368',
+        '8 sequences x 16 micro-steps x 4 ranks = 512 sequences x 2,048 tokens = 1,048,576 tokens per step',
+        '1,342 steps x 1,048,576 = 1,407,188,992 tokens',
+        'warm-up over 100 steps to learning rate 0.0006',
+        'cosine: down to 6e-05 at step 1,342',
+        f'per token {scaling.flops_per_token(shape.to_dict()):.3e}',
+        'per checkpoint 0.845',  # 70,393,088 x (4 + 4 + 4) bytes
+        'at most (3 of them) 2.534',
+    ):
+        assert said in words, said
+
+
+@pytest.mark.parametrize(
+    ('changes', 'strategy', 'said'),
+    [
+        ({'dtype': 'auto'}, 'ddp', "dtype='auto': expected one of float32"),
+        ({'optimizer': 'sgd'}, 'ddp', "optimizer='sgd': expected one of adamw"),
+        ({}, 'zero', "strategy='zero': expected one of ddp, fsdp"),
+        ({'replicate_size': 3}, 'fsdp', 'replicate_size=3 does not divide 4 ranks'),
+    ],
+)
+def test_keys_that_cannot_be_estimated_are_refused_in_one_line(changes, strategy, said):
+    shape = shape_of('gpt2')
+    with pytest.raises(ValueError, match=said):
+        scaling.report(config_of(shape, **{**FSDP, **changes}), shape.to_dict(), 4, strategy)
+
+
+def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most():
+    shape = shape_of('gpt2')
+    config = config_of(shape, batch_size=16, global_batch_size=64)
+    need = sum(scaling.estimate(config, shape.to_dict(), 4).values())
+    advice = scaling.out_of_memory_advice(config | shape.to_dict(), 4)
+    assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
+    assert '--activation_checkpointing=full' in advice and '\n' not in advice
+
+    wide = shape_of('gpt2', n_embd=2048, block_size=16)
+    config = config_of(wide, batch_size=1, activation_checkpointing='full', **FSDP)
+    advice = scaling.out_of_memory_advice(config | wide.to_dict(), 4)
+    assert 'most of it gradients: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
+
+
+def test_out_of_memory_advice_works_before_the_model_is_known():
+    shape = shape_of('gpt2')
+    assert scaling.out_of_memory_advice(config_of(shape), 4) == 'lower batch_size or block_size'
+
+
+def test_scaling_imports_no_torch():
+    code = 'import scaling, sys; sys.exit("torch" in sys.modules)'
+    subprocess.run([sys.executable, '-c', code], cwd=REPO, check=True)

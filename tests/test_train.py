@@ -1,0 +1,204 @@
+"""The train scripts as users run them: every strategy and option gives the same numbers, and does what it is for."""
+
+import shutil
+
+import pytest
+from conftest import TINY_MODEL, TINY_RUN, column, run_many
+
+GLOBAL_BATCH = 12  # divides by 1, 2, 3 and 4 ranks
+
+
+def arguments(data_dir, out_dir, *more):
+    """Arguments of a tiny fp32 run of 20 steps; later ones win."""
+    run = [*TINY_MODEL, *TINY_RUN, f'--global_batch_size={GLOBAL_BATCH}', '--max_iters=20', '--dtype=float32']
+    return [*run, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
+
+
+def largest_difference(out_dir, reference, key='loss'):
+    """Largest relative difference of a column of metrics.jsonl between two runs."""
+    ours, theirs = column(out_dir, key), column(reference, key)
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def case(name, script, data_dir, runs, *more, watch=False):
+    return {'name': name, 'script': script, 'arguments': arguments(data_dir, runs / name, *more), 'watch': watch}
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """Folder of all runs of this module, one folder each."""
+    return tmp_path_factory.mktemp('runs')
+
+
+@pytest.fixture(scope='module')
+def one_process(data_dir, runs):
+    """The runs that the others are compared with, in one process: 50 steps of each architecture, and what it held."""
+    cases = [case('plain', 'train_ddp.py', data_dir, runs, '--max_iters=50', '--lr_decay_iters=50')]
+    for arch in ('enoki', 'llama', 'qwen3'):
+        cases.append(case(arch, 'train_ddp.py', data_dir, runs, f'--arch={arch}'))
+    cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=50', '--lr_decay_iters=50'))
+    cases.append(case('plain20', 'train_ddp.py', data_dir, runs))
+    return run_many(cases, 1, runs)
+
+
+@pytest.fixture(scope='module')
+def two_ranks(data_dir, runs, one_process):
+    """Every option on two ranks, in processes started once."""
+    fifty = ('--max_iters=50', '--lr_decay_iters=50')
+    few = ('--max_iters=2', '--lr_decay_iters=20')  # counting collectives costs time: two steps show it
+    cases = [
+        case('ddp2', 'train_ddp.py', data_dir, runs, *fifty),
+        case('fsdp2', 'train_fsdp.py', data_dir, runs, *fifty),
+        *(
+            case(f'{arch}_fsdp2', 'train_fsdp.py', data_dir, runs, f'--arch={arch}')
+            for arch in ('enoki', 'llama', 'qwen3')
+        ),
+        case('ddp_micro1', 'train_ddp.py', data_dir, runs, '--batch_size=1'),
+        case('ddp_micro6', 'train_ddp.py', data_dir, runs, '--batch_size=6'),
+        case('sharded_accumulation', 'train_fsdp.py', data_dir, runs, '--accumulate=sharded'),
+        case('zero2', 'train_fsdp.py', data_dir, runs, '--zero_stage=2'),
+        case('hsdp', 'train_fsdp.py', data_dir, runs, '--replicate_size=2'),
+        case('offload', 'train_fsdp.py', data_dir, runs, '--cpu_offload=params'),
+        case('full', 'train_fsdp.py', data_dir, runs, '--activation_checkpointing=full'),
+        case('selective', 'train_fsdp.py', data_dir, runs, '--activation_checkpointing=selective'),
+        case('selective_ddp', 'train_ddp.py', data_dir, runs, '--activation_checkpointing=selective'),
+        case('deterministic', 'train_fsdp.py', data_dir, runs, '--deterministic'),
+        case('no_clip', 'train_ddp.py', data_dir, runs, '--grad_clip=0', '--optimizer=adamw'),
+        case('async', 'train_fsdp.py', data_dir, runs, '--async_checkpoint', '--checkpoint_interval=5'),
+        case('bf16_ddp', 'train_ddp.py', data_dir, runs, '--dtype=bfloat16'),
+        case('bf16_fsdp', 'train_fsdp.py', data_dir, runs, '--dtype=bfloat16'),
+        case('fp16_ddp', 'train_ddp.py', data_dir, runs, '--dtype=float16'),
+        case('fp16_fsdp', 'train_fsdp.py', data_dir, runs, '--dtype=float16'),
+        case('count_ddp', 'train_ddp.py', data_dir, runs, *few, watch=True),
+        case('count_fsdp', 'train_fsdp.py', data_dir, runs, *few, watch=True),
+        case('count_sharded', 'train_fsdp.py', data_dir, runs, *few, '--accumulate=sharded', watch=True),
+        case('count_zero2', 'train_fsdp.py', data_dir, runs, *few, '--zero_stage=2', watch=True),
+        case('count_hsdp', 'train_fsdp.py', data_dir, runs, *few, '--replicate_size=2', watch=True),
+    ]
+    if shutil.which('c++') or shutil.which('g++'):  # last: once the compiler is in the processes, it stays
+        cases.append(
+            case('compile', 'train_fsdp.py', data_dir, runs, '--compile', '--activation_checkpointing=selective')
+        )
+    return run_many(cases, 2, runs)
+
+
+def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_ranks):
+    for name in ('ddp2', 'fsdp2', 'fsdp1'):
+        assert largest_difference(runs / name, runs / 'plain') <= 1e-5, name
+        assert largest_difference(runs / name, runs / 'plain', 'val_loss') <= 1e-5, name
+        assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, name
+
+
+@pytest.mark.parametrize('arch', ['enoki', 'llama', 'qwen3'])
+def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
+    assert largest_difference(runs / f'{arch}_fsdp2', runs / arch) <= 1e-5
+
+
+def test_the_loss_falls(runs, one_process):
+    losses = column(runs / 'plain', 'loss')
+    assert losses[0] > 5.0 and losses[-1] < 3.5  # ln 257 = 5.55; bytes of source code fall quickly
+
+
+@pytest.mark.parametrize(
+    'option',
+    [
+        'ddp_micro1',
+        'ddp_micro6',
+        'sharded_accumulation',
+        'zero2',
+        'hsdp',
+        'offload',
+        'full',
+        'selective',
+        'selective_ddp',
+        'async',
+        'deterministic',
+    ],
+)
+def test_an_option_changes_no_number(runs, two_ranks, option):
+    assert largest_difference(runs / option, runs / 'plain20') <= 1e-5
+    assert largest_difference(runs / option, runs / 'plain20', 'val_loss') <= 1e-5
+
+
+@pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
+def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
+    assert largest_difference(runs / 'compile', runs / 'plain20') <= 1e-5
+    assert two_ranks['compile']['compiled_graphs'] > 0 == two_ranks['count_hsdp']['compiled_graphs']
+
+
+@pytest.mark.parametrize('dtype', ['bf16_ddp', 'bf16_fsdp', 'fp16_ddp', 'fp16_fsdp'])
+def test_half_precision_follows_fp32(runs, two_ranks, dtype):
+    assert 0 < largest_difference(runs / dtype, runs / 'plain20') <= 2e-3
+
+
+def test_fp16_scales_the_loss_alike_on_all_ranks(two_ranks):
+    assert two_ranks['fp16_fsdp']['scale'] == two_ranks['fp16_ddp']['scale'] > 1
+    assert two_ranks['fsdp2']['scale'] is None
+
+
+def test_clipping_uses_the_norm_over_all_shards(runs, two_ranks):
+    norms = column(runs / 'fsdp2', 'grad_norm')
+    assert max(norms) > 1.0  # it does clip in these runs
+    assert largest_difference(runs / 'fsdp2', runs / 'ddp2', 'grad_norm') <= 1e-4
+    assert largest_difference(runs / 'no_clip', runs / 'plain20') > 1e-4  # and clipping matters
+
+
+def test_sharding_divides_what_a_rank_holds(one_process, two_ranks):
+    whole = one_process['plain']
+    for name in ('fsdp2', 'zero2', 'sharded_accumulation', 'offload'):
+        for key in ('parameter_bytes', 'optimizer_bytes'):
+            assert two_ranks[name][key] == pytest.approx(whole[key] / 2, rel=0.02), (name, key)
+    for name in ('ddp2', 'hsdp'):  # two replicas of one shard each: whole on both ranks
+        assert two_ranks[name]['parameter_bytes'] == whole['parameter_bytes']
+
+
+def collectives(results, name, kind):
+    return results[name]['collectives'].get(kind, 0)
+
+
+def test_collectives_are_those_that_the_option_is_for(two_ranks):
+    """3 blocks and the root are 4 units; 12 sequences / (2 x 2 ranks) = 3 micro-steps; 2 steps; 6 eval batches."""
+    blocks, micro_steps, steps, eval_batches = 3, 3, 2, 6
+    units = blocks + 1
+    reduces = {name: collectives(two_ranks, name, '_reduce_scatter_base_') for name in two_ranks}
+    gathers = {name: collectives(two_ranks, name, '_allgather_base_') for name in two_ranks}
+    assert reduces['count_fsdp'] == units * steps  # only the last micro-step of each step reduces
+    assert reduces['count_sharded'] == units * steps * micro_steps
+    assert reduces['count_ddp'] == gathers['count_ddp'] == 0
+    # Stage 3 gathers the blocks for forward and again for backward, and in each batch of an evaluation; the root stays.
+    assert gathers['count_fsdp'] == (units + blocks) * micro_steps * steps + blocks * eval_batches + 1
+    assert (
+        gathers['count_zero2'] == units * micro_steps * steps + units
+    )  # gathered until backward, or the evaluation, ends
+    # HSDP averages each unit's gradient over the replicas, on top of a reduce-scatter inside each.
+    extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
+    assert extra >= units * steps
+
+
+def test_three_and_four_ranks_with_uneven_shards_agree(runs, data_dir, one_process):
+    for nproc in (3, 4):
+        names = [f'{strategy}{nproc}' for strategy in ('ddp', 'fsdp')]
+        cases = [
+            case(
+                name, f'train_{name[:-1]}.py', data_dir, runs, '--batch_size=1', '--max_iters=10', '--lr_decay_iters=20'
+            )
+            for name in names
+        ]
+        if nproc == 4:
+            cases.append(
+                case(
+                    'hsdp2x2',
+                    'train_fsdp.py',
+                    data_dir,
+                    runs,
+                    '--batch_size=1',
+                    '--replicate_size=2',
+                    '--max_iters=10',
+                    '--lr_decay_iters=20',
+                )
+            )
+        run_many(cases, nproc, runs)
+        for finished in cases:
+            ours, theirs = column(runs / finished['name'], 'loss'), column(runs / 'plain20', 'loss')[:10]
+            assert max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) <= 1e-5, finished['name']

@@ -1,0 +1,283 @@
+"""
+Text to token ids and back.
+
+    tokenizer = load_tokenizer('gpt2')                          # any name of tiktoken's
+    tokenizer = load_tokenizer('bytes')                         # UTF-8 bytes, nothing to download
+    tokenizer = load_tokenizer('bpe', 'data/stdlib-bpe2048')    # trained by prepare_data.py, lies with the dataset
+    tokenizer = load_tokenizer('models/some_model')             # a Hugging Face folder with tokenizer.json
+    tokenizer = tokenizer_of('data/stdlib-bpe2048')             # the one a dataset was made with
+
+Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
+encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it
+spells '<|endoftext|>', it gets the tokens of those letters, never the end-of-text token.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+END_OF_TEXT = '<|endoftext|>'
+SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
+
+# How GPT-2 splits text into words before merging, as tiktoken writes it (possessive, so faster; the same words).
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are the ids 0 to 255, end-of-text is 256."""
+
+    name, vocab_size, eot = 'bytes', 257, 256
+
+    def encode(self, text):
+        return list(text.encode('utf-8', 'replace'))
+
+    def encode_batch(self, texts):
+        """A uint8 array per text."""
+        return [np.frombuffer(text.encode('utf-8', 'replace'), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids):
+        """Text of the ids; bytes that are no UTF-8, as samples of a young model hold them, become U+FFFD."""
+        parts = (END_OF_TEXT.encode() if token == self.eot else bytes([token]) for token in ids)
+        return b''.join(parts).decode('utf-8', 'replace')
+
+
+class TiktokenTokenizer:
+    """A tiktoken Encoding."""
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+        self.name = encoding.name
+        self.vocab_size = encoding.n_vocab
+        self.eot = encoding.eot_token
+
+    def encode(self, text):
+        return self.encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts):
+        """A uint32 array per text; without Python lists, which take a fifth of the time on top."""
+        return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, ids):
+        return self.encoding.decode([int(token) for token in ids])
+
+
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face's `tokenizers`; eot: the text of its end-of-text token."""
+
+    def __init__(self, path, eot):
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
+        self.name = Path(path).parent.name
+        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+        self.eot = self.tokenizer.token_to_id(eot)
+        if self.eot is None:
+            raise ValueError(f'{path}: has no token {eot!r}, which its folder names as the end of a text')
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts):
+        """A uint32 array per text."""
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids):
+        return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+# --- finding one ------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(name, folder=None):
+    """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
+
+    folder: the dataset's folder. It holds tokenizer.json where name='bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files
+    are looked for, and kept, in `tiktoken` beside it.
+    Raises ValueError for a name that does not exist, with the closest one, and for files that cannot be had offline;
+    FileNotFoundError for a folder without tokenizer.json.
+    """
+    if name == 'bytes':
+        return ByteTokenizer()
+    if name == 'bpe':
+        return _load_bpe(Path(folder) / 'tokenizer.json')
+    if os.path.isdir(name):
+        return FileTokenizer(*_hugging_face_files(name))
+    return _load_tiktoken(name, Path(folder).parent / 'tiktoken' if folder else None)
+
+
+def tokenizer_of(dataset_folder):
+    """The tokenizer that a prepared dataset was made with, as its meta.json says.
+
+    Raises ValueError when there is no meta.json or it does not tell, and what load_tokenizer raises.
+    """
+    path = Path(dataset_folder) / 'meta.json'
+    facts = json.loads(path.read_text(encoding='utf-8')).get('tokenizer') if path.exists() else None
+    if not isinstance(facts, dict) or 'name' not in facts:
+        raise ValueError(f'{path} does not name a tokenizer: prepare_data.py writes it; other datasets are often gpt2')
+    if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
+        return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'])
+    return load_tokenizer(facts['name'], dataset_folder)
+
+
+def describe(name, vocab_size):
+    """What tells this tokenizer from others before it is loaded or trained: a dict for meta.json.
+
+    vocab_size: wanted for 'bpe'. Raises what load_tokenizer raises for names and folders that do not exist.
+    """
+    if name == 'bpe':
+        if vocab_size < SMALLEST_BPE:
+            raise ValueError(
+                f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens, 256 bytes and {END_OF_TEXT}'
+            )
+        return {'name': name, 'asked_vocab_size': vocab_size}
+    if os.path.isdir(name):
+        path, eot = _hugging_face_files(name)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256}
+    if name != 'bytes':
+        _check_tiktoken_name(name)
+    return {'name': name}
+
+
+def _hugging_face_files(folder):
+    """(path of tokenizer.json, text of the end-of-text token) of a Hugging Face folder."""
+    path = Path(folder) / 'tokenizer.json'
+    if not path.exists():
+        raise FileNotFoundError(
+            f'tokenizer={folder}: there is no tokenizer.json in this folder; AutoTokenizer.from_pretrained(...)'
+            f'.save_pretrained({str(folder)!r}) of transformers writes one'
+        )
+    config = path.with_name('tokenizer_config.json')
+    eot = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.exists() else END_OF_TEXT
+    if isinstance(eot, dict):  # an AddedToken, written out
+        eot = eot['content']
+    if not eot:
+        raise ValueError(f'tokenizer={folder}: {config.name} names no eos_token, and every document must end with it')
+    return path, eot
+
+
+# --- tiktoken ---------------------------------------------------------------------------------------------------------
+
+
+def _check_tiktoken_name(name):
+    import tiktoken
+
+    known = ['bytes', 'bpe', *tiktoken.list_encoding_names()]
+    if name in known:
+        return
+    if os.sep in name:
+        raise FileNotFoundError(f'tokenizer={name}: there is no such folder')
+    close = difflib.get_close_matches(name, known, n=3) or known
+    raise ValueError(
+        f'tokenizer={name!r} is not known: did you mean {" or ".join(close)}? A Hugging Face folder works, too'
+    )
+
+
+def _load_tiktoken(name, default_cache):
+    """A tiktoken Encoding from the cache, or fetched into it. tiktoken deletes a cached file that fails its sha256."""
+    import tiktoken
+
+    _check_tiktoken_name(name)
+    if default_cache is not None:
+        os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(default_cache))
+    cache = os.environ.get('TIKTOKEN_CACHE_DIR', os.path.join(tempfile.gettempdir(), 'data-gym-cache'))
+    before = _files_in(cache)
+    error = None
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as caught:  # requests' errors are OSErrors, too
+        error = caught
+    now = _files_in(cache)
+    damaged = ', '.join(file for file in before if before[file] != now.get(file))
+    if damaged:
+        damaged = f'{damaged} in {cache} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
+    if error:
+        raise ValueError(
+            f'tokenizer={name}: {damaged or f"its files are not in {cache}"} and cannot be fetched '
+            f'({type(error).__name__}); where there is a network, run `python prepare_data.py '
+            f'--cache_tokenizer={name}`, then copy the folder here or set TIKTOKEN_CACHE_DIR to it'
+        ) from error
+    if damaged:
+        print(f'tokenizer {name}: {damaged} and fetched it again', file=sys.stderr)
+    return TiktokenTokenizer(encoding)
+
+
+def fetch_tokenizer(name, folder):
+    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them.
+
+    Returns (the folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256.
+    """
+    import tiktoken
+
+    if name in ('bytes', 'bpe') or os.path.isdir(name):
+        raise ValueError(f'cache_tokenizer={name}: nothing to fetch, this tokenizer needs no files from elsewhere')
+    _load_tiktoken(name, folder)
+    tiktoken.registry.ENCODINGS.pop(name)  # read them once more, now from the cache: that compares every sha256
+    return os.environ['TIKTOKEN_CACHE_DIR'], _load_tiktoken(name, folder)
+
+
+def _files_in(folder):
+    """{name: what changes when the file is replaced}."""
+    if not os.path.isdir(folder):
+        return {}
+    return {entry.name: (entry.stat().st_ino, entry.stat().st_mtime_ns) for entry in os.scandir(folder)}
+
+
+# --- a BPE of our own -------------------------------------------------------------------------------------------------
+
+
+def train_bpe(texts, vocab_size, path):
+    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json.
+
+    The result depends on the texts and their order alone. A small text may not have enough pairs to merge: the
+    vocabulary is smaller then.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, so that no text is unknown
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    unfinished = Path(f'{path}.tmp')
+    tokenizer.save(str(unfinished))
+    os.replace(unfinished, path)
+
+
+def _load_bpe(path):
+    """
+    What train_bpe wrote, run by tiktoken, which takes a tenth of the time.
+
+    tiktoken merges the neighbours whose union has the lowest id, `tokenizers` the first pair in its list of merges. Ids
+    are given in the order of the list, so both find the same tokens.
+    """
+    import tiktoken
+
+    if not path.exists():
+        raise FileNotFoundError(f'{path} is missing: it belongs to the dataset; copy or prepare the dataset again')
+    vocabulary = json.loads(path.read_text(encoding='utf-8'))['model']['vocab']
+    eot = vocabulary.pop(END_OF_TEXT)
+    byte_of = _byte_of_letter()
+    ranks = {bytes(byte_of[letter] for letter in token): number for token, number in vocabulary.items()}
+    encoding = tiktoken.Encoding('bpe', pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: eot})
+    return TiktokenTokenizer(encoding)
+
+
+def _byte_of_letter():
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for the letters from U+0100 on."""
+    printable = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,301 @@
+"""
+Train a language model with fully sharded data parallelism: every rank holds a slice of each weight, of its gradient and
+of its optimizer state, and gathers one block at a time to compute (ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277).
+
+    python train_fsdp.py config/quickstart.py                         # one process: a CPU or one GPU
+    torchrun --nproc_per_node=4 train_fsdp.py config/quickstart.py    # 4 GPUs, or 4 CPU processes (gloo)
+    python train_fsdp.py --help                                       # every key with its default and meaning
+
+`diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
+"""
+
+import gc
+import math
+import os
+import sys
+from datetime import timedelta
+
+from configurator import configure
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+# I/O
+out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
+resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
+eval_interval = 500  # steps between evaluations; 0 = only after the last step
+eval_iters = 20  # evaluate on this many batches of global_batch_size sequences, the same ones every time
+eval_only = False  # evaluate the newest checkpoint and stop
+log_interval = 10  # steps between log lines
+checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
+keep_checkpoints = 2  # older ones are deleted
+async_checkpoint = False  # train on while a checkpoint is written
+dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+# logging
+wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
+wandb_project = 'distributed-training'  # wandb project
+wandb_entity: str | None = None  # wandb team or user
+wandb_group: str | None = None  # wandb group, to lay runs side by side
+wandb_run_name: str | None = None  # None = the name of out_dir
+tensorboard_log = False  # write event files to out_dir/tensorboard
+# data
+dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
+data_dir = 'data'  # where datasets live
+batch_size = 8  # sequences per rank per micro-step: what must fit into memory
+global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
+block_size = 1024  # tokens per sequence
+# model
+arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
+n_layer = 12  # transformer blocks
+n_head = 12  # query heads
+n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
+head_dim: int | None = None  # None = n_embd / n_head
+n_embd = 768  # width of the residual stream
+mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), 8/3 * n_embd to a multiple of 64 (llama, qwen3)
+vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+dropout = 0.0  # 0 for pretraining
+bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
+tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
+rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+attention_gate = False  # qwen3: sigmoid gate on the attention output
+# optimizer
+optimizer = 'adamw'  # 'adamw'
+learning_rate = 6e-4  # peak
+max_iters = 10000  # optimizer steps
+weight_decay = 0.1  # on matrices; never on embeddings, norms and biases
+beta1 = 0.9  # Adam: decay of the first moment
+beta2 = 0.95  # Adam: decay of the second moment
+grad_clip = 1.0  # global gradient norm; 0 = off
+z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+# schedule
+lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
+warmup_iters = 100  # linear warm-up
+lr_decay_iters: int | None = None  # None = max_iters
+min_lr: float | None = None  # None = learning_rate / 10
+# system
+device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+dtype = 'auto'  # 'auto' | 'float32' | 'bfloat16' | 'float16': of compute; auto = bfloat16 where the hardware has it
+compile: bool | None = None  # torch.compile each block; None = on CUDA
+seed = 1337  # of the initial weights, the order of the data and dropout
+deterministic = False  # bit-equal repetitions, at a cost in speed
+activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
+timeout_s = 600  # a collective that takes longer is an error
+# fsdp
+fsdp_impl = 'torch'  # 'torch': PyTorch's fully_shard
+zero_stage = 3  # 3 = gather each block for its forward and again for its backward; 2 = keep it gathered in between
+replicate_size = 1  # HSDP: so many copies of the sharded model, e.g. one per node; gradients are averaged over them
+cpu_offload = 'none'  # 'none' | 'params': weights, gradients and optimizer on the host
+accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import checkpoint
+import data
+import guard
+import optim
+import scaling
+import telemetry
+from model import GPT, ModelConfig
+
+# --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
+guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.end_with_parent()
+rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
+device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
+compute_dtype = guard.choose_dtype(dtype, device)
+on_cuda = device.type == 'cuda'
+if deterministic:
+    guard.make_deterministic()
+compile = on_cuda if compile is None else compile
+
+# --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
+# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
+global_batch_size = global_batch_size or batch_size * world_size
+accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+shard_size = scaling.ranks_per_shard_group(config, world_size)  # ranks that hold one copy of the model between them
+tokens_per_step = global_batch_size * block_size
+train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
+val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
+lr_decay_iters = lr_decay_iters or max_iters
+min_lr = learning_rate / 10 if min_lr is None else min_lr
+config.update(
+    device=str(device),
+    dtype=str(compute_dtype).removeprefix('torch.'),
+    compile=compile,
+    global_batch_size=global_batch_size,
+    vocab_size=vocab_size or train_data.vocab_size,
+    lr_decay_iters=lr_decay_iters,
+    min_lr=min_lr,
+)
+model_config = ModelConfig.from_keys(config)  # fills from the architecture what is None
+config.update(model_config.to_dict())
+if dry_run:
+    if rank == 0:
+        print(scaling.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
+    sys.exit()
+
+# --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
+checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
+if on_cuda:
+    torch.cuda.set_device(device)
+backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
+if 'RANK' in os.environ:
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+else:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
+resume = 'must' if eval_only else resume
+found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+
+# --- MODEL ------------------------------------------------------------------------------------------------------------
+with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
+    raw_model = GPT(model_config, compute_dtype)
+raw_model.checkpoint_activations(activation_checkpointing)
+if compile:
+    for block in raw_model.blocks:
+        block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
+
+# --- SHARD ------------------------------------------------------------------------------------------------------------
+# A unit is what is gathered at once: each block, and the root with what is left (embedding, final norm, head).
+mesh = init_device_mesh(device.type, (replicate_size, shard_size), mesh_dim_names=('replicate', 'shard'))
+if replicate_size == 1:
+    mesh = mesh['shard']
+sharding = {
+    'mesh': mesh,
+    'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+    'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if cpu_offload == 'params' else OffloadPolicy(),
+}
+for block in raw_model.blocks:
+    fully_shard(block, reshard_after_forward=zero_stage == 3, **sharding)
+model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+
+# --- WEIGHTS: fp32 masters, a pure function of (seed, name) -----------------------------------------------------------
+raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
+if found is None:
+    with torch.no_grad():
+        for name, parameter in raw_model.named_parameters():
+            value = raw_model.initial_value(name, parameter, seed, device)
+            # Every rank has the whole value and keeps its slice: no communication.
+            parameter.copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
+
+# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
+opt = optim.make_optimizer(raw_model, optimizer, learning_rate, beta1, beta2, weight_decay)
+scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+
+# --- RESUME -----------------------------------------------------------------------------------------------------------
+shape = model_config.to_dict()
+for changeable in ('dropout', 'z_loss'):
+    del shape[changeable]
+identity = {  # what a checkpoint must have in common with the run that continues it
+    'model': shape,
+    'data': train_data.fingerprint,
+    'optimizer': optimizer,
+    'global_batch_size': global_batch_size,
+    'seed': seed,
+}
+step = 0
+if found is not None:
+    checkpoint.check_identity(checkpoint.read_state(found)['identity'], identity)
+    state = checkpoint.load(found, raw_model, opt)
+    step = state['step']
+    scaler.load_state_dict(state['scaler'])
+
+# --- LOG --------------------------------------------------------------------------------------------------------------
+log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit)
+log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
+log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
+log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
+log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
+
+
+# --- EVALUATION -------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate():
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    model.eval()
+    nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
+    for x, y in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
+        _, ce_sum = model(x, y)
+        nats_and_tokens += torch.stack((ce_sum.double(), (y >= 0).sum()))
+    dist.all_reduce(nats_and_tokens)
+    model.train()
+    for unit in (*raw_model.blocks, model):
+        unit.reshard()  # without a backward pass what forward left gathered would stay so
+    nats, tokens = nats_and_tokens.tolist()
+    bits_per_byte = {}
+    if val_data.bytes_per_token:
+        bits_per_byte = {'val_bpb': nats / tokens / math.log(2) / val_data.bytes_per_token}
+    return {'val_loss': nats / tokens, **bits_per_byte}
+
+
+if eval_only:
+    log.row(step, evaluate())
+    log.close()
+    dist.destroy_process_group()
+    guard.leave()
+
+# --- LOOP -------------------------------------------------------------------------------------------------------------
+train_batches = data.batches(
+    train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+)
+saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token())
+# model() returns a sum over this rank's tokens and the ranks' gradients are averaged: this makes it the global mean.
+loss_scale = world_size / tokens_per_step
+gc.collect()
+gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
+while step < max_iters:
+    lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
+    for group in opt.param_groups:
+        group['lr'] = lr
+    if dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+        torch.manual_seed((seed * 1_000_003 + step) * world_size + rank)
+    meter.begin_step()
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(accumulation_steps):
+        meter.mark('data')
+        x, y = next(train_batches)  # (batch_size, block_size) each
+        # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+        model.set_requires_gradient_sync(accumulate == 'sharded' or micro_step == accumulation_steps - 1)
+        meter.mark('forward')
+        loss_sum, ce_sum = model(x, y)
+        meter.mark('backward')
+        scaler.scale(loss_sum * loss_scale).backward()
+        step_loss += ce_sum
+    meter.mark('update')
+    scaler.unscale_(opt)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad(set_to_none=True)
+    step += 1
+    meter.end_step()
+
+    row = {}
+    last_step = step == max_iters
+    if step % log_interval == 0 or step == 1 or last_step:
+        dist.all_reduce(step_loss)
+        row = {'loss': step_loss.item() / tokens_per_step, 'lr': lr, **meter.interval()}
+        row['grad_norm'] = grad_norm.full_tensor().item()
+    if last_step or (eval_interval and step % eval_interval == 0):
+        row.update(evaluate())
+    if row:
+        log.row(step, {'tokens': step * tokens_per_step, **row})
+    if last_step or (checkpoint_interval and step % checkpoint_interval == 0):
+        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict()}
+        saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
+
+# --- END --------------------------------------------------------------------------------------------------------------
+saver.wait()
+if rank == 0:
+    checkpoint.mark_done(out_dir, max_iters)
+log.say(f'done: {max_iters} steps, checkpoints in {out_dir}')
+log.close()
+train_batches.close()
+dist.destroy_process_group()
+guard.leave()
