@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import guard
 from optim import SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
@@ -124,6 +125,7 @@ def sharded_training(rank, folder):
     after = {'moved': not torch.equal(model.norm.weight.to_local(), before), 'scale': scaler.get_scale()}
     torch.save(after, f'{folder}/overflow_{rank}.pt')
     dist.destroy_process_group()
+    guard.leave()  # finalizing Python after gloo aborts now and then, see there
 
 
 @pytest.fixture(scope='module')

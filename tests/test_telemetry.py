@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import REPO, environment
 
+import guard
 import telemetry
 from telemetry import Activity
 
@@ -136,6 +137,7 @@ def run_two_ranks(path):
     with open(f'{path}.{dist.get_rank()}', 'w') as file:
         json.dump(results, file)
     dist.destroy_process_group()
+    guard.leave()
 
 
 @pytest.fixture(scope='module')
