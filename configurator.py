@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 # A comment that begins with quoted words joined by ` | ` lists the only values there are: 'a' | 'b': what they mean
-CHOICES = re.compile(r"'[^']*'(?: \| '[^']*')*(?=:|$)")
+CHOICES = re.compile(r"'[^']*'(?: ?\| ?'[^']*')*(?=:|$)")
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
 
@@ -126,7 +126,7 @@ def read_knobs(script, values=None):
                 section=section,
                 comment=comment,
                 types=accepted_types(getattr(statement, 'annotation', None), (values or {}).get(target.id)),
-                choices=tuple(choices[0].strip("'").split("' | '")) if choices else (),
+                choices=tuple(re.findall(r"'([^']*)'", choices[0])) if choices else (),
             )
     return {}
 

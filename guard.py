@@ -5,8 +5,11 @@ A user's mistake is raised in this project as ValueError or OSError with a one-l
 that line. Anything else is a bug and keeps its traceback.
 """
 
+import contextlib
 import ctypes
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -58,6 +61,9 @@ def report(error, out_of_memory_advice=None):
     if is_out_of_memory(error):
         advice = out_of_memory_advice() if out_of_memory_advice else 'lower batch_size or block_size'
         line = f'{prefix} error: out of memory{peak_memory()}: {first_line(error)}; {advice}'
+    elif timed_out_after(error) is not None:
+        hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
+        line = f'{prefix} error: waited for another rank longer than timeout_s={timed_out_after(error):g}; {hint}'
     elif is_lost_peer(error):
         # The rank that failed first has the reason. Give torchrun time to see that one before this one.
         line = f'{prefix} stopped because another rank stopped: look for the first error ({first_line(error)[:200]})'
@@ -110,6 +116,12 @@ def is_lost_peer(error):
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
+def timed_out_after(error):
+    """The seconds that a collective waited for, if that was longer than the process group's timeout; else None."""
+    waited = re.search(r'[Tt]imed out waiting (\d+) ?ms', str(error)) if isinstance(error, RuntimeError) else None
+    return int(waited[1]) / 1000 if waited else None
+
+
 def first_line(error):
     """The message without the C++ stack that torch appends."""
     lines = str(error).strip().splitlines()
@@ -160,6 +172,49 @@ def on_rank_0(decide, *arguments):
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+class StopRequest:
+    """A request to stop early: the file STOP in out_dir, as a job script's time-limit trap or a user leaves it there.
+
+    All ranks make one and call agreed() at the same step boundaries. Leaves PREEMPTED, with the step, when it is over.
+    """
+
+    def __init__(self, out_dir):
+        import torch.distributed as dist
+
+        self.stop_file, self.marker = os.path.join(out_dir, 'STOP'), os.path.join(out_dir, 'PREEMPTED')
+        self.is_rank_0, self.looked_at, self.exchange = dist.get_rank() == 0, -math.inf, None
+        if self.is_rank_0:
+            remove_if_there(self.marker)
+
+    def agreed(self):
+        """Whether rank 0 had seen the request one step ago: the same answer on every rank, and no rank waits for it."""
+        import torch
+        import torch.distributed as dist
+
+        stop = False
+        if self.exchange is not None:
+            flag, work = self.exchange
+            work.wait()  # of the step before, so it has long arrived
+            stop = bool(flag.item())
+        flag = torch.zeros(1)
+        if self.is_rank_0 and time.monotonic() - self.looked_at > 0.5:  # a shared file system need not be asked more
+            self.looked_at = time.monotonic()
+            flag.fill_(os.path.exists(self.stop_file))
+        self.exchange = flag, dist.broadcast(flag, src=0, async_op=True)  # on the host, over gloo
+        return stop
+
+    def obeyed(self, step):
+        """The run stops here, saved at `step`: leave PREEMPTED in place of STOP. For rank 0."""
+        with open(self.marker, 'w') as file:
+            file.write(f'{step}\n')
+        remove_if_there(self.stop_file)
+
+
+def remove_if_there(path):
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
 
 
 # --- device -----------------------------------------------------------------------------------------------------------

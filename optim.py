@@ -4,46 +4,106 @@ Optimizers and learning-rate schedules.
     optimizer = make_optimizer(model, 'adamw', learning_rate=6e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
     learning_rate = learning_rate_at(step, learning_rate=6e-4, lr_schedule='cosine', ...)
 
+    adamw            Adam with decoupled weight decay, PyTorch's fused kernel          2 moments
+    adamw-decay      the same with weight_decay / (1 + t/wd_ts)                        2
+    adana            long momentum for large models and long runs (arXiv 2602.05298)   2
+    adana-released   ADANA as its authors' code computes it                            2
+    dana-mk4         ADANA with the long momentum's signal-to-noise ratio clipped      2
+    dana-star-mk4    the same, for parameters that rarely get a gradient               3
+    ademamix         a fast and a slow momentum (arXiv 2409.03137)                     3
+    muon             orthogonalised momentum for hidden matrices, AdamW for the rest   1 (rest: 2)
+
 Everything here runs on plain tensors and on sharded ones (DTensor) alike: a parameter keeps its name, its group and its
-update whatever strategy trains it.
+update whatever strategy trains it. All but muon are elementwise, so a rank updates its shards without communication.
 """
 
+import functools
 import math
+import os
+import shutil
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-OPTIMIZERS = ('adamw',)
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
+ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
+MUON_MOMENTUM = 0.95
+
+# The CPU's cache is the size that matters: 131072 elements of theta, g, m, v and two temporaries are 3 MB, and two
+# threads share such a chunk (PyTorch gives a thread no less than 32768). 19M parameters, fp32, 2 threads, in ms:
+# chunks of 32768 28, 65536 22, 131072 18, and 262144 54 (its temporaries go back to the system after every operation).
+CHUNK = 2**17
+FOREACH = 2**26  # elements updated at once on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 GB for ADANA
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(model, optimizer, learning_rate, beta1, beta2, weight_decay):
-    """The optimizer named by the key `optimizer`, over the trainable parameters of `model`.
+def make_optimizer(
+    model,
+    optimizer,
+    learning_rate,
+    beta1,
+    beta2,
+    weight_decay,
+    kappa=0.85,
+    delta=8.0,
+    wd_ts=None,
+    max_iters=None,
+    compile=False,
+):
+    """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
-    'adamw': Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), in PyTorch's own fused kernel:
+    learning_rate: the peak. The loop sets group['lr'] before each step; gamma = lr / peak scales the DANA weight decay.
+    weight_decay: of AdamW, AdEMAMix and Muon as lr * weight_decay; of the DANA family as gamma * weight_decay, without
+        the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
+    kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of
+        the run); needed by the DANA family and adamw-decay unless weight_decay is 0.
+    max_iters: AdEMAMix warms alpha and beta3 up over so many steps, the whole run in the paper; None = not at all.
+    compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
+
+    'adamw' (Loshchilov and Hutter, arXiv 1711.05101):
         m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
         theta -= learning_rate * (weight_decay*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + 1e-8))
+    The other equations stand with adamw(), adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
 
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer={optimizer!r}: expected one of {", ".join(OPTIMIZERS)}')
-    if not 0 < learning_rate < math.inf:
-        raise ValueError(f'learning_rate={learning_rate}: expected a number above 0')
-    for name, beta in (('beta1', beta1), ('beta2', beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f'{name}={beta}: expected at least 0 and below 1')
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f'weight_decay={weight_decay}: expected 0 or more')
+    decaying = optimizer not in ('adamw', 'ademamix', 'muon')  # its weight decay
+    for name, value, is_good, expected in (
+        ('learning_rate', learning_rate, 0 < learning_rate < math.inf, 'a number above 0'),
+        ('beta1', beta1, 0 <= beta1 < 1, 'at least 0 and below 1'),
+        ('beta1', beta1, beta1 > 0 or optimizer != 'ademamix', 'above 0, since beta3 of ademamix starts there'),
+        ('beta2', beta2, 0 <= beta2 < 1, 'at least 0 and below 1'),
+        ('weight_decay', weight_decay, 0 <= weight_decay < math.inf, '0 or more'),
+        ('kappa', kappa, 0 <= kappa <= 1, 'between 0 and 1'),
+        ('delta', delta, 0 < delta < math.inf, 'a number above 0'),
+        ('wd_ts', wd_ts, wd_ts >= 1 if wd_ts is not None else not (decaying and weight_decay), 'a number of steps'),
+        ('max_iters', max_iters, max_iters is None or max_iters >= 1, 'a number of steps'),
+    ):
+        if not is_good:
+            raise ValueError(f'{name}={value}: expected {expected}')
 
     groups = parameter_groups(model, weight_decay)
-    # One kernel for the whole update instead of a dozen per tensor.
-    fused = all(parameter.device.type in ('cpu', 'cuda') for group in groups for parameter in group['params'])
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
+    if optimizer == 'adamw':
+        # One kernel for the whole update instead of a dozen per tensor.
+        fused = all(parameter.device.type in ('cpu', 'cuda') for parameter in model.parameters())
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
+    constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
+    constants.update(wd_ts=wd_ts if decaying and wd_ts else math.inf, warmup=max_iters or 0, update=optimizer)
+    if optimizer != 'muon':
+        return Elementwise(groups, constants, compile)
+    hidden = hidden_matrices(model)
+    for group in groups:  # their wd_ts is infinite: plain AdamW
+        group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
+    groups.insert(0, {'params': list(hidden), 'weight_decay': weight_decay})
+    assert_each_in_one_group(model, groups)
+    return Muon(groups, hidden, constants, compile)
 
 
 def parameter_groups(model, weight_decay):
@@ -59,15 +119,396 @@ def parameter_groups(model, weight_decay):
                 is_matrix = parameter.dim() >= 2 and not isinstance(module, nn.Embedding)
                 (decayed if is_matrix else not_decayed)[id(parameter)] = parameter
     not_decayed = {key: parameter for key, parameter in not_decayed.items() if key not in decayed}
-
-    trainable = sum(parameter.requires_grad for parameter in model.parameters())
-    assert len(decayed) + len(not_decayed) == trainable, (
-        f'{len(decayed)} + {len(not_decayed)} parameters in groups, the model has {trainable}'
-    )
-    return [
+    groups = [
         {'params': list(decayed.values()), 'weight_decay': weight_decay},
         {'params': list(not_decayed.values()), 'weight_decay': 0.0},
     ]
+    assert_each_in_one_group(model, groups)
+    return groups
+
+
+def hidden_matrices(model):
+    """{parameter: rows of the matrices that are fused in it} of what Muon trains.
+
+    That is the weight of every Linear but the output head, which a model calls `head` or `lm_head`; Muon's author finds
+    AdamW better for head and embedding. model.py's fused q, k, v matrix counts as the three that it holds.
+    """
+    hidden, others = {}, set()
+    for name, module in model.named_modules():
+        if hasattr(module, 'heads_of_qkv'):  # so many heads of queries (and gates), of keys, of values
+            hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
+        for parameter in module.parameters(recurse=False):
+            is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
+            if is_hidden and name.split('.')[-1] not in ('head', 'lm_head'):
+                hidden.setdefault(parameter, [parameter.shape[0]])
+            else:
+                others.add(parameter)
+    return {parameter: rows for parameter, rows in hidden.items() if parameter not in others}
+
+
+def assert_each_in_one_group(model, groups):
+    found = sorted(id(parameter) for group in groups for parameter in group['params'])
+    trainable = sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    assert found == trainable, f'{len(found)} parameters in groups, the model has {len(trainable)}'
+
+
+def compiling_repays(steps, parameters, device):
+    """Whether make_optimizer(compile=True) saves time in so many further steps of a rank with so many parameters."""
+    # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. What it saves, measured with ADANA on 19M
+    # parameters and 2 CPU threads: 18 ms - 7 ms = 11 ms a step, 0.6 ns a parameter. A GPU's eager update moves some
+    # 26 * 4 bytes a parameter, compiled 7 * 4, at about 2.5e12 bytes/s: 0.03 ns, estimated. So 19M parameters on a CPU
+    # repay after 1,800 steps, 1B parameters on a GPU after 670.
+    saved_s = steps * parameters * (0.6e-9 if device.type == 'cpu' else 0.03e-9)
+    # Kernels for CPUs are C++; those for GPUs need a C compiler for the code that launches them.
+    compiler = os.environ.get('CXX', 'g++') if device.type == 'cpu' else os.environ.get('CC', 'gcc')
+    return saved_s > 20 and shutil.which(compiler) is not None
+
+
+# --- elementwise updates ----------------------------------------------------------------------------------------------
+# An update is a function of (scalars, theta, g, *state). It computes with tensor methods that exist in three forms: for
+# one chunk of a tensor (CPU), for a list of tensors (Each, GPU) and under torch.compile. A scalar that changes from
+# step to step is a 0-dim tensor in the first and the last, for a float would be compiled in; hence
+# x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is theta += -decay * theta: 1 - decay, rounded to
+# fp32, would be wrong by the same 3e-8 in every step.
+
+
+def adamw(scalars, theta, g, m, v):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298):
+
+    m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
+    theta -= lr * (weight_decay/(1 + t/wd_ts)*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + eps))
+
+    weight_decay = 4/(learning_rate*wd_ts) decays like ADANA with 4/wd_ts.
+    """
+    one_minus_beta1, one_minus_beta2, unbias1, unbias2, minus_lr, minus_decay = scalars
+    m.lerp_(g, one_minus_beta1)
+    v.lerp_(g.mul(g), one_minus_beta2)
+    update = m.mul(unbias1).div_(v.mul(unbias2).sqrt_().add_(1e-8))
+    theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
+
+
+def adamw_scalars(group, t):
+    (beta1, beta2), lr = group['betas'], group['lr']
+    decay = lr * group['weight_decay'] / (1 + t / group['wd_ts'])
+    return 1 - beta1, 1 - beta2, 1 / (1 - beta1**t), 1 / (1 - beta2**t), -lr, -decay
+
+
+def adana(scalars, theta, g, m, v):
+    """ADANA (arXiv 2602.05298), t = 1, 2, ... and gamma = lr / peak lr, without bias correction:
+
+    a = delta / (delta + t)
+    m += a*(g - m);   v = (1-a)*v + a*g*g
+    theta *= 1 - gamma * weight_decay / (1 + t/wd_ts)
+    theta -= lr * (g + (1+t)^(1-kappa) * m) / (sqrt(v) + eps)
+
+    'adana-released', the form of the code that its authors released (github.com/mlexpos/adana): the factor of m is
+    (1+t)^(1-kappa) + 1, and the decay comes after the update. With d = gamma * weight_decay / (1 + t/wd_ts) that is
+    (1-d)*(theta - lr*u) = theta - d*theta - (1-d)*lr*u: the same kernel with another rate.
+    """
+    a, growth, minus_lr, minus_decay = scalars
+    m.lerp_(g, a)
+    v.lerp_(g.mul(g), a)
+    root = v.rsqrt().reciprocal_().add_(1e-8)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
+    update = g.addcmul(m, growth).div_(root)
+    theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
+
+
+def adana_scalars(group, t):
+    a = group['delta'] / (group['delta'] + t)
+    growth = (1 + t) ** (1 - group['kappa'])
+    decay = group['lr'] / group['peak_lr'] * group['weight_decay'] / (1 + t / group['wd_ts'])
+    return a, growth, -group['lr'], -decay
+
+
+def adana_released_scalars(group, t):
+    a, growth, minus_lr, minus_decay = adana_scalars(group, t)
+    return a, growth + 1, minus_lr * (1 + minus_decay), minus_decay
+
+
+def dana_mk4(scalars, theta, g, m, v):
+    """DANA-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2:
+
+    A = min((1+t)^(1-kappa) * |m|/(sqrt(v)+eps), clipsnr)
+    theta -= lr * (g/(sqrt(v)+eps) + sign(m)*A + m/(sqrt(v)+eps))
+    """
+    a, growth, minus_lr, minus_decay = scalars
+    m.lerp_(g, a)
+    v.lerp_(g.mul(g), a)
+    root = v.sqrt().add_(1e-8)
+    snr = m.div(root)
+    # sign(m) * A is the same without |.|, clamped from both sides.
+    update = snr.mul(growth).clamp_max_(2.0).clamp_min_(-2.0).add_(snr).add_(g.div(root))
+    theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
+
+
+def dana_star_mk4(scalars, theta, g, m, v, tau):
+    """DANA-STAR-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2. tau estimates how often a
+    parameter gets a gradient at all, and T how many it has had:
+
+    tau += a*(|g|/(|g|+sqrt(v)+eps) - tau);   tau_c = min(tau, 1/2)
+    p = max(tau_c/(1-tau_c), 1/(1+t));   n = sqrt(p)/(sqrt(v)+eps);   T = max(tau*t, 1)
+    A = min(T^(1-kappa) * |m|*n/p, clipsnr)
+    theta -= lr * (g*n + sign(m)*(p*A + |m|*n))
+    """
+    a, t, exponent, least_p, minus_lr, minus_decay = scalars
+    m.lerp_(g, a)
+    v.lerp_(g.mul(g), a)
+    root = v.sqrt().add_(1e-8)
+    size = g.abs()
+    tau.lerp_(size.div(root.add(size)), a)
+    tau_c = tau.clamp_max(0.5)
+    p = tau_c.div(tau_c.neg().add_(1.0)).clamp_min_(least_p)
+    n = p.sqrt().div_(root)
+    mn = m.mul(n)
+    signed_a = tau.mul(t).clamp_min_(1.0).pow_(exponent).mul_(mn).div_(p).clamp_max_(2.0).clamp_min_(-2.0)
+    update = signed_a.mul_(p).add_(mn).add_(n.mul_(g))
+    theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
+
+
+def dana_star_scalars(group, t):
+    a, _, minus_lr, minus_decay = adana_scalars(group, t)
+    return a, t, 1 - group['kappa'], 1 / (1 + t), minus_lr, minus_decay
+
+
+def ademamix(scalars, theta, g, fast, slow, v):
+    """AdEMAMix (Pagliardini, Ablin and Grangier, arXiv 2409.03137), beta3 = 0.9999, alpha = 8, W = warm-up steps:
+
+    alpha_t = alpha * min(t/W, 1);   beta3_t = exp(ln(beta1)*ln(beta3) / ((1-t/W)*ln(beta3) + t/W*ln(beta1))) until W
+    fast = beta1*fast + (1-beta1)*g;   slow = beta3_t*slow + (1-beta3_t)*g;   v = beta2*v + (1-beta2)*g*g
+    theta -= lr * ((fast/(1-beta1^t) + alpha_t*slow) / (sqrt(v/(1-beta2^t)) + eps) + weight_decay*theta)
+    """
+    one_minus_beta3, alpha, one_minus_beta1, one_minus_beta2, unbias1, unbias2, minus_lr, minus_decay = scalars
+    fast.lerp_(g, one_minus_beta1)
+    slow.lerp_(g, one_minus_beta3)
+    v.lerp_(g.mul(g), one_minus_beta2)
+    update = slow.mul(alpha).addcmul_(fast, unbias1).div_(v.mul(unbias2).sqrt_().add_(1e-8))
+    theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
+
+
+def ademamix_scalars(group, t):
+    progress = min(t / group['warmup'], 1.0) if group['warmup'] else 1.0
+    # 1/ln(beta3) goes linearly from 1/ln(beta1) to its end: the docstring's formula.
+    beta3 = math.exp(1 / ((1 - progress) / math.log(group['betas'][0]) + progress / math.log(ADEMAMIX_BETA3)))
+    return 1 - beta3, ADEMAMIX_ALPHA * progress, *adamw_scalars(group, t)
+
+
+UPDATES = {  # name -> its tensors per parameter (the names in checkpoints), its scalars at step t, its kernel
+    'adamw-decay': (('exp_avg', 'exp_avg_sq'), adamw_scalars, adamw),
+    'adana': (('exp_avg', 'exp_avg_sq'), adana_scalars, adana),
+    'adana-released': (('exp_avg', 'exp_avg_sq'), adana_released_scalars, adana),
+    'dana-mk4': (('exp_avg', 'exp_avg_sq'), adana_scalars, dana_mk4),
+    'dana-star-mk4': (('exp_avg', 'exp_avg_sq', 'tau'), dana_star_scalars, dana_star_mk4),
+    'ademamix': (('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
+}
+OPTIMIZERS = ('adamw', *UPDATES, 'muon')
+
+
+compiled = functools.cache(torch.compile)  # a kernel is compiled once, whatever uses it
+
+
+class Elementwise(torch.optim.Optimizer):
+    """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter."""
+
+    def __init__(self, groups, constants, compile):
+        super().__init__(groups, constants)
+        self.compile = compile
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            self.update(group)
+        return loss
+
+    def update(self, group):
+        """One step of the parameters of a group that have a gradient."""
+        slots, scalars_at, kernel = UPDATES[group['update']]
+        one = torch.ones(())  # to add a tensor takes a quarter of the time that adding a number takes
+        together = {}  # (t, device) -> [(theta, g, *state)]; a parameter that was not used yet is behind in t
+        for parameter in group['params']:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state['step'] = torch.zeros(())
+                state.update({slot: torch.zeros_like(parameter) for slot in slots})
+            state['step'] += one
+            tensors = [local(tensor) for tensor in (parameter, parameter.grad, *(state[slot] for slot in slots))]
+            tensors[1] = tensors[1].contiguous()
+            if tensors[0].numel():  # a small parameter has no element on some ranks
+                together.setdefault((state['step'].item(), tensors[0].device), []).append(tensors)
+        for (t, device), rows in together.items():
+            self.run(kernel, scalars_at(group, t), device, rows)
+
+    def run(self, kernel, scalars, device, rows):
+        """The kernel over rows of (theta, g, *state), with the same scalars."""
+        if self.compile:
+            scalars = torch.tensor(scalars, device=device)
+            # The largest first: the loop is made for its size, so with threads. `.data` is no view: views of tensors
+            # with one and with two dimensions would be compiled apart.
+            for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
+                compiled(kernel, dynamic=True)(scalars, *(tensor.view(-1).data for tensor in tensors))
+        elif device.type == 'cpu':
+            scalars = torch.tensor(scalars).unbind()
+            for tensors in rows:
+                for chunks in zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True):
+                    kernel(scalars, *chunks)
+        else:
+            batches = [[]]
+            for tensors in rows:
+                if sum(x[0].numel() for x in batches[-1]) >= FOREACH:
+                    batches.append([])
+                batches[-1].append(tensors)
+            for batch in batches:
+                kernel(scalars, *map(Each, zip(*batch, strict=True)))
+
+
+def local(tensor):
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Each:
+    """A list of tensors with the methods of one: x.lerp_(y, 0.1) is torch._foreach_lerp_, a few launches for all."""
+
+    def __init__(self, tensors):
+        self.tensors = list(tensors)
+
+    def __getattr__(self, name):
+        def method(*arguments):
+            arguments = [x.tensors if isinstance(x, Each) else x for x in arguments]
+            if name.startswith('addcmul'):  # x + y * scalar
+                foreach = getattr(torch, name.replace('addcmul', '_foreach_add'))
+                result = foreach(self.tensors, arguments[0], alpha=arguments[1])
+            else:
+                result = getattr(torch, f'_foreach_{name}')(self.tensors, *arguments)
+            return self if name.endswith('_') else Each(result)
+
+        return method
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+
+class Muon(Elementwise):
+    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) with the scale of Moonlight (arXiv 2502.16982), momentum
+    mu = 0.95 of Nesterov's kind, for matrices theta (rows, columns); AdamW for the other groups:
+
+    m = mu*m + (1-mu)*g;   u = (1-mu)*g + mu*m
+    theta -= lr * (weight_decay*theta + 0.2*sqrt(max(rows, columns)) * orthogonalise(u))
+
+    The factor gives an update the size that AdamW's has, so that AdamW's learning rate and weight decay carry over.
+
+    Sharded matrices are dealt out: each travels to one rank of those that share it, is orthogonalised there and travels
+    back, two all-to-alls per step for all of them. With copies of the shards (HSDP) each copy does so for itself.
+    `collectives` and `bytes_sent` count what this rank has sent to others since the start.
+    """
+
+    def __init__(self, groups, split_rows, constants, compile):
+        super().__init__(groups, constants, compile)
+        self.split_rows, self.collectives, self.bytes_sent = split_rows, 0, 0
+
+    def update(self, group):
+        if group['update'] != 'muon':
+            return super().update(group)
+        parameters = [parameter for parameter in group['params'] if parameter.grad is not None]
+        if not parameters:
+            return
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter)
+        theta, g = [local(p) for p in parameters], [local(p.grad) for p in parameters]
+        m = [local(self.state[p]['momentum_buffer']) for p in parameters]
+        torch._foreach_lerp_(m, g, 1 - MUON_MOMENTUM)
+        u = torch._foreach_lerp(g, m, MUON_MOMENTUM)
+        if u[0].is_cuda:
+            u = [matrix.bfloat16() for matrix in u]  # enough for the iterations, so enough for the way
+
+        mesh_dim = shard_dimension(parameters)
+        if mesh_dim is None:
+            u = [muon_update(matrix, self.split_rows[p]) for matrix, p in zip(u, parameters, strict=True)]
+        else:
+            u = self.update_sharded(parameters, u, parameters[0].device_mesh.get_group(mesh_dim))
+        torch._foreach_add_(theta, theta, alpha=-group['lr'] * group['weight_decay'])
+        torch._foreach_add_(theta, u, alpha=-group['lr'])
+
+    def update_sharded(self, parameters, u, group):
+        """This rank's rows of muon_update() of the matrices of which it holds the rows u. Collective."""
+        world_size, me = dist.get_world_size(group), dist.get_rank(group)
+        owner_of = deal_out([parameter.shape for parameter in parameters], world_size)
+        owned_by = [[i for i, owner in enumerate(owner_of) if owner == rank] for rank in range(world_size)]
+        shapes = [shapes_of_shards(*parameter.shape, world_size) for parameter in parameters]  # [matrix][rank]
+        assert [tuple(x.shape) for x in u] == [x[me] for x in shapes], f'rank {me} does not hold rows as Shard(0) does'
+
+        outgoing = [[u[i] for i in owned] for owned in owned_by]
+        incoming = [[shapes[i][rank] for i in owned_by[me]] for rank in range(world_size)]
+        whole = [torch.cat(pieces) for pieces in zip(*self.exchange(outgoing, incoming, group), strict=True)]
+
+        cut = []  # by matrix of mine, then by rank
+        for matrix, i in zip(whole, owned_by[me], strict=True):
+            update = muon_update(matrix, self.split_rows[parameters[i]])
+            cut.append(update.split([rows for rows, _ in shapes[i]]))
+        outgoing = [[pieces[rank] for pieces in cut] for rank in range(world_size)]
+        incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
+        returned = dict(zip(sum(owned_by, []), sum(self.exchange(outgoing, incoming, group), []), strict=True))
+        return [returned[i] for i in range(len(u))]
+
+    def exchange(self, outgoing, shapes, group):
+        """One all-to-all. outgoing[r]: tensors for rank r; shapes[r]: of the tensors from rank r, which it returns."""
+        send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
+        sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
+        received = send.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(received, send, list(map(sum, sizes)), sizes_out, group=group)
+        self.collectives += 1
+        self.bytes_sent += (send.numel() - sizes_out[dist.get_rank(group)]) * send.element_size()
+        pieces = iter(received.split(sum(sizes, [])))
+        return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
+
+
+def muon_update(matrix, split_rows):
+    """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each of the matrices that are fused in one."""
+    parts = matrix.split(split_rows)
+    return torch.cat([orthogonalise(part).mul_(0.2 * math.sqrt(max(part.shape))) for part in parts])
+
+
+def orthogonalise(matrix):
+    """U V^T of the singular value decomposition U S V^T, roughly: singular values come out between 0.7 and 1.2.
+
+    Five Newton-Schulz iterations X <- 3.4445 X - 4.7750 X X^T X + 2.0315 (X X^T)^2 X, in the dtype of the matrix.
+    """
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T  # X X^T is the smaller of the two products
+    x = x / (x.norm() + 1e-7)  # no singular value above 1
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T.contiguous()
+
+
+def shapes_of_shards(rows, columns, ranks):
+    """What each rank holds under Shard(0), which cuts like torch.chunk: ceil(rows / ranks), the rest, then nothing."""
+    piece = -(-rows // ranks)
+    return [(max(0, min(piece, rows - rank * piece)), columns) for rank in range(ranks)]
+
+
+def deal_out(shapes, ranks):
+    """The rank of each matrix: the dearest first, each to the rank with the least work so far."""
+    work, owner_of = [0] * ranks, [None] * len(shapes)
+    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    for index in sorted(range(len(shapes)), key=lambda index: -cost[index]):
+        owner_of[index] = work.index(min(work))
+        work[owner_of[index]] += cost[index]
+    return owner_of
+
+
+def shard_dimension(parameters):
+    """The dimension of the device mesh over which the parameters are sharded, or None if every rank has them whole."""
+    layouts = {(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters}
+    assert len(layouts) == 1, f'Muon needs all matrices sharded alike, not in {len(layouts)} ways'
+    mesh, placements = layouts.pop() or (None, ())
+    sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
+    assert len(sharded) <= 1 and all(placements[dim].dim == 0 for dim in sharded), f'Muon needs Shard(0): {placements}'
+    return sharded[0] if sharded else None
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ global_batch_size: int | None = None  # sequences per optimizer step, over all r
 block_size = 1024  # tokens per sequence
 # model
 arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
+heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
 n_layer = 12  # transformer blocks
 n_head = 12  # query heads
 n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
@@ -56,13 +57,18 @@ tie_embeddings: bool | None = None  # the output head is the embedding; None = T
 rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
 attention_gate = False  # qwen3: sigmoid gate on the attention output
 # optimizer
-optimizer = 'adamw'  # 'adamw'
+optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
 weight_decay = 0.1  # on matrices; never on embeddings, norms and biases
 beta1 = 0.9  # Adam: decay of the first moment
 beta2 = 0.95  # Adam: decay of the second moment
 grad_clip = 1.0  # global gradient norm; 0 = off
+lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
+kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+omega = 4.0  # with heads: weight_decay is omega / wd_ts (DANA family) or omega / (learning_rate * max_iters)
+wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; heads sets it
 z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
 # schedule
 lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
@@ -110,14 +116,17 @@ accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, w
 tokens_per_step = global_batch_size * block_size
 train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
 val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
+vocab_size = vocab_size or train_data.vocab_size
+config.update(global_batch_size=global_batch_size, vocab_size=vocab_size)
+filled, notes = scaling.fill_from_heads(config, explicit)  # nothing without heads
+config.update(filled)
+globals().update(filled)
 lr_decay_iters = lr_decay_iters or max_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
 config.update(
     device=str(device),
     dtype=str(compute_dtype).removeprefix('torch.'),
     compile=compile,
-    global_batch_size=global_batch_size,
-    vocab_size=vocab_size or train_data.vocab_size,
     lr_decay_iters=lr_decay_iters,
     min_lr=min_lr,
 )
@@ -125,6 +134,7 @@ model_config = ModelConfig.from_keys(config)  # fills from the architecture what
 config.update(model_config.to_dict())
 if dry_run:
     if rank == 0:
+        print(*notes, sep='\n')
         print(scaling.report(config, model_config.to_dict(), world_size, strategy='ddp'))
     sys.exit()
 
@@ -160,7 +170,10 @@ if world_size > 1:
     model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.make_optimizer(raw_model, optimizer, learning_rate, beta1, beta2, weight_decay)
+opt = optim.make_optimizer(
+    raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
+    compile=optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+)  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
@@ -186,6 +199,7 @@ log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit)
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+log.say('\n'.join(notes))
 log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
 
@@ -218,6 +232,7 @@ if eval_only:
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
+stop_request = guard.StopRequest(out_dir)
 saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
 meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token())
 # model() returns a sum over this rank's tokens and the ranks' gradients are averaged: this makes it the global mean.
@@ -253,6 +268,7 @@ while step < max_iters:
 
     row = {}
     last_step = step == max_iters
+    stopping = stop_request.agreed()  # a file STOP in out_dir: save and leave
     if step % log_interval == 0 or step == 1 or last_step:
         dist.all_reduce(step_loss)
         row = {'loss': step_loss.item() / tokens_per_step, 'lr': lr, **meter.interval()}
@@ -261,15 +277,19 @@ while step < max_iters:
         row.update(evaluate())
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
-    if last_step or (checkpoint_interval and step % checkpoint_interval == 0):
+    if last_step or stopping or (checkpoint_interval and step % checkpoint_interval == 0):
         position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict()}
         saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
+    if stopping:
+        break
 
 # --- END --------------------------------------------------------------------------------------------------------------
 saver.wait()
-if rank == 0:
+if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
-log.say(f'done: {max_iters} steps, checkpoints in {out_dir}')
+elif rank == 0:
+    stop_request.obeyed(step)
+log.say(f'{"done" if step == max_iters else "stopped as asked"}: {step} of {max_iters} steps, checkpoints in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

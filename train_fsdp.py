@@ -44,6 +44,7 @@ global_batch_size: int | None = None  # sequences per optimizer step, over all r
 block_size = 1024  # tokens per sequence
 # model
 arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
+heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
 n_layer = 12  # transformer blocks
 n_head = 12  # query heads
 n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
@@ -57,13 +58,18 @@ tie_embeddings: bool | None = None  # the output head is the embedding; None = T
 rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
 attention_gate = False  # qwen3: sigmoid gate on the attention output
 # optimizer
-optimizer = 'adamw'  # 'adamw'
+optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
 weight_decay = 0.1  # on matrices; never on embeddings, norms and biases
 beta1 = 0.9  # Adam: decay of the first moment
 beta2 = 0.95  # Adam: decay of the second moment
 grad_clip = 1.0  # global gradient norm; 0 = off
+lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
+kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+omega = 4.0  # with heads: weight_decay is omega / wd_ts (DANA family) or omega / (learning_rate * max_iters)
+wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; heads sets it
 z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
 # schedule
 lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
@@ -79,11 +85,13 @@ deterministic = False  # bit-equal repetitions, at a cost in speed
 activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
 timeout_s = 600  # a collective that takes longer is an error
 # fsdp
-fsdp_impl = 'torch'  # 'torch': PyTorch's fully_shard
-zero_stage = 3  # 3 = gather each block for its forward and again for its backward; 2 = keep it gathered in between
+fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
+zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
 replicate_size = 1  # HSDP: so many copies of the sharded model, e.g. one per node; gradients are averaged over them
 cpu_offload = 'none'  # 'none' | 'params': weights, gradients and optimizer on the host
 accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
+blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
+prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
 # ----------------------------------------------------------------------------------------------------------------------
 config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
 
@@ -95,6 +103,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import checkpoint
 import data
+import fsdp_manual
 import guard
 import optim
 import scaling
@@ -120,14 +129,17 @@ shard_size = scaling.ranks_per_shard_group(config, world_size)  # ranks that hol
 tokens_per_step = global_batch_size * block_size
 train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
 val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
+vocab_size = vocab_size or train_data.vocab_size
+config.update(global_batch_size=global_batch_size, vocab_size=vocab_size)
+filled, notes = scaling.fill_from_heads(config, explicit)  # nothing without heads
+config.update(filled)
+globals().update(filled)
 lr_decay_iters = lr_decay_iters or max_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
 config.update(
     device=str(device),
     dtype=str(compute_dtype).removeprefix('torch.'),
     compile=compile,
-    global_batch_size=global_batch_size,
-    vocab_size=vocab_size or train_data.vocab_size,
     lr_decay_iters=lr_decay_iters,
     min_lr=min_lr,
 )
@@ -135,6 +147,7 @@ model_config = ModelConfig.from_keys(config)  # fills from the architecture what
 config.update(model_config.to_dict())
 if dry_run:
     if rank == 0:
+        print(*notes, sep='\n')
         print(scaling.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
     sys.exit()
 
@@ -164,14 +177,19 @@ if compile:
 mesh = init_device_mesh(device.type, (replicate_size, shard_size), mesh_dim_names=('replicate', 'shard'))
 if replicate_size == 1:
     mesh = mesh['shard']
-sharding = {
-    'mesh': mesh,
-    'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-    'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if cpu_offload == 'params' else OffloadPolicy(),
-}
-for block in raw_model.blocks:
-    fully_shard(block, reshard_after_forward=zero_stage == 3, **sharding)
-model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]
+if fsdp_impl == 'manual':
+    offload = cpu_offload == 'params'
+    model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, zero_stage, prefetch, offload)
+else:
+    sharding = {
+        'mesh': mesh,
+        'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if cpu_offload == 'params' else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(list(unit), reshard_after_forward=zero_stage == 3, **sharding)
+    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
 
 # --- WEIGHTS: fp32 masters, a pure function of (seed, name) -----------------------------------------------------------
 raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
@@ -183,7 +201,10 @@ if found is None:
             parameter.copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.make_optimizer(raw_model, optimizer, learning_rate, beta1, beta2, weight_decay)
+opt = optim.make_optimizer(
+    raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
+    compile=optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+)  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
@@ -209,6 +230,7 @@ log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit)
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+log.say('\n'.join(notes))
 log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
 
@@ -224,8 +246,9 @@ def evaluate():
         nats_and_tokens += torch.stack((ce_sum.double(), (y >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    for unit in (*raw_model.blocks, model):
-        unit.reshard()  # without a backward pass what forward left gathered would stay so
+    for module in model.modules():  # without a backward pass what forward left gathered would stay so
+        if hasattr(module, 'reshard'):
+            module.reshard()
     nats, tokens = nats_and_tokens.tolist()
     bits_per_byte = {}
     if val_data.bytes_per_token:
@@ -243,6 +266,7 @@ if eval_only:
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
+stop_request = guard.StopRequest(out_dir)
 saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
 meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token())
 # model() returns a sum over this rank's tokens and the ranks' gradients are averaged: this makes it the global mean.
@@ -261,7 +285,9 @@ while step < max_iters:
         meter.mark('data')
         x, y = next(train_batches)  # (batch_size, block_size) each
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
-        model.set_requires_gradient_sync(accumulate == 'sharded' or micro_step == accumulation_steps - 1)
+        last_micro_step = micro_step == accumulation_steps - 1
+        model.set_requires_gradient_sync(accumulate == 'sharded' or last_micro_step)
+        model.set_is_last_backward(last_micro_step)
         meter.mark('forward')
         loss_sum, ce_sum = model(x, y)
         meter.mark('backward')
@@ -278,23 +304,30 @@ while step < max_iters:
 
     row = {}
     last_step = step == max_iters
+    stopping = stop_request.agreed()  # a file STOP in out_dir: save and leave
     if step % log_interval == 0 or step == 1 or last_step:
         dist.all_reduce(step_loss)
         row = {'loss': step_loss.item() / tokens_per_step, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
+        if fsdp_impl == 'manual':
+            row.update(model.communication())
     if last_step or (eval_interval and step % eval_interval == 0):
         row.update(evaluate())
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
-    if last_step or (checkpoint_interval and step % checkpoint_interval == 0):
+    if last_step or stopping or (checkpoint_interval and step % checkpoint_interval == 0):
         position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict()}
         saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
+    if stopping:
+        break
 
 # --- END --------------------------------------------------------------------------------------------------------------
 saver.wait()
-if rank == 0:
+if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
-log.say(f'done: {max_iters} steps, checkpoints in {out_dir}')
+elif rank == 0:
+    stop_request.obeyed(step)
+log.say(f'{"done" if step == max_iters else "stopped as asked"}: {step} of {max_iters} steps, checkpoints in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

@@ -1,18 +1,36 @@
-"""optim.py: the schedules' values, who decays, and AdamW's update, plain and sharded."""
+"""optim.py: who decays, every optimizer against its equation, plain and sharded, resumed; the schedules' values."""
 
 import math
+import multiprocessing
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
+import checkpoint
 import guard
-from optim import SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
+import optim
+from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
+
+STEPS = 100
+KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=0.7, delta=6.0, wd_ts=25, max_iters=80)
+RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
+TOLERANCE = {name: 1e-6 for name in OPTIMIZERS} | {'muon': 1e-5}
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in ('adamw', 'muon')]
+
+# Ranks are forked from a server that has imported torch already.
+CONTEXT = multiprocessing.get_context('forkserver')
+CONTEXT.set_forkserver_preload(['torch', 'torch.distributed.checkpoint', 'torch.distributed.fsdp', 'torch._dynamo'])
 
 
 class TinyModel(nn.Module):
@@ -52,6 +70,155 @@ def train(model, steps):
     return full
 
 
+class Attention(nn.Module):
+    """As model.py's, its matrix holds those of 2 heads of queries, 1 of keys and 1 of values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads_of_qkv, self.head_dim = (2, 1, 1), 3
+        self.qkv = nn.Linear(5, 12)
+
+
+class Zoo(nn.Module):
+    """First dimensions (11, 12, 17, 5, 1, ...) that 2 and 3 ranks share unevenly, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.attn = Attention()
+        self.tall = nn.Linear(5, 17, bias=False)
+        self.wide = nn.Linear(17, 5)
+        self.single = nn.Linear(8, 1)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+
+
+DECAYED = ('attn.qkv.weight', 'tall.weight', 'wide.weight', 'single.weight', 'head.weight')
+HIDDEN = {'attn.qkv.weight': (6, 3, 3), 'tall.weight': (17,), 'wide.weight': (5,), 'single.weight': (1,)}
+
+
+def values():
+    """({name: initial value}, {name: gradients of all steps}) of Zoo, which are the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    start, gradients = {}, {}
+    for name, parameter in Zoo().named_parameters():
+        start[name] = torch.randn(parameter.shape, generator=generator) + 1
+        mean = torch.randn(parameter.shape, generator=generator)  # from noise to signal: MK4 clips the latter
+        noise = torch.randn(STEPS, *parameter.shape, generator=generator) + mean
+        # Some rows rarely have a gradient, and the sizes of gradients differ by orders of magnitude.
+        rare = torch.rand(STEPS, len(parameter), generator=generator) < torch.linspace(0.1, 2, len(parameter))
+        size = 10 ** torch.linspace(-3, 1, len(parameter))
+        gradients[name] = noise * (rare * size).reshape(STEPS, -1, *[1] * (parameter.dim() - 1))
+    return start, gradients
+
+
+def piece(full, mesh):
+    """The DTensor of which this rank holds a piece of the first dimension (of the last dimension of the mesh)."""
+    pieces = list(full.chunk(mesh.size(mesh.ndim - 1))) + [full[:0]] * mesh.size()
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    own = pieces[mesh.get_local_rank(mesh.ndim - 1)].clone()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def build(name, start, mesh=None, **keys):
+    """(model, optimizer), sharded over a mesh or plain."""
+    model = Zoo()
+    for key, value in start.items():
+        module = model.get_submodule(key.rpartition('.')[0])
+        value = value.clone() if mesh is None else piece(value, mesh)
+        module._parameters[key.rpartition('.')[2]] = nn.Parameter(value)
+    return model, make_optimizer(model, name, **KEYS | keys)
+
+
+def take_steps(model, optimizer, gradients, steps, mesh=None):
+    for step in steps:
+        for name, parameter in model.named_parameters():
+            gradient = gradients[name][step]
+            parameter.grad = gradient.clone() if mesh is None else piece(gradient, mesh)
+        for group in optimizer.param_groups:
+            group['lr'] = RATES[step]
+        optimizer.step()
+
+
+def full_values(model):
+    full = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in full.items()}
+
+
+def reference(optimizer, name, theta, gradients):
+    """The parameter `name` after all steps: the published equations, in float64, one after the other."""
+    theta, gradients = theta.double(), gradients.double()
+    lr_max, b1, b2, kappa, delta, ts = (
+        KEYS[key] for key in ('learning_rate', 'beta1', 'beta2', 'kappa', 'delta', 'wd_ts')
+    )
+    wd = KEYS['weight_decay'] if name in DECAYED else 0.0
+    m, v, tau, slow = (torch.zeros_like(theta) for _ in range(4))
+    for t in range(1, STEPS + 1):
+        g, lr = gradients[t - 1], RATES[t - 1]
+        if optimizer == 'muon' and name in HIDDEN:
+            m = 0.95 * m + 0.05 * g
+            nesterov = 0.05 * g + 0.95 * m
+            parts = [0.2 * max(part.shape) ** 0.5 * newton_schulz(part) for part in nesterov.split(HIDDEN[name])]
+            theta = theta - lr * (torch.cat(parts) + wd * theta)
+        elif optimizer in ('adamw', 'adamw-decay', 'muon', 'ademamix'):
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * g**2
+            m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
+            if optimizer == 'ademamix':
+                done = min(t / KEYS['max_iters'], 1)
+                ln1, ln3 = math.log(b1), math.log(0.9999)
+                b3 = min(math.exp(ln1 * ln3 / ((1 - done) * ln3 + done * ln1)), 0.9999)
+                slow = b3 * slow + (1 - b3) * g
+                m_hat = m_hat + 8 * done * slow
+            decay = wd / (1 + t / ts) if optimizer == 'adamw-decay' else wd
+            theta = theta - lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * theta)
+        else:
+            a = delta / (delta + t)
+            m = m + a * (g - m)
+            v = (1 - a) * v + a * g**2
+            root = v.sqrt() + 1e-8
+            growth = (1 + t) ** (1 - kappa)
+            decay = 1 - lr / lr_max * wd / (1 + t / ts)
+            if optimizer == 'adana':
+                theta = theta * decay - lr * (g + growth * m) / root
+            elif optimizer == 'adana-released':
+                theta = (theta - lr * (g + (growth + 1) * m) / root) * decay
+            elif optimizer == 'dana-mk4':
+                A = (growth * m.abs() / root).clamp(max=2)
+                theta = theta * decay - lr * (g / root + m.sign() * A + m / root)
+            elif optimizer == 'dana-star-mk4':
+                tau = tau + a * (g.abs() / (g.abs() + root) - tau)
+                tau_c = tau.clamp(max=0.5)
+                p = (tau_c / (1 - tau_c)).clamp(min=1 / (1 + t))
+                n = p.sqrt() / root
+                T = (tau * t).clamp(min=1)
+                A = (T ** (1 - kappa) * m.abs() * n / p).clamp(max=2)
+                theta = theta * decay - lr * (g * n + m.sign() * (p * A + m.abs() * n))
+    return theta
+
+
+def newton_schulz(x):
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+    return x
+
+
+def errors(found, expected):
+    """{name: norm of the difference over the norm}"""
+    return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}
+
+
+@pytest.fixture(scope='module')
+def expected():
+    """{optimizer: {name: value after 100 steps}} by the equations."""
+    start, gradients = values()
+    return {
+        optimizer: {name: reference(optimizer, name, start[name], gradients[name]) for name in start}
+        for optimizer in OPTIMIZERS
+    }
+
+
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -73,38 +240,182 @@ def test_frozen_parameters_are_in_no_group():
     assert sum(names_of_groups(model), []) == ['head.weight', 'embed.weight', 'norm.weight', 'norm.bias']
 
 
-# --- update -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_each_parameter_is_in_one_group_of_every_optimizer(name):
+    for model in (TinyModel(), TinyModel(tied=True), Zoo()):
+        grouped = [p for group in make_optimizer(model, name, **KEYS).param_groups for p in group['params']]
+        assert len(grouped) == len(set(map(id, grouped))) == len(list(model.parameters()))
+    twice = [{'params': [model.head.weight]}, {'params': [model.head.weight]}]
+    with pytest.raises(AssertionError, match='2 parameters in groups, the model has 11'):
+        optim.assert_each_in_one_group(model, twice)
 
 
-def test_adamw_follows_its_equation():
-    torch.manual_seed(0)
+def test_muon_takes_hidden_matrices_and_neither_embedding_nor_head():
+    for model in (Zoo(), TinyModel(), TinyModel(tied=True)):
+        hidden = make_optimizer(model, 'muon', **KEYS).param_groups[0]
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = [name_of[id(parameter)] for parameter in hidden['params']]
+        assert names == (list(HIDDEN) if isinstance(model, Zoo) else ['linear.weight'])
+    assert list(optim.hidden_matrices(Zoo()).values()) == [list(rows) for rows in HIDDEN.values()]
+
+
+# --- update ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_plain_tensors_follow_the_equation(name, expected):
+    start, gradients = values()
+    model, optimizer = build(name, start)
+    take_steps(model, optimizer, gradients, range(STEPS))
+    assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
+
+
+@pytest.mark.parametrize('name', ELEMENTWISE)
+def test_a_list_of_tensors_follows_the_equation(name, expected, monkeypatch):
+    """The form for GPUs: all tensors by torch._foreach, at most FOREACH elements at once."""
+    start, gradients = values()
+    model, optimizer = build(name, start)
+    monkeypatch.setattr(optim, 'FOREACH', 100)
+    rows_of_elementwise = optim.Elementwise.run
+    monkeypatch.setattr(
+        optim.Elementwise,
+        'run',
+        lambda self, kernel, scalars, device, rows: rows_of_elementwise(
+            self, kernel, scalars, torch.device('cuda'), rows
+        ),
+    )
+    take_steps(model, optimizer, gradients, range(STEPS))
+    assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ELEMENTWISE)
+def test_compiled_follows_the_equation_and_compiles_once(name, expected):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    start, gradients = values()
+    model, optimizer = build(name, start, compile=True)
+    take_steps(model, optimizer, gradients, range(STEPS))
+    assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
+    # One for every number of elements, and one for a single element: a bias of Zoo.
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2
+
+
+def test_a_large_tensor_is_updated_in_chunks(monkeypatch):
+    full = [torch.randn(1000, 300) for _ in range(2)]
+    results = []
+    for chunk in (10**6, 4096):  # the last chunk of 300,000 elements is a short one
+        monkeypatch.setattr(optim, 'CHUNK', chunk)
+        model = nn.Linear(300, 1000, bias=False)
+        model.weight = nn.Parameter(full[0].clone())
+        model.weight.grad = full[1]
+        make_optimizer(model, 'dana-star-mk4', **KEYS).step()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(results[0], full[0])
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_state_is_tensors_and_as_many_moments_as_documented(name):
+    start, gradients = values()
+    model, optimizer = build(name, start)
+    take_steps(model, optimizer, gradients, range(2))
+    moments = {'dana-star-mk4': 3, 'ademamix': 3}.get(name, 2)
+    for key, parameter in model.named_parameters():
+        state = dict(optimizer.state[parameter])
+        if name == 'muon' and key in HIDDEN:
+            assert list(state) == ['momentum_buffer']
+        else:
+            step = state.pop('step')
+            assert step.dtype == torch.float32 and step.shape == () and step == 2
+            assert len(state) == moments
+        assert all(x.shape == parameter.shape and x.dtype == torch.float32 for x in state.values())
+
+
+def test_adamw_is_the_fused_kernel():
+    assert make_optimizer(TinyModel(), **ADAMW).defaults['fused']
+
+
+def test_orthogonalised_matrices_have_singular_values_near_1():
+    for shape in ((40, 60), (60, 40)):
+        singular_values = torch.linalg.svdvals(optim.orthogonalise(torch.randn(shape)))
+        assert 0.6 < singular_values.min() and singular_values.max() < 1.3
+
+
+def test_matrices_are_dealt_out_evenly():
+    shapes = [(1536, 512), (512, 512), (2048, 512), (512, 2048)] * 6
+    cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
+    owners = optim.deal_out(shapes, 4)
+    work = [sum(c for c, owner in zip(cost, owners, strict=True) if owner == rank) for rank in range(4)]
+    assert max(work) < 1.2 * sum(cost) / 4
+
+
+def test_a_parameter_that_had_no_gradient_starts_at_step_1():
     model = TinyModel()
-    optimizer = make_optimizer(model, **ADAMW)
-    assert optimizer.defaults['fused']
-    gradients = {name: torch.randn(5, *p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
-    decays = {'linear.weight': 0.1, 'head.weight': 0.1}
-
-    expected = {}
-    for name, parameter in model.named_parameters():
-        theta, m, v = parameter.detach().double(), 0.0, 0.0
-        for t, gradient in enumerate(gradients[name], start=1):
-            m = 0.9 * m + 0.1 * gradient
-            v = 0.95 * v + 0.05 * gradient**2
-            adam = (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
-            theta = theta - 1e-2 * (decays.get(name, 0.0) * theta + adam)
-        expected[name] = theta
-
-    for step in range(5):
+    optimizer = make_optimizer(model, 'adana', **KEYS)
+    for step in range(2):
         for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name][step].float()
+            parameter.grad = None if step == 0 and name == 'head.weight' else torch.ones_like(parameter)
         optimizer.step()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-6, atol=1e-6)
+    assert optimizer.state[model.head.weight]['step'] == 1 and optimizer.state[model.linear.weight]['step'] == 2
+
+
+def test_compiling_repays_only_in_long_runs_and_with_a_compiler(monkeypatch):
+    cpu, cuda = torch.device('cpu'), torch.device('cuda')
+    assert not optim.compiling_repays(500, 19_000_000, cpu)
+    assert optim.compiling_repays(5000, 19_000_000, cpu)
+    assert not optim.compiling_repays(100, 1_000_000_000, cuda)
+    assert optim.compiling_repays(5000, 1_000_000_000, cuda)
+    monkeypatch.setenv('PATH', '')
+    assert not optim.compiling_repays(5000, 19_000_000, cpu)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def optimizers_on_ranks(rank, world_size, folder, names, layouts):
+    """One rank. Trains Zoo with every optimizer in every layout, saves what it finds as {(name, layout): ...}."""
+    dist.init_process_group('gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
+    meshes = {
+        'plain': lambda: None,
+        'shard': lambda: init_device_mesh('cpu', (world_size,)),
+        'hsdp': lambda: init_device_mesh('cpu', (2, world_size // 2)),
+    }
+    start, gradients = values()
+    found = {}
+    for layout in layouts:
+        mesh = meshes[layout]()
+        for name in names:
+            model, optimizer = build(name, start, mesh)
+            take_steps(model, optimizer, gradients, range(STEPS // 2), mesh)
+            out_dir = f'{folder}/{name}_{layout}'
+            checkpoint.prepare(out_dir)
+            saver = checkpoint.Saver(out_dir, 1, False, lambda line: None)
+            saver.save(STEPS // 2, model, optimizer, {'step': STEPS // 2})
+            take_steps(model, optimizer, gradients, range(STEPS // 2, STEPS - 1), mesh)
+            with CommDebugMode() as communication:
+                take_steps(model, optimizer, gradients, [STEPS - 1], mesh)
+
+            resumed, its_optimizer = build(name, {key: torch.zeros_like(value) for key, value in start.items()}, mesh)
+            state = checkpoint.load(f'{out_dir}/checkpoints/step_{STEPS // 2:08d}', resumed, its_optimizer)
+            take_steps(resumed, its_optimizer, gradients, range(state['step'], STEPS), mesh)
+            saved = [checkpoint.tensors_to_save(model, optimizer), checkpoint.tensors_to_save(resumed, its_optimizer)]
+            found[name, layout] = {
+                'full': full_values(model),
+                'collectives in a step': communication.get_total_counts(),
+                'counted': (getattr(optimizer, 'collectives', 0), getattr(optimizer, 'bytes_sent', 0)),
+                'resumed equals': saved[0].keys() == saved[1].keys()
+                and all(torch.equal(optim.local(x), optim.local(saved[1][key])) for key, x in saved[0].items()),
+            }
+    if 'adamw' in names and world_size == 2:
+        sharded_training(rank, folder)
+    torch.save(found, f'{folder}/found_{rank}.pt')
+    dist.destroy_process_group()
+    guard.leave()  # finalizing Python after gloo aborts now and then, see there
 
 
 def sharded_training(rank, folder):
     """One of two ranks. The 11 rows of embedding and head do not divide evenly."""
-    dist.init_process_group('gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=2)
     torch.manual_seed(0)
     model = TinyModel()
     for unit in (model.linear, model):
@@ -113,7 +424,7 @@ def sharded_training(rank, folder):
     torch.save(full, f'{folder}/sharded_{rank}.pt')
 
     # fp16: the gradient of rank 1 overflows, that of rank 0 does not.
-    optimizer = make_optimizer(model, **ADAMW)
+    optimizer = make_optimizer(model, 'adana', **KEYS)
     scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
     scaler.scale(model(torch.arange(10)).square().mean()).backward()
     if rank == 1:
@@ -124,31 +435,76 @@ def sharded_training(rank, folder):
     scaler.update()
     after = {'moved': not torch.equal(model.norm.weight.to_local(), before), 'scale': scaler.get_scale()}
     torch.save(after, f'{folder}/overflow_{rank}.pt')
-    dist.destroy_process_group()
-    guard.leave()  # finalizing Python after gloo aborts now and then, see there
 
 
 @pytest.fixture(scope='module')
-def sharded(tmp_path_factory):
-    """The folder with what the two ranks of sharded_training saved."""
-    folder = tmp_path_factory.mktemp('sharded')
-    torch.multiprocessing.spawn(sharded_training, (str(folder),), nprocs=2)
-    return folder
+def ranks():
+    """{world size: folder with what its ranks saved}."""
+    jobs = {2: (OPTIMIZERS, ('plain', 'shard')), 3: (OPTIMIZERS, ('shard',)), 4: (('muon',), ('hsdp',))}
+    with tempfile.TemporaryDirectory() as parent:
+        folders = {world_size: Path(parent, str(world_size)) for world_size in jobs}
+        for world_size, (names, layouts) in jobs.items():
+            folders[world_size].mkdir()
+            arguments = (world_size, str(folders[world_size]), names, layouts)
+            started = [
+                CONTEXT.Process(target=optimizers_on_ranks, args=(rank, *arguments)) for rank in range(world_size)
+            ]
+            for process in started:
+                process.start()
+            for process in started:
+                process.join(120)
+                process.kill()
+            assert [process.exitcode for process in started] == [0] * world_size
+        yield folders
 
 
-def test_sharded_training_equals_plain_training(sharded):
+def found_by(ranks, world_size, name, layout):
+    """What each rank found."""
+    return [torch.load(ranks[world_size] / f'found_{rank}.pt')[name, layout] for rank in range(world_size)]
+
+
+RUNS = [(2, name, layout) for name in OPTIMIZERS for layout in ('plain', 'shard')]
+RUNS += [(3, name, 'shard') for name in OPTIMIZERS] + [(4, 'muon', 'hsdp')]
+
+
+@pytest.mark.parametrize('world_size, name, layout', RUNS)
+def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, layout, ranks, expected):
+    for found in found_by(ranks, world_size, name, layout):
+        assert max(errors(found['full'], expected[name]).values()) <= TOLERANCE[name]
+        assert found['resumed equals']
+
+
+@pytest.mark.parametrize('world_size, name, layout', [run for run in RUNS if run[2] != 'plain'])
+def test_elementwise_optimizers_do_not_communicate_and_muon_counts_its_two_all_to_alls(world_size, name, layout, ranks):
+    found = found_by(ranks, world_size, name, layout)
+    if name != 'muon':
+        assert all(rank['collectives in a step'] == 0 for rank in found)
+        return
+    shards, copies = (2, 2) if layout == 'hsdp' else (world_size, 1)
+    model = Zoo()
+    matrices = [model.get_parameter(key) for key in HIDDEN]
+    to_others = 0  # elements of all matrices that are not on their owner
+    for matrix, owner in zip(matrices, optim.deal_out([x.shape for x in matrices], shards), strict=True):
+        pieces = dict(enumerate(matrix.chunk(shards)))
+        to_others += sum(piece.numel() for rank, piece in pieces.items() if rank != owner)
+    assert [rank['counted'][0] for rank in found] == [2 * STEPS] * world_size
+    assert sum(rank['counted'][1] for rank in found) == copies * STEPS * 2 * to_others * 4
+    assert all(rank['collectives in a step'] == 2 for rank in found)
+
+
+def test_sharded_training_equals_plain_training(ranks):
     torch.manual_seed(0)
     plain = train(TinyModel(), steps=5)
     for rank in (0, 1):
-        full = torch.load(sharded / f'sharded_{rank}.pt')
+        full = torch.load(ranks[2] / f'sharded_{rank}.pt')
         assert full.keys() == plain.keys()
         for name in plain:
             torch.testing.assert_close(full[name], plain[name], rtol=1e-5, atol=1e-6)
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(sharded):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     for rank in (0, 1):
-        assert torch.load(sharded / f'overflow_{rank}.pt') == {'moved': False, 'scale': 2.0}
+        assert torch.load(ranks[2] / f'overflow_{rank}.pt') == {'moved': False, 'scale': 2.0}
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -199,7 +555,19 @@ def test_no_schedule_divides_by_zero(lr_schedule):
 
 @pytest.mark.parametrize(
     'changed',
-    [{'optimizer': 'adam'}, {'learning_rate': 0.0}, {'beta1': 1.0}, {'beta2': -0.1}, {'weight_decay': -1.0}],
+    [
+        {'optimizer': 'adam'},
+        {'learning_rate': 0.0},
+        {'beta1': 1.0},
+        {'beta2': -0.1},
+        {'weight_decay': -1.0},
+        {'kappa': 1.5},
+        {'delta': 0.0},
+        {'wd_ts': 0},
+        {'wd_ts': None, 'optimizer': 'adana'},
+        {'max_iters': 0},
+        {'beta1': 0, 'optimizer': 'ademamix'},
+    ],
 )
 def test_optimizer_values_out_of_range_get_one_line(changed):
     with pytest.raises(ValueError, match=rf'^{next(iter(changed))}=.*expected .*$'):

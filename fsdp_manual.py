@@ -1,0 +1,640 @@
+"""
+Fully sharded data parallelism by hand: what `fully_shard` does, in one file to read from top to bottom.
+
+    model = fsdp_manual.shard(model, model.blocks, mesh, compute_dtype=torch.bfloat16, zero_stage=3)
+    optimizer = torch.optim.AdamW(model.parameters())  # they are sharded now: each rank steps its own slices
+    model(x).backward()  # gathers and reduces by itself
+
+Each parameter is a DTensor: every rank keeps a slice of its rows in fp32, the master weight. A *unit* is what is
+gathered at once: a block, or a parameter of the root (what is in no block: embedding, final norm, head).
+
+One block under stage 3, with its neighbours; time runs to the right, each line is a stream (on a CPU, gloo's threads):
+
+    forward     gather   | gather i+1  |             backward     gather   | gather i-1  |
+                compute  |   block i   | block i+1                compute  |   block i   | block i-1
+                                                                  reduce   |  reduce i+1 | reduce i
+
+When is a weight whole?  From before_forward() to after_forward(), and from before_backward() to after_backward().
+Who frees it?            Nobody needs to: all blocks of one model are whole in the same memory, a Room, one after the
+                         other. The next block overwrites the last, so what autograd saved of block i's weights in
+                         forward is valid again as soon as block i is back in the room. The root has rooms of its own.
+Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer, until the ranks
+wait?                    have summed it. From then on in .grad of the DTensor, where clipping and optimizer find it.
+What crosses the wire?   Weights in compute_dtype, once per gather: (ranks - 1) / ranks of the unit. Gradients likewise,
+                         once per reduction, summed in fp32; see start_reduction() for the dtype in which they travel.
+                         With n blocks and stage 3: 2n - 1 gathers of blocks and n reductions per backward pass.
+
+The stages of ZeRO (arXiv 1910.02054) differ in how long a block stays whole, in release() and finish_backward():
+
+    3  while it computes, one block at a time       2  from its forward to its backward, each block in its own room
+    1  from the first forward of an optimizer step to the last backward
+
+Gradients of several micro-steps add up where set_requires_gradient_sync() says: False keeps a whole fp32 gradient on
+every rank, 4 bytes for every parameter of the model, and sends nothing; True (the default) sends and keeps a shard.
+"""
+
+import math
+import time
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function, Variable
+from torch.cuda import Event
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
+
+# torch 2.13 has new names for the two collectives and warns about the old ones, the only ones that 2.11 has.
+all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
+
+
+def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefetch=1, offload=False):
+    """Shard the parameters of `model` over the ranks of `mesh`, in place, and return it.
+
+    blocks: modules of the model in the order in which they run; or lists of consecutive modules, each list one unit.
+    mesh: DeviceMesh of one dimension, or of two: (replicate, shard), which is HSDP.
+    compute_dtype: of the whole weights, and so of the computation; the shards are fp32 whatever the parameters were.
+    zero_stage: 3, 2 or 1, see above. prefetch: blocks gathered ahead of the one at work; 0 = no overlap.
+    offload: shards and their gradients in the host's memory; the optimizer then runs there.
+
+    Call it after activation checkpointing and torch.compile of the blocks, before the optimizer is made. A model on
+    the meta device stays there: to_empty() and initialization follow. The model gets methods under the names that
+    fully_shard uses: set_requires_gradient_sync(bool), set_is_last_backward(bool), reshard(); and communication().
+    Raises ValueError, with one line, for blocks or parameters that cannot be sharded; then nothing has been changed.
+    """
+    blocks = [
+        [block] if isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList) else [*block]
+        for block in blocks
+    ]
+    parameters_of_units = assign_parameters(model, blocks)
+    if compute_dtype not in GATHERABLE:
+        raise ValueError(f'compute_dtype={compute_dtype}: expected one that gloo and NCCL can sum up, {GATHERABLE}')
+    if zero_stage not in (1, 2, 3) or prefetch < 0:
+        raise ValueError(f'zero_stage={zero_stage}, prefetch={prefetch}: expected stage 1, 2 or 3 and prefetch >= 0')
+    engine = Engine(model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload)
+    for unit, modules in zip(engine.blocks, blocks, strict=True):
+        engine.hook_block(unit, first=modules[0], last=modules[-1])
+    engine.hook_root()
+    model.set_requires_gradient_sync = lambda sync: setattr(engine, 'sync_gradients', sync)
+    model.set_is_last_backward = lambda last: setattr(engine, 'is_last_backward', last)
+    model.reshard = engine.reshard
+    model.communication = engine.communication
+    return model
+
+
+def assign_parameters(model, blocks):
+    """Which parameters are a unit: those of each block, and a list of those of the root, as
+    {parameter: [(module, attribute), ...]}; a tied one has several places. Raises ValueError if that has no answer.
+
+    A parameter of the root that is larger than a block, like an embedding, is a unit of its own; the rest are one.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    listed = [module for modules in blocks for module in modules]
+    if not listed or len(set(listed)) < len(listed):
+        raise ValueError(f'blocks lists {len(listed)} modules, {len(set(listed))} different ones: list each block once')
+    unit_of = {inner: number for number, modules in enumerate(blocks) for m in modules for inner in m.modules()}
+    for module in listed:
+        if module not in names:
+            raise ValueError(f'blocks lists a {type(module).__name__} that is no part of the model')
+        if any(inner is not module and inner in set(listed) for inner in module.modules()):
+            raise ValueError(f'blocks lists {names[module]} and a module inside of it: their parameters would repeat')
+    for module, name in names.items():
+        if module not in unit_of and type(module) in {type(block) for block in listed}:
+            raise ValueError(f'blocks misses {name}, a {type(module).__name__} like those it lists: list all of them')
+
+    units, root, home = [{} for _ in blocks], {}, {}
+    for module, module_name in names.items():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f'{module_name}.{attribute}'.lstrip('.')
+            if isinstance(parameter, DTensor):
+                raise ValueError(f'parameter {name} is sharded already: shard a model once, with one implementation')
+            if parameter.dim() == 0 or not parameter.is_floating_point():
+                kind = f'{parameter.dtype} of shape {tuple(parameter.shape)}'
+                raise ValueError(f'parameter {name} is {kind}: only floating-point tensors with rows can be sharded')
+            unit = units[unit_of[module]] if module in unit_of else root
+            if home.setdefault(parameter, unit) is not unit:
+                raise ValueError(f'{name} is tied to a parameter of another unit: have both in one block, or in none')
+            unit.setdefault(parameter, []).append((module, attribute))
+    largest = max(sum(parameter.numel() for parameter in unit) for unit in units)
+    large = [{parameter: places} for parameter, places in root.items() if parameter.numel() > largest]
+    rest = {parameter: places for parameter, places in root.items() if parameter.numel() <= largest}
+    return units, large + ([rest] if rest else [])
+
+
+class Weight:
+    """One parameter: its slice on this rank, its whole in the unit's room, and its place in the flat buffers.
+
+    In a flat buffer (ranks, numbers per rank) columns offset:offset+size of row r are rank r's slice: ceil(rows/ranks)
+    rows, padded where a rank has fewer, as the last ones may, or none.
+    """
+
+    def __init__(self, places, parameter, mesh, offset, device):
+        self.places = places  # [(module, attribute)]; several if tied
+        self.shape, self.stride = parameter.shape, torch.empty(parameter.shape, device='meta').stride()
+        self.mesh, self.placements = mesh, (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+        ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        rows, columns = math.ceil(self.shape[0] / ranks), self.shape[1:].numel()
+        first, end = (min(edge * rows, self.shape[0]) for edge in (rank, rank + 1))
+        self.offset, self.size, self.local_size = offset, rows * columns, (end - first) * columns
+        device = 'meta' if parameter.is_meta else device
+        local = parameter.detach()[first:end].to(device, torch.float32, copy=True)
+        self.local_shape = local.shape
+        self.register(nn.Parameter(self.as_dtensor(local), requires_grad=parameter.requires_grad))
+        self.sharded = self.whole = self.gradient_sum = None
+
+    def as_dtensor(self, local):
+        """The DTensor whose slice on this rank is `local`."""
+        options = {'run_check': False, 'shape': self.shape, 'stride': self.stride}
+        return DTensor.from_local(local, self.mesh, self.placements, **options)
+
+    def register(self, parameter):
+        """Make `parameter` what the modules see, under all its names."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
+    def find_shard(self, pin):
+        """This rank's slice. The DTensor is looked up, since to_empty() and the like put another one in its place."""
+        module, attribute = self.places[0]
+        if self.sharded is not module._parameters[attribute]:
+            self.sharded = module._parameters[attribute]
+            if pin:  # page-locked host memory: copied to the GPU while the host goes on
+                self.sharded._local_tensor = self.sharded._local_tensor.pin_memory()
+        return self.sharded._local_tensor
+
+    def take_gradient(self):
+        """What backward left in .grad of the whole weight, added to that of earlier micro-steps; None if nothing."""
+        new, self.whole.grad = self.whole.grad, None
+        total, self.gradient_sum = self.gradient_sum, None
+        if total is None or new is None:
+            return total if new is None else new
+        return total.add_(new)
+
+    def add_to_shard(self, flat):
+        """Add this rank's slice of the averaged gradient (size numbers, padding at the end) to .grad of the DTensor."""
+        local = flat[: self.local_size].view(self.local_shape)
+        if self.sharded.grad is None:
+            self.sharded.grad = self.as_dtensor(local)
+        else:
+            self.sharded.grad._local_tensor.add_(local)
+
+
+class Room:
+    """Memory in which one unit at a time is whole: its occupant. Blocks share one under stage 3."""
+
+    def __init__(self, numbers, dtype, device):
+        self.flat, self.occupant = torch.empty(numbers, dtype=dtype, device=device), None
+
+    def has_memory(self, wanted):
+        """Give the memory back, or have it again. The tensors that lie in this room do not notice."""
+        storage = self.flat.untyped_storage()
+        if wanted != (storage.size() > 0):
+            storage.resize_(self.flat.nbytes if wanted else 0)
+
+
+class Unit:
+    """Parameters that are gathered together and reduced together."""
+
+    def __init__(self, parameters, index, mesh, device):
+        """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
+        self.index, self.weights, self.shard_size = index, [], 0
+        for parameter, places in parameters.items():
+            self.weights.append(Weight(places, parameter, mesh, self.shard_size, device))
+            self.shard_size += self.weights[-1].size  # numbers per rank, with padding
+        ranks = mesh.size(mesh.ndim - 1)
+        self.size = ranks * self.shard_size
+        # The slices of one parameter, rank after rank, are that parameter: it is gathered into its room as it is.
+        self.needs_no_buffer = len(self.weights) == 1 or ranks == 1
+        self.is_whole = self.awaits_backward = False
+
+    def move_into(self, room, ranks):
+        """Lay out the whole weights in a room. What they hold comes with fill()."""
+        self.room, self.places, offset = room, [], 0
+        for weight in self.weights:
+            # set_() and no view of the room: a view shares the room's version counter, and autograd would take every
+            # refill for a change of what it has saved.
+            whole = room.flat.new_empty(0).set_(room.flat.untyped_storage(), offset, weight.shape, weight.stride)
+            weight.whole = nn.Parameter(whole)
+            self.places.append(room.flat[offset : offset + ranks * weight.size].view(ranks, weight.size))
+            offset += ranks * weight.size
+
+    def load_shards(self, row, pin):
+        """Copy this rank's slices into `row` of a flat buffer, which casts them to the compute dtype."""
+        shards = [weight.find_shard(pin).flatten() for weight in self.weights]
+        if shards[0].device != row.device:  # from the host as they are, and cast on the GPU
+            shards = [local.to(row.device, non_blocking=True) for local in shards]
+        places = [row[weight.offset : weight.offset + weight.local_size] for weight in self.weights]
+        torch._foreach_copy_(places, shards)
+
+    def fill(self, gathered):
+        """Copy a flat buffer (ranks, numbers per rank) into the room, where all slices of a weight lie together."""
+        torch.split_with_sizes_copy(gathered, [weight.size for weight in self.weights], dim=1, out=self.places)
+
+    def swap_in(self):
+        """Let the modules see whole weights."""
+        for weight in self.weights:
+            weight.whole.requires_grad_(weight.sharded.requires_grad)  # it may have been frozen since
+            weight.register(weight.whole)
+        self.is_whole = True
+
+    def swap_out(self):
+        """Let the modules, and with them the optimizer and checkpoints, see the shards again."""
+        if self.is_whole:
+            for weight in self.weights:
+                weight.register(weight.sharded)
+        self.is_whole = False
+
+    def has_gradients(self):
+        return any(weight.whole.grad is not None or weight.gradient_sum is not None for weight in self.weights)
+
+
+class Lane:
+    """Work beside the computation: in a stream of the GPU, or in the threads that run gloo's collectives."""
+
+    def __init__(self, device):
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None
+
+    def begin(self):
+        """A context for work that is to follow all that was issued so far. The host does not wait."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def run(self, collective, output, source, group):
+        """Start a collective. wait() of what this returns holds up the host (gloo) or the current stream (NCCL)."""
+        if self.stream is None:
+            return collective(output, source, group=group, async_op=True)
+        collective(output, source, group=group)
+        return self.mark()
+
+    def mark(self):
+        """Something to wait for: the end of what was issued in this lane."""
+        return self.stream.record_event() if self.stream else None
+
+
+class AfterBackward(Function):
+    """Identity on a block's inputs. Its backward runs when that of the block is through."""
+
+    @staticmethod
+    def forward(ctx, callback, *tensors):
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.callback()
+        return None, *gradients
+
+
+def call_after_backward(callback, args, kwargs):
+    """(args, kwargs) of a block with its inputs marked, so that callback() runs at the end of the block's backward."""
+    leaves, structure = tree_flatten((args, kwargs))
+    marked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if marked:
+        for i, tensor in zip(marked, AfterBackward.apply(callback, *(leaves[i] for i in marked)), strict=True):
+            leaves[i] = tensor
+    return tree_unflatten(leaves, structure)
+
+
+def call_before_backward(callback, output):
+    """Have callback(gradient) run when the gradient of any of a module's outputs is known; whether there are any."""
+    outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    for tensor in outputs:
+        tensor.register_hook(callback)
+    return bool(outputs)
+
+
+class Engine:
+    """Gathers, frees and reduces the units of one model around its computation."""
+
+    def __init__(self, model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload):
+        self.model, self.zero_stage, self.offload = model, zero_stage, offload
+        self.on_cuda = mesh.device_type == 'cuda'
+        self.device = torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else torch.device('cpu')
+        self.compute_dtype = compute_dtype
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.ranks, self.rank, self.world_size = dist.get_world_size(self.group), dist.get_rank(self.group), mesh.size()
+
+        of_blocks, of_root = parameters_of_units
+        home = 'cpu' if offload else self.device
+        self.blocks = [Unit(parameters, index, mesh, home) for index, parameters in enumerate(of_blocks)]
+        self.root = [Unit(parameters, None, mesh, home) for parameters in of_root]
+        largest = max(unit.size for unit in self.blocks)
+        shared = Room(largest, compute_dtype, self.device) if zero_stage == 3 else None
+        for unit in self.blocks + self.root:
+            has_own = shared is None or unit.index is None
+            unit.move_into(Room(unit.size, compute_dtype, self.device) if has_own else shared, self.ranks)
+
+        self.prefetch = prefetch if self.ranks > 1 else 0  # alone, a gather is a copy on this device
+        self.gather_lane, self.reduce_lane = Lane(self.device), Lane(self.device)
+        buffers = max(1, self.prefetch) if self.ranks > 1 else 0
+        self.free_buffers = [torch.empty(largest, dtype=compute_dtype, device=self.device) for _ in range(buffers)]
+        self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
+        self.reduction = None  # the one in flight, see start_reduction()
+        self.reduce_buffers = {}
+        self.sync_gradients = self.is_last_backward = True
+        self.in_backward = False
+        self.alive = 0
+        self.reset_counts()
+
+    # --- when -----------------------------------------------------------------------------------------------------
+
+    def hook_block(self, unit, first, last):
+        """Have a block whole while it computes, in forward and in backward. first, last: its modules, often one."""
+
+        def before_forward(module, args, kwargs):
+            self.make_whole(unit)
+            if not self.in_backward:  # else activation checkpointing computes this forward again
+                self.gather_ahead(unit.index, 1)
+            if torch.is_grad_enabled():
+                return call_after_backward(lambda: self.after_backward(unit), args, kwargs)
+
+        def after_forward(module, args, output):
+            unit.awaits_backward = call_before_backward(before_backward, output)
+            if self.zero_stage == 3 and not self.in_backward:
+                self.release(unit)
+
+        def before_backward(gradient):
+            self.begin_backward()
+            self.make_whole(unit)
+            self.gather_ahead(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
+
+        first.register_forward_pre_hook(before_forward, with_kwargs=True)
+        last.register_forward_hook(after_forward)
+
+    def hook_root(self):
+        """The root stays whole from a step's first forward to its last backward: backward begins with its head."""
+
+        def before_forward(module, args):
+            self.in_backward = False
+            for unit in self.blocks:
+                unit.swap_out()  # as is this, after an exception in the middle of a step
+            for unit in self.root:
+                if unit.room.occupant is not unit:
+                    self.in_flight[unit] = self.start_gather(unit)
+            self.gather_ahead(-1, 1)
+            for unit in self.root:
+                self.make_whole(unit)
+
+        def after_forward(module, args, output):
+            call_before_backward(before_backward, output)
+
+        def before_backward(gradient):
+            self.begin_backward()
+            self.gather_ahead(len(self.blocks), -1)
+
+        self.model.register_forward_pre_hook(before_forward)
+        self.model.register_forward_hook(after_forward)
+        self.model.register_state_dict_pre_hook(lambda *_: self.reshard())
+        self.model.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+
+    def begin_backward(self):
+        if not self.in_backward:
+            self.in_backward = True
+            Variable._execution_engine.queue_callback(self.finish_backward)  # called when all gradients are there
+
+    def after_backward(self, unit):
+        """All gradients of a block are there: free its weights, then see to the gradients."""
+        unit.awaits_backward = False
+        if self.zero_stage >= 2:
+            self.release(unit)
+        self.keep_or_reduce(unit)
+
+    def finish_backward(self):
+        """The end of a backward pass: the root's turn, and that of blocks whose inputs needed no gradient."""
+        for unit in reversed(self.blocks):
+            if unit.awaits_backward or unit.has_gradients():
+                self.after_backward(unit)
+        for unit in self.root:
+            self.keep_or_reduce(unit)
+        self.finish_reduction()
+        self.in_backward = False
+        if self.offload and self.on_cuda:
+            torch.cuda.current_stream().synchronize()  # clipping and the optimizer read the gradients on the host
+        if self.is_last_backward:
+            self.reshard()  # the optimizer changes the masters next
+            self.steps += 1
+
+    def release(self, unit):
+        """The block is done for now. Stage 3: its room is the next one's. Stage 2: the memory goes back."""
+        unit.swap_out()
+        if self.zero_stage == 2 and unit.room.occupant is unit:
+            self.occupy(unit.room, None)
+            unit.room.has_memory(False)
+
+    def reshard(self):
+        """Let everyone see the shards, and forget the whole weights: the shards may change now."""
+        for unit in list(self.in_flight):
+            self.receive(unit)  # started ahead for a block that then did not run
+        for unit in self.blocks + self.root:
+            unit.swap_out()
+            if unit.room.occupant is not None:
+                self.occupy(unit.room, None)
+
+    # --- gather -----------------------------------------------------------------------------------------------------
+
+    def make_whole(self, unit):
+        """Return with the unit's weights whole: they still are, or are on their way, or are gathered now."""
+        if unit.is_whole:
+            return
+        occupant = unit.room.occupant
+        if occupant is not None and occupant.is_whole:
+            assert self.in_backward, f'block {unit.index} runs inside of block {occupant.index}'
+            self.after_backward(occupant)  # its inputs needed no gradient, so nobody has said that it is done
+        if occupant is not unit:
+            if unit not in self.in_flight:
+                self.in_flight[unit] = self.start_gather(unit)
+            self.receive(unit, into_room=True)
+        unit.swap_in()
+
+    def gather_ahead(self, index, direction):
+        """Start the gathers of the next `prefetch` blocks of forward (direction 1) or of backward (-1)."""
+        for distance in range(1, self.prefetch + 1):
+            number = index + direction * distance
+            if not 0 <= number < len(self.blocks):
+                return
+            unit = self.blocks[number]
+            needed = direction > 0 or unit.awaits_backward
+            if needed and unit.room.occupant is not unit and unit not in self.in_flight:
+                self.in_flight[unit] = self.start_gather(unit)
+
+    def start_gather(self, unit):
+        """Send this rank's slices to the others and receive theirs, all in one flat buffer: (buffer, handle).
+
+        Neither the buffer nor the room is used by what was issued after this call; so the lane has to wait only for
+        what was issued before it, and runs beside the block whose computation the caller issues next.
+        """
+        unit.room.has_memory(True)
+        buffer = unit.room.flat if unit.needs_no_buffer else self.gather_buffer(unit)
+        gathered = buffer[: unit.size].view(self.ranks, unit.shard_size)
+        with self.gather_lane.begin():
+            unit.load_shards(gathered[self.rank], pin=self.offload and self.on_cuda)
+            mine, handle = gathered[self.rank], None
+            if self.ranks == 1:
+                handle = self.gather_lane.mark()
+            elif self.on_cuda:
+                handle = self.gather_lane.run(all_gather, gathered.flatten(), mine, self.group)
+            else:  # gloo's all-gather copies more: sending to each rank with one all-to-all takes 0.6 of its time
+                to_send = mine.repeat(self.ranks)
+                handle = self.gather_lane.run(dist.all_to_all_single, gathered.flatten(), to_send, self.group)
+        self.count('gathers', (self.ranks - 1) * unit.shard_size * self.compute_dtype.itemsize)
+        self.now_alive(0 if unit.needs_no_buffer else unit.size)
+        return buffer, handle
+
+    def gather_buffer(self, unit):
+        if unit.index is None:
+            return torch.empty(unit.size, dtype=self.compute_dtype, device=self.device)  # once a step
+        if not self.free_buffers:  # taken by a block that then did not run
+            self.receive(next(other for other in self.in_flight if other.index is not None))
+        return self.free_buffers.pop()
+
+    def receive(self, unit, into_room=False):
+        """Wait for a gather, copy it into the unit's room if it is wanted, and have the buffer back."""
+        buffer, handle = self.in_flight.pop(unit)
+        self.wait(handle)
+        if into_room:
+            self.occupy(unit.room, unit)
+        if unit.needs_no_buffer:
+            return
+        if into_room:
+            unit.fill(buffer[: unit.size].view(self.ranks, unit.shard_size))
+        self.now_alive(-unit.size)
+        if unit.index is not None:
+            self.free_buffers.append(buffer)
+
+    def occupy(self, room, unit):
+        """unit (or None) is now what is whole in the room."""
+        self.now_alive((unit.size if unit else 0) - (room.occupant.size if room.occupant else 0))
+        room.occupant = unit
+
+    # --- reduce -----------------------------------------------------------------------------------------------------
+
+    def keep_or_reduce(self, unit):
+        """Reduce the unit's gradients, or keep them for the next micro-step: in fp32, or the sum would lose digits."""
+        if self.sync_gradients:
+            self.start_reduction(unit)
+            return
+        for weight in unit.weights:
+            gradient = weight.take_gradient()
+            weight.gradient_sum = None if gradient is None else gradient.float()
+
+    def start_reduction(self, unit):
+        """Send each rank its slice of this rank's gradients; finish_reduction() has the averages of this rank's own.
+
+        NCCL: one reduce-scatter in fp32. gloo's is an all-reduce inside, so there the slices are exchanged (all-to-all)
+        and summed here: half the bytes. And the gradient of a single half-precision micro-step travels as it is:
+        to widen it before it is sent, not when it is summed, would change no bit of the sum.
+        """
+        weights = [weight for weight in unit.weights if weight.whole.requires_grad]
+        gradients = {weight: weight.take_gradient() for weight in weights}
+        unused = {weight for weight in weights if gradients[weight] is None}
+        if len(unused) == len(weights):
+            return
+        self.finish_reduction()  # at most one in flight: its buffers are free then
+        dtypes = {gradients[weight].dtype for weight in weights if weight not in unused}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        for weight in unused:  # counts as 0: on another rank there may be a gradient
+            gradients[weight] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
+        rows = [gradient.to(dtype) for gradient in gradients.values()]
+
+        average = torch.empty(sum(weight.size for weight in weights), device=self.device)
+        size, received, handle = self.ranks * average.numel(), None, None
+        wire = torch.float32 if self.on_cuda or self.ranks == 1 else dtype
+        to_send = average if self.ranks == 1 else self.reduce_buffer('send', unit, size, wire)
+        torch._chunk_cat(rows, dim=0, num_chunks=self.ranks, out=to_send.view(self.ranks, -1))
+        with self.reduce_lane.begin():
+            if self.ranks > 1 and not self.on_cuda:
+                received = self.reduce_buffer('receive', unit, size, wire)
+                handle = self.reduce_lane.run(dist.all_to_all_single, received, to_send, self.group)
+            else:
+                if self.ranks > 1:
+                    self.reduce_lane.run(reduce_scatter, average, to_send, self.group)
+                self.average_over_ranks(average)
+                handle = self.reduce_lane.mark()
+        self.count('reductions', (self.ranks - 1) * average.numel() * wire.itemsize)
+        self.reduction = weights, unused, average, received, handle
+
+    def finish_reduction(self):
+        """Wait for the reduction in flight, if there is one, and add its result to the gradients of the shards."""
+        if self.reduction is None:
+            return
+        (weights, unused, average, received, handle), self.reduction = self.reduction, None
+        self.wait(handle)
+        if received is not None:
+            mine, *others = received.chunk(self.ranks)
+            average.copy_(mine)
+            for other in others:
+                average.add_(other)
+            self.average_over_ranks(average)
+        if self.offload and self.on_cuda:  # not to be waited for, unless the host is to add to it
+            average = average.to('cpu', non_blocking=weights[0].sharded.grad is None)
+        for weight, flat in zip(weights, average.split([weight.size for weight in weights]), strict=True):
+            if weight not in unused or flat.any():  # unused on all ranks: no gradient, as in one process
+                weight.add_to_shard(flat)
+
+    def average_over_ranks(self, total):
+        """From the sum over the shard group to the average over all ranks, replicas included (HSDP)."""
+        if self.replicate_group is not None:
+            dist.all_reduce(total, group=self.replicate_group)
+            replicas = dist.get_world_size(self.replicate_group)
+            self.count('all_reduces', 2 * (replicas - 1) / replicas * total.nbytes)
+        if self.world_size > 1:
+            total.mul_(1 / self.world_size)
+
+    def reduce_buffer(self, kind, unit, size, dtype):
+        """Flat memory for gradients on their way: one for all blocks, and one for the root, at the end of backward."""
+        if unit.index is None:
+            return torch.empty(size, dtype=dtype, device=self.device)
+        largest = max(block.size for block in self.blocks)
+        if (kind, dtype) not in self.reduce_buffers:
+            self.reduce_buffers[kind, dtype] = torch.empty(largest, dtype=dtype, device=self.device)
+        return self.reduce_buffers[kind, dtype][:size]
+
+    # --- count ------------------------------------------------------------------------------------------------------
+
+    def wait(self, handle):
+        """Wait for a collective, and note for how long: that is communication which the computation does not hide."""
+        if handle is not None:
+            began = self.now()
+            handle.wait()
+            self.waits.append((began, self.now()))
+
+    def now(self):
+        """A point in time: of the host, or of the GPU's current stream."""
+        return (
+            torch.cuda.current_stream().record_event(Event(enable_timing=True))
+            if self.on_cuda
+            else 1000 * time.perf_counter()
+        )
+
+    def count(self, kind, received):
+        """One more collective, in which this rank receives so many bytes. Evaluations do not count."""
+        if self.model.training:
+            self.counts.update({kind: 1, f'{kind}_gb': received / 1e9})
+
+    def now_alive(self, numbers):
+        """So many numbers more, or fewer, are in rooms with whole weights or in buffers that these arrive in."""
+        self.alive += numbers * self.compute_dtype.itemsize
+        self.peak = max(self.peak, self.alive)
+
+    def reset_counts(self):
+        kinds = ('gathers', 'gathers_gb', 'reductions', 'reductions_gb', 'all_reduces', 'all_reduces_gb')
+        self.counts, self.steps, self.waits, self.peak = Counter(dict.fromkeys(kinds, 0)), 0, [], self.alive
+
+    def communication(self):
+        """Metrics since the last call. Per optimizer step: collectives, GB (1e9 bytes) that this rank received in them,
+        and fsdp/wait, the milliseconds that the computation waited for them. whole_gb, whole_peak_gb: whole weights and
+        buffers in which they arrive, now and at most. On CUDA it waits for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        self.counts['wait'] = sum(began.elapsed_time(end) if self.on_cuda else end - began for began, end in self.waits)
+        row = {f'fsdp/{key}': value / max(1, self.steps) for key, value in self.counts.items()}
+        row |= {'fsdp/whole_gb': self.alive / 1e9, 'fsdp/whole_peak_gb': self.peak / 1e9}
+        self.reset_counts()
+        return row

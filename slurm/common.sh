@@ -1,0 +1,241 @@
+# shellcheck shell=bash
+# What the scripts of this folder share: each holds its #SBATCH lines, sources this file and calls launch "$@".
+#
+# A run is a chain of array elements. Ten minutes before its time limit an element saves and ends (the file PREEMPTED),
+# and the next one goes on; DONE ends the chain. A mistake ends it, too, in one line and before any GPU is used.
+set -euo pipefail
+
+say() {
+    echo "[slurm] $*"
+}
+
+# End with one line.
+fail() {
+    echo "error: $*" >&2
+    give_up
+}
+
+# The elements that still wait would meet the same mistake.
+give_up() {
+    end_chain
+    exit 1
+}
+
+end_chain() {
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
+        scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
+    fi
+}
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+cd "${SLURM_SUBMIT_DIR:-.}" # where the project is: sbatch runs a copy of the script from its spool folder
+mkdir -p slurm/logs
+if [[ -f slurm/local.sh ]]; then
+    # shellcheck source=slurm/local.example.sh
+    source slurm/local.sh
+fi
+
+in_job() {
+    [[ -n ${SLURM_JOB_ID:-} ]]
+}
+
+require_datasets_dir() {
+    [[ -n ${DATASETS_DIR:-} ]] || fail 'DATASETS_DIR is not set: cp slurm/local.example.sh slurm/local.sh, and fill it in'
+    [[ -d $DATASETS_DIR ]] || fail "DATASETS_DIR=$DATASETS_DIR: there is no such folder: mkdir it, or mend slurm/local.sh"
+}
+
+load_modules() {
+    local modules
+    # arrow brings pyarrow's compiled parts, which no wheel of these clusters has.
+    read -ra modules <<< "${MODULES-StdEnv/2023 gcc arrow python/3.12}" || true
+    if [[ $(type -t module) == function ]] && ((${#modules[@]})); then
+        set +eu # module is a shell function that was not written for them
+        module load "${modules[@]}" || fail "module load ${modules[*]}: it failed here; set MODULES in slurm/local.sh"
+        set -eu
+    fi
+}
+
+# Modules, Python and, on clusters whose compute nodes have no internet, the variables that keep libraries from trying.
+prepare_environment() {
+    local cluster=${CC_CLUSTER:-${SLURM_CLUSTER_NAME:-$(hostname -f 2> /dev/null || hostname)}}
+    load_modules
+    PYTHON=${PYTHON:-${VENV:-$PWD/.venv}/bin/python}
+    [[ -x $PYTHON ]] || fail "there is no $PYTHON: run \`bash slurm/setup_env.sh\` on a login node, or set VENV in slurm/local.sh"
+
+    export PYTHONUNBUFFERED=1
+    export TIKTOKEN_CACHE_DIR=${TIKTOKEN_CACHE_DIR:-${DATASETS_DIR:-data}/tiktoken}
+    in_job || return 0 # a login node downloads
+    case $cluster in
+        *rorqual* | *narval* | *trillium* | *tamia*) OFFLINE=${OFFLINE:-1} ;;
+    esac
+    if [[ ${OFFLINE:-0} == 1 ]]; then
+        export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=${WANDB_MODE:-offline}
+    fi
+    # Compilers and wandb write below HOME, which some clusters mount read-only in jobs.
+    local scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}/${USER:-job}-$SLURM_JOB_ID}
+    export TRITON_CACHE_DIR=$scratch/triton TORCHINDUCTOR_CACHE_DIR=$scratch/inductor
+    export WANDB_CACHE_DIR=$scratch/wandb WANDB_CONFIG_DIR=$scratch/wandb
+}
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+# argument KEY ARGUMENTS...: the value of --KEY=value, the last one, as the train scripts read it.
+argument() {
+    local key=$1 value='' one
+    shift
+    for one in "$@"; do
+        if [[ $one == "--$key="* ]]; then value=${one#*=}; fi
+    done
+    echo "$value"
+}
+
+# A name for a run without --out_dir: the config file's, and the keys that make it another run than that file's. So the
+# same command continues a run and another learning rate is another run.
+run_name() {
+    local name='' keys='' one
+    for one in "$@"; do
+        case $one in
+            *.py) name=${name:+$name+}$(basename "$one" .py) ;;
+            --*_interval* | --max_iters=* | --resume=* | --data_dir=* | --wandb_* | --device=* | --dry_run*) ;;
+            --*) keys+=,${one#--} ;;
+        esac
+    done
+    [[ $SCRIPT == train_fsdp.py ]] || keys=,$(basename "$SCRIPT" .py)$keys
+    name=${name:-run}${keys//[!A-Za-z0-9_.,=+-]/_}
+    ((${#name} <= 120)) || fail 'so many keys make no name for the run: choose one with --out_dir'
+    echo "$name"
+}
+
+# requested NAME: the number in the script's own line `#SBATCH --NAME=[type:]number`, for plans made outside of a job.
+requested() {
+    sed -nE "s/^#SBATCH --$1=([a-z0-9]+:)?([0-9]+).*/\2/p" "$0"
+}
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+launch() {
+    SCRIPT=${SCRIPT:-train_fsdp.py}
+    [[ -f $SCRIPT ]] || fail "SCRIPT=$SCRIPT: not in $PWD, which has $(echo train_*.py)"
+    (($#)) || set -- config/enoki_8h.py
+    if [[ -z $(argument data_dir "$@") ]]; then
+        require_datasets_dir
+        set -- --data_dir="$DATASETS_DIR" "$@"
+    fi
+    OUT_DIR=$(argument out_dir "$@")
+    if [[ -z $OUT_DIR ]]; then
+        [[ -n ${RESULTS_DIR:-} ]] || fail 'RESULTS_DIR is not set: cp slurm/local.example.sh slurm/local.sh, and fill it in'
+        OUT_DIR=$RESULTS_DIR/$(run_name "$@")
+        set -- --out_dir="$OUT_DIR" "$@"
+    fi
+    if [[ -z $(argument device "$@") ]]; then
+        set -- --device=cuda "$@" # without it, a job that got no GPU would train on its CPUs
+    fi
+    prepare_environment
+
+    if in_job; then
+        NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
+        [[ -n $NPROC ]] || fail 'this job has no GPU: ask for some (--gpus-per-node=4), or set NPROC and give --device=cpu'
+    else
+        NPROC=${NPROC:-$(requested gpus-per-node)}
+    fi
+    if [[ " $* " == *' --dry_run'* ]]; then
+        plan "${SLURM_NNODES:-$(requested nodes)}" "$NPROC" "$@"
+        exit
+    fi
+    in_job || fail "this is not a job: \`sbatch $0 ...\`, or add --dry_run for the plan alone"
+    trap 'fail "the warning before the time limit came before the run began: more --time, or --signal=B:USR1@60"' USR1
+
+    if ! is_first_element; then
+        if [[ -f $OUT_DIR/DONE ]]; then
+            say "$OUT_DIR/DONE is there: nothing left to do"
+            end_chain
+            exit
+        fi
+        # What says `never` means the chain's first element; the later ones continue it.
+        [[ $(argument resume "$@") == must ]] || set -- "$@" --resume=auto
+    fi
+
+    # Both print one line where the arguments, the data, the GPUs or out_dir are not what the run needs.
+    plan "$SLURM_NNODES" "$NPROC" "$@" || give_up
+    check_node "$@" || give_up
+    run "$@"
+}
+
+is_first_element() {
+    [[ ${SLURM_ARRAY_TASK_ID:-0} == "${SLURM_ARRAY_TASK_MIN:-0}" && ${SLURM_RESTART_COUNT:-0} == 0 ]]
+}
+
+# plan NODES PROCESSES ARGUMENTS...: what --dry_run prints for so many ranks, from this one process.
+plan() {
+    local nodes=$1 processes=$2
+    shift 2
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((nodes * processes)) LOCAL_WORLD_SIZE=$processes MASTER_ADDR=none MASTER_PORT=0 \
+        "$PYTHON" "$SCRIPT" "$@" --dry_run
+}
+
+# The GPUs are there, and out_dir can be written and is no other job's.
+check_node() {
+    "$PYTHON" - "$OUT_DIR" "$NPROC" "$(argument device "$@")" << 'END'
+import sys
+
+sys.path.insert(0, '.')
+import torch
+
+import checkpoint
+import guard
+
+guard.report_errors()
+out_dir, processes, device = sys.argv[1:]
+gpus = torch.cuda.device_count()
+if device != 'cpu' and gpus < int(processes):
+    sys.exit(f'error: device={device}: torch {torch.__version__} sees {gpus} GPUs here, the job has {processes}: see '
+             f'`nvidia-smi` in a job and whether `bash slurm/setup_env.sh` installed a CUDA build, or use --device=cpu')
+checkpoint.prepare(out_dir)
+checkpoint.claim(out_dir)
+END
+}
+
+# run ARGUMENTS...: one torchrun per node, and how it ended.
+run() {
+    local head port threads status stopped started=$SECONDS
+    # The first node's own name, never localhost: with that, each node of two would wait for itself.
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+    [[ -n $head ]] || fail "scontrol show hostnames $SLURM_JOB_NODELIST names no node"
+    port=$((10000 + SLURM_JOB_ID % 20000)) # below 32768, where ports for outgoing connections begin
+    threads=$((${SLURM_CPUS_PER_TASK:-NPROC} / NPROC))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+    say "$SLURM_NNODES x $NPROC processes, rendezvous at $head:$port, $SCRIPT $*"
+
+    rm -f "$OUT_DIR/STOP" "$OUT_DIR/PREEMPTED" # of an earlier element
+    # The signal comes to this shell only (B:). Bash runs a trap between commands or in wait, hence srun's `&`.
+    trap 'stopped=1; say "time limit near: asking for a checkpoint"; touch "$OUT_DIR/STOP"' USR1
+    # srun of 22.05 and later does not take --cpus-per-task from sbatch. When one node fails, the others must not wait.
+    srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
+        "$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc_per_node="$NPROC" \
+        --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" "$SCRIPT" "$@" &
+    stopped=1
+    while ((stopped)); do # a wait that the trap broke off says nothing about srun
+        stopped=0
+        status=0
+        wait $! || status=$?
+    done
+
+    rm -f "$OUT_DIR/STOP" # it may have come too late
+
+    local offline
+    offline=$(compgen -G "$OUT_DIR/wandb/offline-run-*" || true)
+    if [[ -n $offline ]]; then
+        say "for wandb, on a login node: $(dirname "$PYTHON")/wandb sync $OUT_DIR/wandb/offline-run-*"
+    fi
+    # Markers, not exit codes: torchrun ends with 1 also after a clean stop.
+    if [[ -f $OUT_DIR/PREEMPTED ]]; then
+        say "stopped at step $(< "$OUT_DIR/PREEMPTED"); the next array element, or the same sbatch command, goes on"
+    elif ((status == 0)); then # with DONE, or it was an --eval_only
+        say "done: $OUT_DIR"
+        end_chain
+    elif ((SECONDS - started < 600)); then
+        fail "$SCRIPT ended with $status within ten minutes: a repetition would, too, so the chain ends here"
+    else
+        echo "error: $SCRIPT ended with $status; the next array element tries again from the last checkpoint" >&2
+        exit 1
+    fi
+}

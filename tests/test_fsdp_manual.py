@@ -1,0 +1,624 @@
+"""fsdp_manual.py against fully_shard and against one process: the same numbers, the collectives that its text promises.
+
+What the ranks run is in this file, too: `torchrun tests/test_fsdp_manual.py FOLDER` runs all cases once and writes what
+each rank saw; the tests read that.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest.mock
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+
+import fsdp_manual
+import guard
+from model import GPT, ModelConfig
+
+STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
+# Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
+GPT2 = dict(arch='gpt2', n_layer=3, n_head=3, n_embd=30, mlp_hidden_dim=41, vocab_size=97, bias=False)
+ENOKI = dict(arch='enoki', n_layer=3, n_head=5, head_dim=6, n_embd=10, mlp_hidden_dim=21, vocab_size=97)
+DEFAULTS = dict(
+    model=GPT2,
+    zero_stage=3,
+    accumulate='unsharded',
+    checkpointing='none',
+    dtype='float32',
+    prefetch=1,
+    blocks_per_unit=1,
+    replicate_size=1,
+    offload=False,
+    frozen=(),
+    optimizer='adamw',
+    steps=STEPS,
+)
+MATRIX = {
+    f'stage{stage}_{accumulate}_{checkpointing}': dict(
+        zero_stage=stage, accumulate=accumulate, checkpointing=checkpointing
+    )
+    for stage in (3, 2, 1)
+    for accumulate in ('unsharded', 'sharded')
+    for checkpointing in ('none', 'full', 'selective')
+}
+VARIANTS = {
+    'enoki': dict(model=ENOKI),
+    'biases_sgd': dict(model={**GPT2, 'bias': True}, optimizer='sgd'),
+    'untied': dict(model={**GPT2, 'tie_embeddings': False}),
+    'frozen_embedding': dict(frozen=('embed', 'pos_embed', 'blocks.0')),
+    'frozen_all_but_norms': dict(frozen=('embed', 'pos_embed', 'attn.qkv', 'attn.proj', 'mlp.up', 'mlp.down')),
+    'prefetch0': dict(prefetch=0),
+    'prefetch2': dict(prefetch=2, accumulate='sharded'),
+    'units_of_2': dict(blocks_per_unit=2),
+    'offload': dict(offload=True),
+    'bf16': dict(dtype='bfloat16'),
+    'bf16_sharded_stage1': dict(dtype='bfloat16', accumulate='sharded', zero_stage=1),
+    'fp16': dict(dtype='float16', checkpointing='full'),
+    'llama': dict(model={**ENOKI, 'arch': 'llama', 'n_head': 4, 'n_kv_head': 2}),
+}
+HSDP = {'hsdp': dict(replicate_size=2), 'hsdp_bf16': dict(replicate_size=2, dtype='bfloat16', accumulate='sharded')}
+
+
+def cases_for(world_size):
+    if world_size == 2:
+        return MATRIX | VARIANTS
+    if world_size == 3:  # more ranks than cores: fewer steps
+        few = ('enoki', 'untied', 'frozen_embedding', 'bf16', 'fp16', 'prefetch2')
+        return {name: case | dict(steps=5) for name, case in MATRIX.items()} | {name: VARIANTS[name] for name in few}
+    few = ('stage3_unsharded_none', 'stage2_sharded_full', 'stage1_unsharded_selective')
+    cases = {name: MATRIX[name] for name in few}
+    return cases | {name: VARIANTS[name] for name in ('enoki', 'bf16')} | (HSDP if world_size == 4 else {})
+
+
+# --- WHAT THE RANKS RUN -----------------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Notes (operator, bytes that this rank receives) of all collectives, as torch sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == 'c10d':
+            name = function._schema.name.split('::')[1]
+            output = args[0]
+            size = output.nbytes if isinstance(output, torch.Tensor) else 0
+            self.calls.append((name, size))
+        return function(*args, **(kwargs or {}))
+
+
+def build(implementation, case, mesh):
+    """(model, optimizer) with the same initial weights for every implementation: 'plain', 'torch', 'manual'."""
+    dtype = getattr(torch, case['dtype'])
+    config = ModelConfig(**case['model'], block_size=BLOCK_SIZE)
+    model = GPT(config, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_value(name, parameter, 7, 'cpu'))
+            parameter.requires_grad_(not any(part in name for part in case['frozen']))
+    model.checkpoint_activations(case['checkpointing'])
+    units = [model.blocks[i : i + case['blocks_per_unit']] for i in range(0, config.n_layer, case['blocks_per_unit'])]
+    if implementation == 'manual':
+        options = (dtype, case['zero_stage'], case['prefetch'], case['offload'])
+        fsdp_manual.shard(model, units, mesh, *options)
+    elif implementation == 'torch':
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for unit in units:
+            fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=case['zero_stage'] == 3)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if case['optimizer'] == 'sgd':
+        return model, torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return model, torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def batch(step, part, parts):
+    """Tokens and targets of one part of the global batch of a step, with ignored targets here and there."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (3, GLOBAL_BATCH, BLOCK_SIZE + 1)
+    tokens = torch.randint(0, 97, shape, generator=generator).amin(0)  # small ones are likelier: that can be learnt
+    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    y[:, ::5] = -1
+    return x.chunk(parts)[part], y.chunk(parts)[part]
+
+
+def train(implementation, case, mesh, gradients=None):
+    """{'loss': [...], 'grad_norm': [...]} of `steps` steps; gradients: a dict that takes those of the first step."""
+    model, optimizer = build(implementation, case, mesh)
+    rank, world_size = (0, 1) if implementation == 'plain' else (dist.get_rank(), dist.get_world_size())
+    valid = sum(int((batch(0, part, 1)[1] >= 0).sum()) for part in range(1))
+    history = {'loss': [], 'grad_norm': []}
+    scaler = torch.amp.GradScaler('cpu', init_scale=8.0, enabled=case['dtype'] == 'float16')
+    for step in range(case['steps']):
+        total = torch.zeros(())
+        for micro_step in range(MICRO_STEPS):
+            last = micro_step == MICRO_STEPS - 1
+            if implementation != 'plain':
+                model.set_requires_gradient_sync(case['accumulate'] == 'sharded' or last)
+                model.set_is_last_backward(last)
+            x, y = batch(step, micro_step * world_size + rank, MICRO_STEPS * world_size)
+            loss, ce = model(x, y)
+            scaler.scale(loss * world_size / valid).backward()
+            total += ce.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        if step == 0 and gradients is not None:
+            gradients |= {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if implementation != 'plain':
+            dist.all_reduce(total)
+        history['loss'].append(total.item() / valid)
+        history['grad_norm'].append(whole(norm).item())
+    return history
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def make_mesh(replicate_size):
+    shape = (replicate_size, dist.get_world_size() // replicate_size)
+    mesh = init_device_mesh('cpu', shape, mesh_dim_names=('replicate', 'shard'))
+    return mesh if replicate_size > 1 else mesh['shard']
+
+
+def compare(case):
+    """What one case gives under the three implementations, and the largest error of a gradient of the first step."""
+    mesh = make_mesh(case['replicate_size'])
+    plain, manual = {}, {}
+    results = {'plain': train('plain', case, None, plain), 'manual': train('manual', case, mesh, manual)}
+    if case['zero_stage'] > 1 and not case['offload']:
+        results['torch'] = train('torch', case, mesh)
+    assert plain.keys() == manual.keys()
+    errors = {name: ((manual[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
+    return {**results, 'gradient_error': max(errors.values())}
+
+
+def count_collectives(zero_stage, accumulate, dtype='float32'):
+    """Collectives of one optimizer step and of an evaluation, as torch sees them and as the engine counts them."""
+    model, _ = build('manual', DEFAULTS | dict(zero_stage=zero_stage, accumulate=accumulate, dtype=dtype), make_mesh(1))
+    rows = {}
+    with Collectives() as seen:
+        for micro_step in range(MICRO_STEPS):
+            last = micro_step == MICRO_STEPS - 1
+            model.set_requires_gradient_sync(accumulate == 'sharded' or last)
+            model.set_is_last_backward(last)
+            model(*batch(0, 0, 12))[0].backward()
+        rows['step'], seen.calls = seen.calls, []
+        rows['counted'] = model.communication()
+        with torch.no_grad():
+            model.eval()
+            for _ in range(2):
+                model(*batch(0, 0, 12))
+            model.reshard()
+        rows['evaluation'] = seen.calls
+    return rows
+
+
+def padded_sizes(model):
+    """Numbers of each unit, every parameter padded to rows that the ranks share evenly: [block 0, ...], root."""
+    world_size = dist.get_world_size()
+    blocks, root = collections.Counter(), 0
+    for name, parameter in model.named_parameters():
+        padded = -(-parameter.shape[0] // world_size) * world_size * parameter.shape[1:].numel()
+        if name.startswith('blocks.'):
+            blocks[name.split('.')[1]] += padded
+        else:
+            root += padded
+    return list(blocks.values()), root
+
+
+def order_of_events(prefetch):
+    """What happens in which order in one step: collectives (g = gather, r = reduction), F0 and B0 = work of block 0."""
+    model, _ = build('manual', DEFAULTS | dict(prefetch=prefetch), make_mesh(1))
+    events, seen = [], Collectives()
+
+    def noting(letter, method):
+        def wrapper(engine, unit):
+            before = len(seen.calls)
+            result = method(engine, unit)
+            events.extend(letter * (len(seen.calls) - before))
+            return result
+
+        return wrapper
+
+    for number, block in enumerate(model.blocks):
+        # The first thing that a block computes, forward and backward: its attention norm, its MLP's last projection.
+        block.attn_norm.register_forward_pre_hook(lambda *_, number=number: events.append(f'F{number}'))
+        block.mlp.down.register_full_backward_hook(lambda *_, number=number: events.append(f'B{number}'))
+    Engine = fsdp_manual.Engine
+    with (
+        seen,
+        unittest.mock.patch.object(Engine, 'start_gather', noting('g', Engine.start_gather)),
+        unittest.mock.patch.object(Engine, 'start_reduction', noting('r', Engine.start_reduction)),
+    ):
+        loss, _ = model(*batch(0, 0, 12))
+        events.append('loss')
+        loss.backward()
+    return events
+
+
+class Partial(nn.Module):
+    """Two blocks whose second weight is used only where `use` says."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x, use):
+            x = x + self.always(x)
+            return x + self.sometimes(x) if use else x
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x, use):
+        for block in self.blocks:
+            x = block(x, use)
+        return x
+
+
+def train_partial(sharded, uses):
+    """Final weights; uses: for every step, whether each rank uses the second weights."""
+    model = Partial()
+    if sharded:
+        fsdp_manual.shard(model, model.blocks, make_mesh(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    world_size = dist.get_world_size()
+    for step, use in enumerate(uses):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(world_size, 4, 5, generator=generator)
+        if sharded:
+            model(inputs[dist.get_rank()], use[dist.get_rank()]).square().mean().backward()
+        else:
+            (sum(model(inputs[r], use[r]).square().mean() for r in range(world_size)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+def unused_parameters():
+    """Largest relative errors when parameters are unused: on all ranks in some steps, and on some ranks."""
+    world_size = dist.get_world_size()
+    patterns = {
+        'by_all': [[step % 2 == 0] * world_size for step in range(6)],
+        'by_some': [[rank == 0 for rank in range(world_size)] for _ in range(6)],
+    }
+    errors = {}
+    for name, uses in patterns.items():
+        ours, expected = train_partial(True, uses), train_partial(False, uses)
+        errors[name] = max(((ours[key] - expected[key]).norm() / expected[key].norm()).item() for key in expected)
+    return errors
+
+
+def hugging_face_model(checkpointing):
+    """Gradient error and logits of a sharded transformers model, trained and generating, against the plain one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=37, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, use_cache=True, attn_implementation='sdpa',
+    )  # fmt: skip
+    tokens = torch.randint(0, 61, (4 * dist.get_world_size(), 9), generator=torch.Generator().manual_seed(0))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(LlamaForCausalLM(config).float().train())
+    plain, sharded = models
+    if checkpointing:
+        sharded.gradient_checkpointing_enable()
+    fsdp_manual.shard(sharded, sharded.model.layers, make_mesh(1))
+    plain(tokens, labels=tokens).loss.backward()
+    mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    sharded(mine, labels=mine, use_cache=False).loss.backward()
+    expected = dict(plain.named_parameters())
+    errors = [
+        ((whole(p.grad) - expected[name].grad).norm() / expected[name].grad.norm()).item()
+        for name, p in sharded.named_parameters()
+    ]
+    generated = sharded.eval().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False)
+    same = torch.equal(generated, plain.eval().generate(tokens[:2, :4], max_new_tokens=5, do_sample=False))
+    tied = sharded.lm_head.weight is sharded.model.embed_tokens.weight
+    return {'gradient_error': max(errors), 'generates_the_same': same, 'tied': tied}
+
+
+def peak_bytes(prefetch):
+    """Peak of the whole weights and of the buffers they arrive in; sizes of a block and of the root. All in bytes."""
+    model, _ = build('manual', DEFAULTS | dict(model={**GPT2, 'n_layer': 5}, prefetch=prefetch), make_mesh(1))
+    blocks, root = padded_sizes(model)
+    model(*batch(0, 0, 12))[0].backward()
+    seen = model.communication()
+    bytes_of = {'peak': seen['fsdp/whole_peak_gb'] * 1e9, 'now': seen['fsdp/whole_gb'] * 1e9}
+    return {**bytes_of, 'block': 4 * blocks[0], 'root': 4 * root}
+
+
+def state_stays_usable():
+    """Evaluation between steps, a state_dict in the middle, an exception in forward: all leave the model trainable."""
+    model, optimizer = build('manual', DEFAULTS, make_mesh(1))
+    with torch.no_grad():
+        before = model(*batch(0, 0, 12))[0].item()
+    kinds = {type(value.data) for value in model.state_dict(keep_vars=True).values()}
+    with contextlib.suppress(ValueError):
+        model(torch.zeros(1, BLOCK_SIZE + 1, dtype=torch.long))  # longer than block_size
+    model(*batch(0, 0, 12))[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        after = model(*batch(0, 0, 12))[0].item()
+    model.reshard()
+    return {'only_dtensors': kinds == {DTensor}, 'before': before, 'after': after}
+
+
+def main(folder):
+    warnings.filterwarnings('ignore')
+    dist.init_process_group('gloo')
+    world_size = dist.get_world_size()
+    results = {}
+    for name, case in cases_for(world_size).items():
+        results[name] = compare(DEFAULTS | case)
+    results['partial'] = unused_parameters()
+    results['usable'] = state_stays_usable()
+    if world_size == 3:
+        results['hf'] = {str(flag): hugging_face_model(flag) for flag in (False, True)}
+    if world_size in (2, 3):
+        results['peak'] = {str(prefetch): peak_bytes(prefetch) for prefetch in (0, 1, 2)}
+        results['counts'] = {
+            f'{stage} {accumulate} {dtype}': count_collectives(stage, accumulate, dtype)
+            for stage in (3, 2, 1)
+            for accumulate in ('unsharded', 'sharded')
+            for dtype in ('float32', 'bfloat16')
+        }
+        blocks, root = padded_sizes(build('manual', DEFAULTS, make_mesh(1))[0])
+        results['sizes'] = {'block': blocks[0], 'root': root}
+        results['order'] = {str(prefetch): order_of_events(prefetch) for prefetch in (0, 1, 2)}
+    Path(folder, f'{world_size}_{dist.get_rank()}.json').write_text(json.dumps(results))
+    dist.destroy_process_group()
+    guard.leave()
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])
+    sys.exit()
+
+
+# --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
+
+from conftest import environment, run_script
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    """{world size: [what each rank saw]}; started when a test asks for that size."""
+    folder = tmp_path_factory.mktemp('fsdp_manual')
+
+    class Results(dict):
+        def __missing__(self, world_size):
+            run_script('tests/test_fsdp_manual.py', folder, nproc=world_size, timeout=400)
+            paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
+            self[world_size] = [json.loads(path.read_text()) for path in paths]
+            return self[world_size]
+
+    return Results()
+
+
+def difference(ours, theirs, key):
+    """Relative differences of a history, step by step."""
+    return [abs(a - b) / abs(b) for a, b in zip(ours[key], theirs[key], strict=True)]
+
+
+ALL_CASES = [(world_size, name) for world_size in (1, 2, 3, 4) for name in cases_for(world_size)]
+
+
+@pytest.mark.parametrize('world_size, name', ALL_CASES)
+def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_size, name):
+    case = DEFAULTS | cases_for(world_size)[name]
+    result = ranks[world_size][0][name]
+    manual, plain = result['manual'], result['plain']
+    assert manual['loss'][-1] < manual['loss'][0] and len(manual['loss']) == case['steps']
+    half = case['dtype'] != 'float32'
+    if not half:
+        assert result['gradient_error'] <= 2e-6  # the worst parameter's, norm by norm
+        for key in ('loss', 'grad_norm'):
+            errors = difference(manual, plain, key)
+            assert errors[0] <= 1e-6 and max(errors) <= 1e-5, (key, errors)
+    else:
+        assert max(difference(manual, plain, 'loss')) <= 2e-3
+    if 'torch' in result:
+        for key in ('loss', 'grad_norm'):
+            errors = difference(manual, result['torch'], key)
+            assert errors[0] <= 1e-6, (key, errors)
+            assert max(errors) <= (2e-3 if half else 1e-5), (key, errors)
+
+
+def test_all_ranks_agree(ranks):
+    for world_size in (2, 3):
+        first, *others = ranks[world_size]
+        for name in cases_for(world_size):
+            assert all(other[name]['manual'] == first[name]['manual'] for other in others)
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('accumulate', ['unsharded', 'sharded'])
+@pytest.mark.parametrize('zero_stage', [3, 2, 1])
+def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_stage, accumulate, dtype):
+    """3 blocks (n), the root is 1 unit, 2 micro-steps (m). What torch sees is the collective's whole output."""
+    results = ranks[world_size][0]
+    rows, sizes = results['counts'][f'{zero_stage} {accumulate} {dtype}'], results['sizes']
+    n, m = 3, MICRO_STEPS
+    # Stage 3: n for forward, and n - 1 for backward, as the last block is still there; of the next micro-step's forward
+    # the first block is still there. Stage 2: once per micro-step. Stage 1: once per optimizer step.
+    of_blocks = {3: (2 * n - 1) + (m - 1) * (2 * n - 2), 2: m * n, 1: n}[zero_stage]
+    reductions = (m if accumulate == 'sharded' else 1) * (n + 1)
+    itemsize = 4 if dtype == 'float32' else 2
+    wire = itemsize if accumulate == 'sharded' else 4  # sums over micro-steps are fp32
+
+    seen = collections.Counter((name, size) for name, size in rows['step'])
+    gathers = {sizes['root'] * itemsize: 1, sizes['block'] * itemsize: of_blocks}
+    reduces = {sizes['root'] * wire: reductions // (n + 1), sizes['block'] * wire: reductions * n // (n + 1)}
+    expected = collections.Counter(gathers) + collections.Counter(reduces)
+    assert seen == {('alltoall_base_', size): number for size, number in expected.items()}  # on gloo, both are that
+    received = (world_size - 1) / world_size  # of an output, a rank has its own part already
+    counted = rows['counted']
+    assert counted['fsdp/gathers'] == of_blocks + 1 and counted['fsdp/reductions'] == reductions
+    gathered = received * itemsize * (sizes['root'] + of_blocks * sizes['block'])
+    reduced = received * wire * reductions * (sizes['root'] + n * sizes['block']) / (n + 1)
+    assert counted['fsdp/gathers_gb'] * 1e9 == pytest.approx(gathered, rel=1e-12)
+    assert counted['fsdp/reductions_gb'] * 1e9 == pytest.approx(reduced, rel=1e-12)
+    assert counted['fsdp/wait'] > 0
+
+    # An evaluation of two batches reduces nothing and gathers the root once.
+    evaluation = collections.Counter(name for name, _ in rows['evaluation'])
+    assert evaluation == {'alltoall_base_': 1 + (2 * n if zero_stage == 3 else n)}
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+def test_at_most_two_blocks_and_the_root_are_whole_under_stage_3(ranks, world_size):
+    for prefetch, seen in ranks[world_size][0]['peak'].items():
+        blocks = max(2, int(prefetch) + 1)  # the one at work, and those on their way
+        assert seen['peak'] == seen['root'] + blocks * seen['block'], prefetch
+        assert seen['now'] == 0  # after backward nothing is
+
+
+def test_gathers_run_ahead_of_the_computation_and_reductions_behind_it(ranks):
+    """g: a gather starts, r: a reduction starts, F0, B0: block 0 computes forward, backward."""
+    order = {prefetch: ' '.join(events) for prefetch, events in ranks[2][0]['order'].items()}
+    assert order['1'] == 'g g g F0 g F1 F2 loss g B2 r g B1 r B0 r r'
+    assert order['0'] == 'g g F0 g F1 g F2 loss B2 r g B1 r g B0 r r'
+    assert order['2'] == 'g g g g F0 F1 F2 loss g g B2 r B1 r B0 r r'
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+def test_parameters_that_are_unused_in_some_steps_or_on_some_ranks(ranks, world_size):
+    errors = ranks[world_size][0]['partial']
+    assert errors['by_all'] <= 1e-6 and errors['by_some'] <= 1e-6
+
+
+@pytest.mark.parametrize('checkpointing', ['False', 'True'])
+def test_a_transformers_model_trains_and_generates(ranks, checkpointing):
+    result = ranks[3][0]['hf'][checkpointing]
+    assert result['gradient_error'] <= 2e-6
+    assert result['generates_the_same'] and result['tied']
+
+
+def test_evaluation_state_dict_and_an_exception_leave_a_model_that_trains(ranks):
+    for world_size in (1, 2, 3, 4):
+        result = ranks[world_size][0]['usable']
+        assert result['only_dtensors'] and result['after'] < result['before']
+
+
+# --- BAD INPUT --------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, tied=False, scalar=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.embed = nn.Embedding(4, 4)
+        if tied:
+            self.second.weight = self.first.weight
+        if scalar:
+            self.temperature = nn.Parameter(torch.ones(()))
+
+
+@pytest.fixture(scope='module')
+def mesh():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh('cpu', (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    'make, blocks, options, message',
+    [
+        (Pair, lambda m: [m.first], {}, 'blocks misses second, a Linear like those it lists'),
+        (Pair, lambda m: [m.first, m.second, m.first], {}, 'lists 3 modules, 2 different ones'),
+        (Pair, lambda m: [], {}, 'lists 0 modules'),
+        (Pair, lambda m: [m, m.first, m.second], {}, 'a module inside of it: their parameters would repeat'),
+        (Pair, lambda m: [nn.Linear(4, 4)], {}, 'no part of the model'),
+        (lambda: Pair(tied=True), lambda m: [m.first, m.second], {}, 'second.weight is tied to a parameter of another'),
+        (lambda: Pair(scalar=True), lambda m: [m.first, m.second], {}, 'temperature is torch.float32 of shape ()'),
+        (Pair, lambda m: [m.first, m.second], {'compute_dtype': torch.float8_e4m3fn}, 'float8_e4m3fn'),
+        (Pair, lambda m: [m.first, m.second], {'zero_stage': 4}, 'zero_stage=4'),
+        (Pair, lambda m: [m.first, m.second], {'prefetch': -1}, 'prefetch=-1'),
+    ],
+)
+def test_what_cannot_be_sharded_gets_one_line(mesh, make, blocks, options, message):
+    model = make()
+    with pytest.raises(ValueError) as caught:
+        fsdp_manual.shard(model, blocks(model), mesh, **options)
+    assert message in str(caught.value) and '\n' not in str(caught.value)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # nothing was begun
+
+
+def test_a_model_is_sharded_once(mesh):
+    model = Pair()
+    fsdp_manual.shard(model, [model.first, model.second], mesh)
+    with pytest.raises(ValueError, match='first.weight is sharded already'):
+        fsdp_manual.shard(model, [model.first, model.second], mesh)
+
+
+@pytest.mark.parametrize('arguments, message', [(['--zero_stage=1'], 'zero_stage=1'), (['--zero_stage=4'], 'expected')])
+def test_a_stage_that_the_implementation_lacks_gets_one_line(arguments, message):
+    result = run_script('train_fsdp.py', '--dataset=synthetic', '--vocab_size=97', *arguments, check=False)
+    (line,) = [line for line in result.stderr.splitlines() if 'error' in line]
+    assert result.returncode == 1 and message in line and '--fsdp_impl=manual' in line
+
+
+def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):
+    """Rank 1 freezes (SIGSTOP) in the middle of training: the others wait for timeout_s, then say so and end."""
+    arguments = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=2', '--vocab_size=97']
+    arguments += ['--dataset=synthetic', '--device=cpu', '--max_iters=100000', '--log_interval=1', '--eval_iters=1']
+    arguments += ['--fsdp_impl=manual', '--timeout_s=5', f'--out_dir={tmp_path}']
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    with open(tmp_path / 'console', 'w') as console:
+        launcher = subprocess.Popen(
+            [*command, str(REPO / 'train_fsdp.py'), *arguments],
+            cwd=REPO,
+            env=environment(),
+            stdout=console,
+            stderr=console,
+        )
+    try:
+        wait_for(lambda: (tmp_path / 'metrics.jsonl').exists() and (tmp_path / 'metrics.jsonl').stat().st_size)
+        children = Path(f'/proc/{launcher.pid}/task/{launcher.pid}/children').read_text().split()
+        (frozen,) = [pid for pid in children if b'\0LOCAL_RANK=1\0' in Path(f'/proc/{pid}/environ').read_bytes()]
+        os.kill(int(frozen), signal.SIGSTOP)
+        wait_for(lambda: '\n[0] ' in (tmp_path / 'console').read_text(), seconds=30)  # a step, and timeout_s
+        os.kill(int(frozen), signal.SIGKILL)  # torchrun would do that 30 s later
+        assert launcher.wait(timeout=30) != 0
+    finally:
+        launcher.kill()
+    lines = [line for line in (tmp_path / 'console').read_text().splitlines() if line.startswith('[0] ')]
+    assert len(lines) == 1 and 'timeout_s=5' in lines[0], lines
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f'not after {seconds} s'
+        time.sleep(0.1)
