@@ -64,7 +64,7 @@ def ranks_per_shard_group(config, world_size):
         divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(f'replicate_size={replicate_size} does not divide {world_size} ranks: use one of {divisors}')
     if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
-        raise ValueError(f"zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1")
+        raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
     return world_size // replicate_size
 
 
@@ -317,15 +317,19 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     accumulates_whole = config['accumulate'] == 'unsharded' and micro_steps > 1
     host = 'host ' if config['cpu_offload'] == 'params' else ''
+    host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
         f'{host}weights': FP32 * shard,
         f'{host}gradients': FP32 * shard,
-        f'{host}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * shard,
+        f'{host_of_moments}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * shard,
     }
     if accumulates_whole:
         parts['gradients'] = FP32 * whole  # each unit's turns into its shard when the last micro-step reduces it
-    # Stage 3: the block at work, the next one, and the flat buffer in which a block arrives. Stage 2 keeps all blocks.
-    blocks_gathered = 1 + (n_layer if config['zero_stage'] == 2 else min(2, n_layer))
+    # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
+    # unit after it.
+    at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
+    blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
+    blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter. The root comes last, when
     # the activations are gone.
     in_reduction = compute + FP32

@@ -88,7 +88,7 @@ timeout_s = 600  # a collective that takes longer is an error
 fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
 zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
 replicate_size = 1  # HSDP: so many copies of the sharded model, e.g. one per node; gradients are averaged over them
-cpu_offload = 'none'  # 'none' | 'params': weights, gradients and optimizer on the host
+cpu_offload = 'none'  # 'none' | 'params' | 'optimizer': on the host: nothing, all state and the update, moments alone
 accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
 blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
 prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
@@ -105,6 +105,7 @@ import checkpoint
 import data
 import fsdp_manual
 import guard
+import offload
 import optim
 import scaling
 import telemetry
@@ -179,8 +180,9 @@ if replicate_size == 1:
     mesh = mesh['shard']
 units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]
 if fsdp_impl == 'manual':
-    offload = cpu_offload == 'params'
-    model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, zero_stage, prefetch, offload)
+    model = fsdp_manual.shard(
+        raw_model, units, mesh, compute_dtype, zero_stage, prefetch, offload=cpu_offload == 'params'
+    )
 else:
     sharding = {
         'mesh': mesh,
@@ -224,6 +226,8 @@ if found is not None:
     state = checkpoint.load(found, raw_model, opt)
     step = state['step']
     scaler.load_state_dict(state['scaler'])
+if cpu_offload == 'optimizer':
+    offload.keep_state_on_host(opt)
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit)

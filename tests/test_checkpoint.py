@@ -24,10 +24,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import fsdp_manual
 
 # Ranks are forked from a server that has imported torch already: starting Python costs more than all these saves.
 CONTEXT = multiprocessing.get_context('forkserver')
@@ -63,20 +64,9 @@ def build(strategy, seed=0, width=5, **adamw):
         fully_shard(raw)
     elif strategy == 'hsdp':
         fully_shard(raw, mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard')))
-    elif strategy == 'own':  # what fsdp_manual.py will hold: DTensors made from local pieces, some of them empty
-        mesh = init_device_mesh('cpu', (dist.get_world_size(),))
-        for module in list(raw.modules()):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(own_shards(parameter.detach(), mesh))
-        raw.head.weight = raw.embed.weight
+    elif strategy == 'manual':
+        fsdp_manual.shard(raw, [raw.layers], init_device_mesh('cpu', (dist.get_world_size(),)))
     return raw, model, torch.optim.AdamW(raw.parameters(), lr=0.01, **adamw)
-
-
-def own_shards(full, mesh):
-    pieces = list(full.chunk(mesh.size(), 0)) + [full[:0]] * mesh.size()
-    local = pieces[mesh.get_local_rank()].clone()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def train(raw, optimizer, steps=2):
@@ -180,7 +170,7 @@ def save_runs(out_dirs):
 def runs(tmp_path_factory):
     """{(strategy, ranks): (out_dir, what it held when it saved step 2, what it held one step later)}."""
     saved = {}
-    for world_size, strategies in {1: ['single'], 2: ['ddp', 'fsdp'], 3: ['fsdp', 'own'], 4: ['hsdp']}.items():
+    for world_size, strategies in {1: ['single'], 2: ['ddp', 'fsdp'], 3: ['fsdp', 'manual'], 4: ['hsdp']}.items():
         out_dirs = {strategy: str(tmp_path_factory.mktemp(f'{strategy}{world_size}')) for strategy in strategies}
         for strategy, held in run_ranks(world_size, save_runs, out_dirs)[0].items():
             saved[strategy, world_size] = (out_dirs[strategy], *held)
@@ -212,7 +202,9 @@ def load_runs(strategies, runs):
     return continued
 
 
-@pytest.mark.parametrize('world_size, strategies', [(1, ['single']), (2, ['ddp', 'fsdp', 'own']), (3, ['ddp', 'fsdp'])])
+@pytest.mark.parametrize(
+    'world_size, strategies', [(1, ['single']), (2, ['ddp', 'fsdp', 'manual']), (3, ['ddp', 'fsdp'])]
+)
 def test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on(runs, world_size, strategies):
     for (strategy, source), found in run_ranks(world_size, load_runs, strategies, runs)[0].items():
         uninterrupted = runs[source][2]

@@ -28,6 +28,19 @@ def arguments(data_dir, out_dir, *more):
     return [*RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
 
 
+STRATEGIES = {
+    'ddp': ('train_ddp.py',),
+    'fsdp': ('train_fsdp.py',),
+    'manual': ('train_fsdp.py', '--fsdp_impl=manual'),
+}
+
+
+def case(strategy, data_dir, out_dir, *more):
+    script, *options = STRATEGIES[strategy]
+    keys = arguments(data_dir, out_dir, '--max_iters=20', *options, *more)
+    return {'name': out_dir.name, 'script': script, 'arguments': keys}
+
+
 def final_weights(out_dir, step=20):
     return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
 
@@ -43,16 +56,9 @@ def runs(tmp_path_factory, data_dir):
     """Uninterrupted runs of 20 steps with a checkpoint at 10: DDP and FSDP on two ranks, with dropout and without."""
     folder = tmp_path_factory.mktemp('runs')
     cases = []
-    for strategy in ('ddp', 'fsdp'):
+    for strategy in STRATEGIES:
         for suffix, more in (('', ()), ('_dropout', ('--dropout=0.1',))):
-            name = f'{strategy}{suffix}'
-            cases.append(
-                {
-                    'name': name,
-                    'script': f'train_{strategy}.py',
-                    'arguments': arguments(data_dir, folder / name, '--max_iters=20', *more),
-                }
-            )
+            cases.append(case(strategy, data_dir, folder / f'{strategy}{suffix}', *more))
     run_many(cases, 2, folder)
     return folder
 
@@ -67,42 +73,35 @@ def interrupted_copy(runs, name, copy):
 
 
 def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(runs, data_dir):
-    same, other = [], []
-    for saved in ('ddp', 'fsdp', 'ddp_dropout', 'fsdp_dropout'):
+    again = {f'{strategy}{suffix}': strategy for strategy in STRATEGIES for suffix in ('', '_dropout')}
+    same = []
+    for saved, strategy in again.items():
         interrupted_copy(runs, saved, f'{saved}_again')
-        more = ('--dropout=0.1',) if 'dropout' in saved else ()
-        script = f'train_{saved.removesuffix("_dropout")}.py'
-        out_dir = runs / f'{saved}_again'
         same.append(
-            {'name': saved, 'script': script, 'arguments': arguments(data_dir, out_dir, '--max_iters=20', *more)}
+            case(strategy, data_dir, runs / f'{saved}_again', *(['--dropout=0.1'] if 'dropout' in saved else []))
         )
-    for saved, strategy in (('ddp', 'fsdp'), ('fsdp', 'ddp')):
-        interrupted_copy(runs, saved, f'{saved}_to_{strategy}')
-        out_dir = runs / f'{saved}_to_{strategy}'
-        same.append(
-            {
-                'name': f'{saved}_to_{strategy}',
-                'script': f'train_{strategy}.py',
-                'arguments': arguments(data_dir, out_dir, '--max_iters=20'),
-            }
-        )
-        interrupted_copy(runs, saved, f'{saved}_to_1')
-        out_dir = runs / f'{saved}_to_1'
-        other.append(
-            {
-                'name': f'{saved}_to_1',
-                'script': f'train_{strategy}.py',
-                'arguments': arguments(data_dir, out_dir, '--max_iters=20'),
-            }
-        )
+    others = {}  # from one strategy to another, on 2, 1 and 3 ranks
+    for nproc, pairs in {
+        2: ['ddp fsdp', 'fsdp ddp', 'fsdp manual', 'manual ddp'],
+        1: ['ddp fsdp', 'fsdp manual', 'manual fsdp'],
+        3: ['manual fsdp', 'ddp manual'],
+    }.items():
+        for saved, strategy in map(str.split, pairs):
+            name = f'{saved}_to_{strategy}_{nproc}'
+            interrupted_copy(runs, saved, name)
+            others[name] = saved
+            more = () if nproc != 3 else ('--batch_size=1',)
+            if nproc == 2:
+                same.append(case(strategy, data_dir, runs / name))
+            else:
+                run_many([case(strategy, data_dir, runs / name, *more)], nproc, runs)
     run_many(same, 2, runs)
-    run_many(other, 1, runs)
 
-    for saved in ('ddp', 'fsdp', 'ddp_dropout', 'fsdp_dropout'):
+    for saved in again:
         assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
         assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step stands once
         assert column(runs / f'{saved}_again', 'step') == list(range(1, 21))
-    for name, saved in (('ddp_to_fsdp', 'ddp'), ('fsdp_to_ddp', 'fsdp'), ('ddp_to_1', 'ddp'), ('fsdp_to_1', 'fsdp')):
+    for name, saved in others.items():
         pairs = zip(column(runs / name, 'loss'), column(runs / saved, 'loss'), strict=True)
         assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name
 
@@ -143,3 +142,21 @@ def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_d
 
 def test_keeps_the_last_checkpoints_and_always_one_at_max_iters(runs):
     assert sorted(os.listdir(runs / 'ddp' / 'checkpoints')) == ['step_00000010', 'step_00000020']
+
+
+def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_dir):
+    """The same command goes on where it stopped, and ends with the weights of the run that was never stopped."""
+    out_dir = runs / 'stopped'
+    script, *options = STRATEGIES['manual']
+    keys = arguments(data_dir, out_dir, '--max_iters=20', *options)
+    out_dir.mkdir()
+    (out_dir / 'STOP').touch()  # before the first step
+    first = run_script(script, *keys, nproc=2)
+    step = int((out_dir / 'PREEMPTED').read_text())
+    assert 0 < step < 20 and 'stopped as asked' in first.stdout
+    assert not (out_dir / 'STOP').exists() and not (out_dir / 'DONE').exists()
+    assert (out_dir / 'checkpoints' / f'step_{step:08}').exists()
+    second = run_script(script, *keys, nproc=2)
+    assert f'at step {step}' in second.stdout and (out_dir / 'DONE').exists()
+    assert not (out_dir / 'PREEMPTED').exists()
+    assert_bit_equal(final_weights(out_dir), final_weights(runs / 'manual'))

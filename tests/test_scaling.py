@@ -58,6 +58,7 @@ def config_of(shape, **changes):
 
 
 FSDP = {'zero_stage': 3, 'replicate_size': 1, 'cpu_offload': 'none', 'accumulate': 'unsharded'}
+FSDP |= {'fsdp_impl': 'torch', 'blocks_per_unit': 1, 'prefetch': 1}
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def test_replicas_must_divide_the_ranks():
     assert scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 2}, 8) == 4
     with pytest.raises(ValueError, match='replicate_size=3 does not divide 8 ranks: use one of 1, 2, 4, 8'):
         scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 3}, 8)
-    with pytest.raises(ValueError, match='zero_stage=1: expected 2 or 3'):
+    with pytest.raises(ValueError, match='zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1'):
         scaling.ranks_per_shard_group({**FSDP, 'zero_stage': 1}, 8)
 
 

@@ -5,6 +5,7 @@ import shutil
 import pytest
 from conftest import TINY_MODEL, TINY_RUN, column, run_many
 
+MANUAL = ('--fsdp_impl=manual',)
 GLOBAL_BATCH = 12  # divides by 1, 2, 3 and 4 ranks
 
 
@@ -60,6 +61,14 @@ def two_ranks(data_dir, runs, one_process):
         case('zero2', 'train_fsdp.py', data_dir, runs, '--zero_stage=2'),
         case('hsdp', 'train_fsdp.py', data_dir, runs, '--replicate_size=2'),
         case('offload', 'train_fsdp.py', data_dir, runs, '--cpu_offload=params'),
+        case('offload_optimizer', 'train_fsdp.py', data_dir, runs, '--cpu_offload=optimizer'),
+        case('units_of_2', 'train_fsdp.py', data_dir, runs, '--blocks_per_unit=2'),
+        case('manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *fifty),
+        case('manual_stage1', 'train_fsdp.py', data_dir, runs, *MANUAL, '--zero_stage=1', '--blocks_per_unit=2'),
+        case('manual_offload', 'train_fsdp.py', data_dir, runs, *MANUAL, '--cpu_offload=params', '--prefetch=2'),
+        case('manual_offload_optimizer', 'train_fsdp.py', data_dir, runs, *MANUAL, '--cpu_offload=optimizer'),
+        case('bf16_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, '--dtype=bfloat16'),
+        case('fp16_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, '--dtype=float16'),
         case('full', 'train_fsdp.py', data_dir, runs, '--activation_checkpointing=full'),
         case('selective', 'train_fsdp.py', data_dir, runs, '--activation_checkpointing=selective'),
         case('selective_ddp', 'train_ddp.py', data_dir, runs, '--activation_checkpointing=selective'),
@@ -80,11 +89,12 @@ def two_ranks(data_dir, runs, one_process):
         cases.append(
             case('compile', 'train_fsdp.py', data_dir, runs, '--compile', '--activation_checkpointing=selective')
         )
+        cases.append(case('compile_manual', 'train_fsdp.py', data_dir, runs, '--compile', *MANUAL))
     return run_many(cases, 2, runs)
 
 
 def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_ranks):
-    for name in ('ddp2', 'fsdp2', 'fsdp1'):
+    for name in ('ddp2', 'fsdp2', 'fsdp1', 'manual'):
         assert largest_difference(runs / name, runs / 'plain') <= 1e-5, name
         assert largest_difference(runs / name, runs / 'plain', 'val_loss') <= 1e-5, name
         assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, name
@@ -109,6 +119,11 @@ def test_the_loss_falls(runs, one_process):
         'zero2',
         'hsdp',
         'offload',
+        'offload_optimizer',
+        'units_of_2',
+        'manual_stage1',
+        'manual_offload',
+        'manual_offload_optimizer',
         'full',
         'selective',
         'selective_ddp',
@@ -123,11 +138,12 @@ def test_an_option_changes_no_number(runs, two_ranks, option):
 
 @pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
 def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
-    assert largest_difference(runs / 'compile', runs / 'plain20') <= 1e-5
+    for name in ('compile', 'compile_manual'):
+        assert largest_difference(runs / name, runs / 'plain20') <= 1e-5
     assert two_ranks['compile']['compiled_graphs'] > 0 == two_ranks['count_hsdp']['compiled_graphs']
 
 
-@pytest.mark.parametrize('dtype', ['bf16_ddp', 'bf16_fsdp', 'fp16_ddp', 'fp16_fsdp'])
+@pytest.mark.parametrize('dtype', ['bf16_ddp', 'bf16_fsdp', 'bf16_manual', 'fp16_ddp', 'fp16_fsdp', 'fp16_manual'])
 def test_half_precision_follows_fp32(runs, two_ranks, dtype):
     assert 0 < largest_difference(runs / dtype, runs / 'plain20') <= 2e-3
 
@@ -146,7 +162,7 @@ def test_clipping_uses_the_norm_over_all_shards(runs, two_ranks):
 
 def test_sharding_divides_what_a_rank_holds(one_process, two_ranks):
     whole = one_process['plain']
-    for name in ('fsdp2', 'zero2', 'sharded_accumulation', 'offload'):
+    for name in ('fsdp2', 'zero2', 'sharded_accumulation', 'offload', 'manual', 'manual_stage1'):
         for key in ('parameter_bytes', 'optimizer_bytes'):
             assert two_ranks[name][key] == pytest.approx(whole[key] / 2, rel=0.02), (name, key)
     for name in ('ddp2', 'hsdp'):  # two replicas of one shard each: whole on both ranks
