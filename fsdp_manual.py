@@ -558,13 +558,13 @@ class Engine:
                 self.average_over_ranks(average)
                 handle = self.reduce_lane.mark()
         self.count('reductions', (self.ranks - 1) * average.numel() * wire.itemsize)
-        self.reduction = weights, unused, average, received, handle
+        self.reduction = weights, unused, average, received, handle, to_send  # the last to stay in memory till then
 
     def finish_reduction(self):
         """Wait for the reduction in flight, if there is one, and add its result to the gradients of the shards."""
         if self.reduction is None:
             return
-        (weights, unused, average, received, handle), self.reduction = self.reduction, None
+        (weights, unused, average, received, handle, _), self.reduction = self.reduction, None
         self.wait(handle)
         if received is not None:
             mine, *others = received.chunk(self.ranks)
@@ -604,14 +604,19 @@ class Engine:
             began = self.now()
             handle.wait()
             self.waits.append((began, self.now()))
+            self.read_waits()
+
+    def read_waits(self):
+        """Add up the waits that are over; on CUDA the last ones may not be."""
+        while self.waits and (not self.on_cuda or self.waits[0][1].query()):
+            began, end = self.waits.pop(0)
+            self.counts['wait'] += began.elapsed_time(end) if self.on_cuda else end - began
 
     def now(self):
         """A point in time: of the host, or of the GPU's current stream."""
-        return (
-            torch.cuda.current_stream().record_event(Event(enable_timing=True))
-            if self.on_cuda
-            else 1000 * time.perf_counter()
-        )
+        if self.on_cuda:
+            return torch.cuda.current_stream().record_event(Event(enable_timing=True))
+        return 1000 * time.perf_counter()
 
     def count(self, kind, received):
         """One more collective, in which this rank receives so many bytes. Evaluations do not count."""
@@ -624,7 +629,7 @@ class Engine:
         self.peak = max(self.peak, self.alive)
 
     def reset_counts(self):
-        kinds = ('gathers', 'gathers_gb', 'reductions', 'reductions_gb', 'all_reduces', 'all_reduces_gb')
+        kinds = ('gathers', 'gathers_gb', 'reductions', 'reductions_gb', 'all_reduces', 'all_reduces_gb', 'wait')
         self.counts, self.steps, self.waits, self.peak = Counter(dict.fromkeys(kinds, 0)), 0, [], self.alive
 
     def communication(self):
@@ -633,7 +638,7 @@ class Engine:
         buffers in which they arrive, now and at most. On CUDA it waits for the device."""
         if self.on_cuda:
             torch.cuda.synchronize()
-        self.counts['wait'] = sum(began.elapsed_time(end) if self.on_cuda else end - began for began, end in self.waits)
+        self.read_waits()
         row = {f'fsdp/{key}': value / max(1, self.steps) for key, value in self.counts.items()}
         row |= {'fsdp/whole_gb': self.alive / 1e9, 'fsdp/whole_peak_gb': self.peak / 1e9}
         self.reset_counts()

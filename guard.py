@@ -186,7 +186,8 @@ class StopRequest:
         self.stop_file, self.marker = os.path.join(out_dir, 'STOP'), os.path.join(out_dir, 'PREEMPTED')
         self.is_rank_0, self.looked_at, self.exchange = dist.get_rank() == 0, -math.inf, None
         if self.is_rank_0:
-            remove_if_there(self.marker)
+            for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
+                remove_if_there(os.path.join(out_dir, marker))
 
     def agreed(self):
         """Whether rank 0 had seen the request one step ago: the same answer on every rank, and no rank waits for it."""

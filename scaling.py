@@ -65,6 +65,8 @@ def ranks_per_shard_group(config, world_size):
         raise ValueError(f'replicate_size={replicate_size} does not divide {world_size} ranks: use one of {divisors}')
     if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
         raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
+    if config['blocks_per_unit'] < 1:
+        raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
     return world_size // replicate_size
 
 
@@ -190,12 +192,18 @@ LEARNING_RATE_FITS = {
 
 def fill_from_heads(config, explicit):
     """
-    (filled, notes): the keys that `heads` and `arch` decide, and lines for the log; ({}, []) when heads is None.
+    (filled, notes): the keys that `heads` and `arch` decide, and lines for the log. Without heads: wd_ts and weight
+    decay of optimizers whose decay follows the length of the run.
 
     A key in `explicit` (a file or the command line set it, not to None) is kept, and the others follow its value. What
     is counted has config's vocabulary, or the paper's while that is None. Raises ValueError where there is no rule.
     """
     heads, arch, optimizer, lr_rule = (config[key] for key in ('heads', 'arch', 'optimizer', 'lr_rule'))
+    if heads is None and optimizer in (*DANA_FAMILY, 'adamw-decay'):  # the rules of decay need no heads
+        filled = {'wd_ts': config['wd_ts'] or max(1, config['max_iters'] // 10)}
+        if optimizer in DANA_FAMILY and 'weight_decay' not in explicit:
+            filled['weight_decay'] = config['omega'] / filled['wd_ts']
+        return filled, [f'optimizer={optimizer!r} set ' + ', '.join(f'{key}={filled[key]:.4g}' for key in filled)]
     if heads is None:
         return {}, []
     if arch not in RULES:

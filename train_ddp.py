@@ -60,15 +60,15 @@ attention_gate = False  # qwen3: sigmoid gate on the attention output
 optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
-weight_decay = 0.1  # on matrices; never on embeddings, norms and biases
+weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
 beta1 = 0.9  # Adam: decay of the first moment
 beta2 = 0.95  # Adam: decay of the second moment
 grad_clip = 1.0  # global gradient norm; 0 = off
 lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
 kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
 delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
-omega = 4.0  # with heads: weight_decay is omega / wd_ts (DANA family) or omega / (learning_rate * max_iters)
-wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; heads sets it
+omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
+wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; None = max_iters / 10
 z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
 # schedule
 lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
@@ -118,7 +118,7 @@ train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_siz
 val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
 vocab_size = vocab_size or train_data.vocab_size
 config.update(global_batch_size=global_batch_size, vocab_size=vocab_size)
-filled, notes = scaling.fill_from_heads(config, explicit)  # nothing without heads
+filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
 config.update(filled)
 globals().update(filled)
 lr_decay_iters = lr_decay_iters or max_iters
@@ -172,7 +172,7 @@ if world_size > 1:
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = optim.make_optimizer(
     raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
-    compile=optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+    compile=compile and optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 

@@ -14,6 +14,8 @@ SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'sample.py', 'compare.py'}
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
 MAY_IMPORT = {'hf.py': {'model'}}  # the one exception to "a module imports no other"
 
+LONGER = {'fsdp_manual.py': 650, 'scaling.py': 560}  # sharding from top to bottom in one file; tables
+
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
 
@@ -52,7 +54,8 @@ def test_what_is_not_the_lesson_is_the_same_to_the_letter():
 def test_scripts_and_modules_stay_short():
     for name in SCRIPTS | MODULES:
         lines = len((REPO / name).read_text().splitlines())
-        assert lines <= (400 if name in TRAIN_SCRIPTS else 550), f'{name} has {lines} lines'
+        limit = 400 if name in TRAIN_SCRIPTS else LONGER.get(name, 550)
+        assert lines <= limit, f'{name} has {lines} lines'
 
 
 @pytest.mark.parametrize('module', sorted(MODULES))

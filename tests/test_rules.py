@@ -194,10 +194,6 @@ def test_a_short_run_still_has_a_step_and_a_time_scale():
 # --- what the user sets wins ------------------------------------------------------------------------------------------
 
 
-def test_without_heads_nothing_is_filled():
-    assert scaling.fill_from_heads(CONFIG | {'heads': None, 'arch': 'gpt2'}, set()) == ({}, [])
-
-
 def test_explicit_keys_are_kept_and_all_others_are_filled():
     everything = set(scaling.fill_from_heads(CONFIG, set())[0])
     assert {'n_layer', 'n_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'learning_rate'} < everything
@@ -346,3 +342,12 @@ def test_the_8_head_config_is_the_published_recipe():
     recipe |= {'batch_size': 8, 'eval_interval': 200, 'checkpoint_interval': 1000, 'wandb_group': 'fsdp-experiment'}
     assert {key: values.get(key) for key in recipe} == recipe
     assert 'learning_rate' not in values and 'min_lr' not in values  # min_lr: a tenth of the peak, as everywhere
+
+
+def test_without_heads_decay_follows_the_length_of_the_run():
+    config = {'heads': None, 'arch': 'gpt2', 'lr_rule': 32, 'max_iters': 1500, 'omega': 4.0, 'wd_ts': None}
+    assert scaling.fill_from_heads({**config, 'optimizer': 'adamw'}, ()) == ({}, [])
+    filled, (note,) = scaling.fill_from_heads({**config, 'optimizer': 'adana'}, ())
+    assert filled == {'wd_ts': 150, 'weight_decay': 4.0 / 150} and 'wd_ts=150' in note
+    assert scaling.fill_from_heads({**config, 'optimizer': 'dana-mk4', 'wd_ts': 8}, {'weight_decay'})[0] == {'wd_ts': 8}
+    assert scaling.fill_from_heads({**config, 'optimizer': 'adamw-decay'}, ())[0] == {'wd_ts': 150}
