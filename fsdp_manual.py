@@ -44,6 +44,7 @@ from torch import nn
 from torch.autograd import Function, Variable
 from torch.cuda import Event
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
@@ -136,7 +137,8 @@ class Weight:
     def __init__(self, places, parameter, mesh, offset, device):
         self.places = places  # [(module, attribute)]; several if tied
         self.shape, self.stride = parameter.shape, torch.empty(parameter.shape, device='meta').stride()
-        self.mesh, self.placements = mesh, (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+        placements = (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+        self.spec = DTensorSpec(mesh, placements, TensorMeta(self.shape, self.stride, torch.float32))
         ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows, columns = math.ceil(self.shape[0] / ranks), self.shape[1:].numel()
         first, end = (min(edge * rows, self.shape[0]) for edge in (rank, rank + 1))
@@ -148,9 +150,8 @@ class Weight:
         self.sharded = self.whole = self.gradient_sum = None
 
     def as_dtensor(self, local):
-        """The DTensor whose slice on this rank is `local`."""
-        options = {'run_check': False, 'shape': self.shape, 'stride': self.stride}
-        return DTensor.from_local(local, self.mesh, self.placements, **options)
+        """The DTensor whose slice on this rank is `local`. (DTensor.from_local() would move it to the GPU.)"""
+        return DTensor(local, self.spec, requires_grad=False)
 
     def register(self, parameter):
         """Make `parameter` what the modules see, under all its names."""

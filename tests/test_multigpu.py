@@ -1,0 +1,119 @@
+"""fsdp_manual.py on several GPUs: `pytest -m multigpu`. Numbers equal fully_shard's, and a trace shows the overlap.
+
+Like test_fsdp_manual.py this file is also what the ranks run: `torchrun tests/test_multigpu.py FOLDER`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+
+import fsdp_manual
+import guard
+from model import GPT, ModelConfig
+
+pytestmark = [pytest.mark.multigpu]
+
+
+def train(implementation, dtype, steps=10, trace=None):
+    """Losses of one model under one implementation; trace: path of a Chrome trace of the last step."""
+    device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
+    config = ModelConfig(arch='llama', n_layer=6, n_head=16, n_embd=1024, vocab_size=4096, block_size=1024)
+    model = GPT(config, dtype).to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_value(name, parameter, 7, device))
+    mesh = init_device_mesh('cuda', (dist.get_world_size(),))
+    if implementation == 'manual':
+        fsdp_manual.shard(model, model.blocks, mesh, dtype)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator(device).manual_seed(1000 * step + dist.get_rank())
+        x, y = torch.randint(0, 4096, (2, 4, 1024), generator=generator, device=device)
+        profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if trace else None
+        if profiler and step == steps - 1:
+            profiler.start()
+        loss, _ = model(x, y)
+        (loss / y.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if profiler and step == steps - 1:
+            torch.cuda.synchronize()
+            profiler.stop()
+            profiler.export_chrome_trace(trace)
+        losses.append(loss.item() / y.numel())
+    return losses
+
+
+def main(folder):
+    torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    dist.init_process_group('cpu:gloo,cuda:nccl')
+    trace = f'{folder}/trace_{dist.get_rank()}.json'
+    results = {
+        f'{implementation} {dtype}': train(implementation, getattr(torch, dtype))
+        for implementation in ('torch', 'manual')
+        for dtype in ('float32', 'bfloat16')
+    }
+    train('manual', torch.bfloat16, steps=4, trace=trace)
+    Path(folder, f'losses_{dist.get_rank()}.json').write_text(json.dumps(results))
+    dist.destroy_process_group()
+    guard.leave()
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])
+    sys.exit()
+
+
+from conftest import run_script
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f'needs 2 GPUs, this machine has {torch.cuda.device_count()}')
+    folder = tmp_path_factory.mktemp('multigpu')
+    run_script('tests/test_multigpu.py', folder, nproc=min(4, torch.cuda.device_count()))
+    return folder
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 2e-3)])
+def test_losses_are_those_of_fully_shard(folder, dtype, tolerance):
+    results = json.loads((folder / 'losses_0.json').read_text())
+    for ours, theirs in zip(results[f'manual {dtype}'], results[f'torch {dtype}'], strict=True):
+        assert abs(ours - theirs) <= tolerance * theirs
+
+
+def test_collectives_run_beside_the_computation_in_streams_of_their_own(folder):
+    """In the trace of a step, most of the time in NCCL's kernels is covered by kernels of the computation."""
+    events = json.loads((folder / 'trace_0.json').read_text())['traceEvents']
+    kernels = [event for event in events if event.get('cat') == 'kernel']
+    gathers = [event for event in kernels if 'AllGather' in event['name']]
+    reductions = [event for event in kernels if 'ReduceScatter' in event['name']]
+    compute = [event for event in kernels if 'nccl' not in event['name'].lower()]
+    assert len(gathers) >= 11 and len(reductions) >= 6  # 6 blocks: 2n - 1 and n, and the root's
+    streams = [{event['tid'] for event in group} for group in (gathers, reductions)]
+    main_stream = max({event['tid'] for event in compute}, key=lambda tid: sum(e['tid'] == tid for e in compute))
+    assert main_stream not in streams[0] | streams[1] and streams[0].isdisjoint(streams[1])
+    for group in (gathers, reductions):
+        overlapped = sum(
+            any(work['ts'] < event['ts'] + event['dur'] and event['ts'] < work['ts'] + work['dur'] for work in compute)
+            for event in group
+        )
+        assert overlapped >= len(group) / 2
