@@ -35,7 +35,7 @@ every rank, 4 bytes for every parameter of the model, and sends nothing; True (t
 
 import math
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 
 import torch
@@ -203,13 +203,15 @@ class Unit:
     def __init__(self, parameters, index, mesh, device):
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
         self.index, self.weights, self.shard_size = index, [], 0
-        for parameter, places in parameters.items():
+        # Matrices first: vectors may leave an odd offset behind them, and matmuls want weights at multiples of 16.
+        for parameter, places in sorted(parameters.items(), key=lambda item: -item[0].dim()):
             self.weights.append(Weight(places, parameter, mesh, self.shard_size, device))
             self.shard_size += self.weights[-1].size  # numbers per rank, with padding
         ranks = mesh.size(mesh.ndim - 1)
         self.size = ranks * self.shard_size
-        # The slices of one parameter, rank after rank, are that parameter: it is gathered into its room as it is.
-        self.needs_no_buffer = len(self.weights) == 1 or ranks == 1
+        # The slices of one parameter, rank after rank, are that parameter: it can be gathered into its room as it is.
+        # Not so a block, while another one computes in that room.
+        self.needs_no_buffer = ranks == 1 or (index is None and len(self.weights) == 1)
         self.is_whole = self.awaits_backward = False
 
     def move_into(self, room, ranks):
@@ -310,6 +312,10 @@ def call_before_backward(callback, output):
     return bool(outputs)
 
 
+# On its way: of these weights, `unused` on this rank, the average; from what is sent (and stays in memory till then).
+Reduction = namedtuple('Reduction', 'weights unused average sent received handle')
+
+
 class Engine:
     """Gathers, frees and reduces the units of one model around its computation."""
 
@@ -340,7 +346,7 @@ class Engine:
         self.reduction = None  # the one in flight, see start_reduction()
         self.reduce_buffers = {}
         self.sync_gradients = self.is_last_backward = True
-        self.in_backward = False
+        self.in_backward = self.holds_sums = False  # holds_sums: gradients of a micro-step that was not reduced
         self.alive = 0
         self.reset_counts()
 
@@ -373,9 +379,7 @@ class Engine:
         """The root stays whole from a step's first forward to its last backward: backward begins with its head."""
 
         def before_forward(module, args):
-            self.in_backward = False
-            for unit in self.blocks:
-                unit.swap_out()  # as is this, after an exception in the middle of a step
+            self.forget_unfinished_step()
             for unit in self.root:
                 if unit.room.occupant is not unit:
                     self.in_flight[unit] = self.start_gather(unit)
@@ -394,6 +398,19 @@ class Engine:
         self.model.register_forward_hook(after_forward)
         self.model.register_state_dict_pre_hook(lambda *_: self.reshard())
         self.model.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+
+    def forget_unfinished_step(self):
+        """After an exception in forward or backward that the caller has survived: nothing of it must stay."""
+        for unit in self.blocks:
+            unit.swap_out()
+        if self.in_backward:
+            if self.reduction is not None:
+                self.wait(self.reduction.handle)
+            for unit in self.blocks + self.root:
+                unit.awaits_backward = False
+                for weight in unit.weights:
+                    weight.take_gradient()
+            self.reduction, self.in_backward, self.holds_sums = None, False, False
 
     def begin_backward(self):
         if not self.in_backward:
@@ -415,7 +432,7 @@ class Engine:
         for unit in self.root:
             self.keep_or_reduce(unit)
         self.finish_reduction()
-        self.in_backward = False
+        self.in_backward, self.holds_sums = False, not self.sync_gradients
         if self.offload and self.on_cuda:
             torch.cuda.current_stream().synchronize()  # clipping and the optimizer read the gradients on the host
         if self.is_last_backward:
@@ -538,8 +555,7 @@ class Engine:
         if len(unused) == len(weights):
             return
         self.finish_reduction()  # at most one in flight: its buffers are free then
-        dtypes = {gradients[weight].dtype for weight in weights if weight not in unused}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        dtype = torch.float32 if self.holds_sums else self.compute_dtype
         for weight in unused:  # counts as 0: on another rank there may be a gradient
             gradients[weight] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
         rows = [gradient.to(dtype) for gradient in gradients.values()]
@@ -559,13 +575,13 @@ class Engine:
                 self.average_over_ranks(average)
                 handle = self.reduce_lane.mark()
         self.count('reductions', (self.ranks - 1) * average.numel() * wire.itemsize)
-        self.reduction = weights, unused, average, received, handle, to_send  # the last to stay in memory till then
+        self.reduction = Reduction(weights, unused, average, to_send, received, handle)
 
     def finish_reduction(self):
         """Wait for the reduction in flight, if there is one, and add its result to the gradients of the shards."""
         if self.reduction is None:
             return
-        (weights, unused, average, received, handle, _), self.reduction = self.reduction, None
+        (weights, unused, average, _, received, handle), self.reduction = self.reduction, None
         self.wait(handle)
         if received is not None:
             mine, *others = received.chunk(self.ranks)
@@ -573,8 +589,9 @@ class Engine:
             for other in others:
                 average.add_(other)
             self.average_over_ranks(average)
-        if self.offload and self.on_cuda:  # not to be waited for, unless the host is to add to it
-            average = average.to('cpu', non_blocking=weights[0].sharded.grad is None)
+        if self.offload and self.on_cuda:  # not to be waited for, unless the host reads it below
+            is_read = unused or any(weight.sharded.grad is not None for weight in weights)
+            average = average.to('cpu', non_blocking=not is_read)
         for weight, flat in zip(weights, average.split([weight.size for weight in weights]), strict=True):
             if weight not in unused or flat.any():  # unused on all ranks: no gradient, as in one process
                 weight.add_to_shard(flat)
@@ -604,7 +621,8 @@ class Engine:
         if handle is not None:
             began = self.now()
             handle.wait()
-            self.waits.append((began, self.now()))
+            if self.model.training:
+                self.waits.append((began, self.now()))
             self.read_waits()
 
     def read_waits(self):

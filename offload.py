@@ -59,14 +59,18 @@ def keep_state_on_host(optimizer, part_bytes=PART_BYTES):
 
 
 def in_parts(parameters, part_bytes):
-    """Lists of parameters whose Adam moments, 8 bytes per number on this rank, have at most part_bytes, or of one."""
+    """Lists of parameters whose Adam moments, 8 bytes per number on a rank, have at most part_bytes, or of one.
+
+    The same lists on every rank, whatever its shards hold: an optimizer may communicate in each step().
+    """
     part, size = [], 0
     for parameter in parameters:
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if part and size + 8 * local.numel() > part_bytes:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        needed = 8 * parameter.numel() // (mesh.size(mesh.ndim - 1) if mesh else 1)
+        if part and size + needed > part_bytes:
             yield part
             part, size = [], 0
         part.append(parameter)
-        size += 8 * local.numel()
+        size += needed
     if part:
         yield part

@@ -175,6 +175,8 @@ if compile:
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # A unit is what is gathered at once: each block, and the root with what is left (embedding, final norm, head).
+if on_cuda and cpu_offload == 'params' and compute_dtype == torch.float16:
+    raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
 mesh = init_device_mesh(device.type, (replicate_size, shard_size), mesh_dim_names=('replicate', 'shard'))
 if replicate_size == 1:
     mesh = mesh['shard']
