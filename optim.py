@@ -213,6 +213,23 @@ def adana(scalars, theta, g, m, v):
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
 
+def adana_with_fused_adam(scalars, rows):
+    """adana() over rows of (theta, g, m, v) on a CPU, in half the time: PyTorch's fused AdamW does what it can of it.
+
+    Its moments are ADANA's with beta1 = beta2 = 1 - a; at step 1e9 its bias corrections are 1; and with the rate
+    lr * (1+t)^(1-kappa) its update is that of m. What is left is theta -= lr * g / (sqrt(v) + eps).
+    """
+    a, growth, minus_lr, minus_decay = scalars
+    rate = -minus_lr * growth
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    options = {'lr': rate, 'beta1': 1 - a, 'beta2': 1 - a, 'weight_decay': -minus_decay / rate if rate else 0.0}
+    late = [torch.tensor(1e9)] * len(rows)
+    torch._fused_adamw_(*columns, [], late, **options, eps=1e-8, amsgrad=False, maximize=False)
+    for theta, g, _, v in rows:
+        for theta_chunk, g_chunk, v_chunk in zip(*(x.view(-1).split(CHUNK) for x in (theta, g, v)), strict=True):
+            theta_chunk.addcdiv_(g_chunk, v_chunk.sqrt().add_(1e-8), value=minus_lr)
+
+
 def adana_scalars(group, t):
     a = group['delta'] / (group['delta'] + t)
     growth = (1 + t) ** (1 - group['kappa'])
@@ -348,6 +365,8 @@ class Elementwise(torch.optim.Optimizer):
             # with one and with two dimensions would be compiled apart.
             for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
                 compiled(kernel, dynamic=True)(scalars, *(tensor.view(-1).data for tensor in tensors))
+        elif device.type == 'cpu' and kernel is adana:
+            adana_with_fused_adam(scalars, rows)
         elif device.type == 'cpu':
             scalars = torch.tensor(scalars).unbind()
             for tensors in rows:

@@ -14,7 +14,7 @@ SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'sample.py', 'compare.py'}
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
 MAY_IMPORT = {'hf.py': {'model'}}  # the one exception to "a module imports no other"
 
-LONGER = {'fsdp_manual.py': 670, 'scaling.py': 560}  # sharding from top to bottom in one file; tables
+LONGER = {'fsdp_manual.py': 670, 'scaling.py': 560, 'optim.py': 570}  # sharding in one file; tables
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
