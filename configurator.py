@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-# A comment that begins with quoted words joined by ` | ` lists the only values there are: 'a' | 'b': what they mean
+# A comment that begins with quoted words joined by `|` lists the only values there are: 'a' | 'b': what they mean
 CHOICES = re.compile(r"'[^']*'(?: ?\| ?'[^']*')*(?=:|$)")
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
