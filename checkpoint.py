@@ -159,6 +159,12 @@ def is_complete(path):
     return os.path.exists(os.path.join(path, 'manifest.json'))
 
 
+def discard(path):
+    """Have a checkpoint deleted after the next save: other ones have taken its place."""
+    if os.path.exists(path):
+        os.rename(path, f'{path}.tmp')
+
+
 def move_aside(path):
     """Rename a checkpoint so that it is no longer found, and return where it is now."""
     aside = f'{path}.damaged'
@@ -196,17 +202,19 @@ class Saver:
         self.pending = None  # Future of the save that the thread is writing
         self.copies = {}  # key -> host memory, used again: the first touch of fresh memory costs ten times the copy
 
-    def save(self, step, model, optimizer, state):
+    def save(self, step, model, optimizer, state, more=None, optimizer_key='optim'):
         """Save as step_XXXXXXXX; with async_save first wait for the save before it. Collective.
 
         model: the module itself, not its DistributedDataParallel wrapper, whose names begin with 'module.'.
         optimizer: its state is saved under its parameters' names; before the first step there is none.
         state: JSON-able dict; 'step' is added.
+        more: {key: tensor} to save besides, or in place of, model.NAME and optim.NAME.SLOT. Ranks may differ in keys.
+        optimizer_key: stands for 'optim' where ranks have states of their own, as the replicas of DiLoCo.
         Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest.
         With async_save the next save() or wait() raises it. Older checkpoints survive a failed save.
         """
         self.wait()
-        tensors = tensors_to_save(model, optimizer)
+        tensors = tensors_to_save(model, optimizer, optimizer_key) | (more or {})
         state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
         if self.thread is None:
             self._write(step, tensors, state)
@@ -293,12 +301,16 @@ class Saver:
         manifest = json.dumps({'format_version': 1, 'files': files}, indent=1, sort_keys=True)
         write_file(os.path.join(f'{path}.tmp', 'manifest.json'), manifest)
         rename_durably(f'{path}.tmp', path)
-        self._retain()
+        self._retain(path)
 
-    def _retain(self):
-        """Delete all but the newest `keep` complete checkpoints, and what killed jobs left. A failure is only said."""
+    def _retain(self, new):
+        """Delete all but the `new` complete checkpoint and the newest others, and what killed jobs left.
+
+        The new one need not be the newest, where a run has gone back. A failure is only said.
+        """
         try:
-            for path in [path for path in checkpoints_in(self.folder) if is_complete(path)][self.keep :]:
+            others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
+            for path in others[self.keep - 1 :]:
                 os.rename(path, f'{path}.tmp')  # half deleted, it must not look like a checkpoint
             for name in os.listdir(self.folder):
                 if name.endswith('.tmp'):
@@ -347,12 +359,12 @@ def names_of_tensors(model):
     return names
 
 
-def tensors_to_save(model, optimizer):
+def tensors_to_save(model, optimizer, optimizer_key='optim'):
     """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg."""
     names = names_of_tensors(model)
     tensors = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
     for parameter, slots in optimizer.state.items():
-        tensors.update({f'optim.{names[parameter]}.{slot}': value for slot, value in slots.items()})
+        tensors.update({f'{optimizer_key}.{names[parameter]}.{slot}': value for slot, value in slots.items()})
     others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
     assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
     return tensors
@@ -380,22 +392,22 @@ def check_identity(saved, current, prefix=''):
             raise ValueError(f'the checkpoint has {prefix}{key}={was!r}, you ask for {now!r}: use another --out_dir')
 
 
-def load(path, model, optimizer=None):
+def load(path, model, optimizer=None, optimizer_key='optim'):
     """Load a checkpoint in place, whatever strategy and number of ranks wrote it, and return its state. Collective.
 
     model: the module itself, of plain tensors or DTensors. optimizer: gets state for exactly those parameters that had
-    some when the checkpoint was written, and keeps its param_groups.
+    some when the checkpoint was written, and keeps its param_groups. optimizer_key: see Saver.save.
+    'step' of what it returns is that of the weights: replicas may have gone on from it by themselves.
     Raises ValueError when names, shapes or dtypes are not the model's: DCP would ignore a surplus tensor and convert a
     dtype without a word. Raises OSError when a file cannot be read.
     """
-    saved = read_index(path)
+    prefixes = ('model.',) if optimizer is None else ('model.', f'{optimizer_key}.')
+    saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
     names = names_of_tensors(model)
     targets = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
-    if optimizer is None:
-        saved = {key: tensor for key, tensor in saved.items() if key.startswith('model.')}
-    else:
+    if optimizer is not None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-        index_of = {f'optim.{names[parameter]}': index for index, parameter in enumerate(parameters)}
+        index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
         optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
         for key, tensor in saved.items():
             prefix, _, slot = key.rpartition('.')
@@ -417,7 +429,8 @@ def load(path, model, optimizer=None):
     if optimizer is not None:
         # load_state_dict also puts each tensor where this optimizer wants it: `step` of fused AdamW lives on the GPU.
         optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
-    return read_state(path)
+    state = read_state(path)
+    return {**state, 'step': state.get('step_of_weights', state['step'])}
 
 
 def load_weights(path, names=None):

@@ -61,6 +61,11 @@ def report(error, out_of_memory_advice=None):
     if is_out_of_memory(error):
         advice = out_of_memory_advice() if out_of_memory_advice else 'lower batch_size or block_size'
         line = f'{prefix} error: out of memory{peak_memory()}: {first_line(error)}; {advice}'
+    elif joined := re.search(
+        r'[Tt]imed out after (\d+) seconds waiting for clients. (\d+/\d+) clients joined', str(error)
+    ):
+        hint = 'start the others, with the same address, port and number of nodes'
+        line = f'{prefix} error: only {joined[2]} processes joined within timeout_s={joined[1]}: {hint}'
     elif timed_out_after(error) is not None:
         hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
         line = f'{prefix} error: waited for another rank longer than timeout_s={timed_out_after(error):g}; {hint}'
@@ -146,15 +151,25 @@ def end_with_parent():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave():
-    """End this process with code 0, without the interpreter's own finalization. Everything has to be closed by now.
+def leave(code=0):
+    """End this process, without the interpreter's own finalization. Everything has to be closed by now.
 
     2 of 30 finished runs on 2 ranks ended in SIGABRT there, on the rank that does least after its last collective. The
     cause is probably a thread of gloo's that drops a tensor: asking for the GIL then ends it in the middle of C++.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
+
+
+def set_timeouts(mesh, seconds):
+    """Have collectives along every dimension of a DeviceMesh time out: its groups would wait for half an hour."""
+    from datetime import timedelta
+
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def on_rank_0(decide, *arguments):
@@ -199,12 +214,16 @@ class StopRequest:
             flag, work = self.exchange
             work.wait()  # of the step before, so it has long arrived
             stop = bool(flag.item())
-        flag = torch.zeros(1)
-        if self.is_rank_0 and time.monotonic() - self.looked_at > 0.5:  # a shared file system need not be asked more
-            self.looked_at = time.monotonic()
-            flag.fill_(os.path.exists(self.stop_file))
+        flag = torch.full((1,), float(self.seen()))
         self.exchange = flag, dist.broadcast(flag, src=0, async_op=True)  # on the host, over gloo
         return stop
+
+    def seen(self):
+        """Whether there is a request, on rank 0; other ranks do not look."""
+        if not self.is_rank_0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
+            return False
+        self.looked_at = time.monotonic()
+        return os.path.exists(self.stop_file)
 
     def obeyed(self, step):
         """The run stops here, saved at `step`: leave PREEMPTED in place of STOP. For rank 0."""

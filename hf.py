@@ -3,6 +3,7 @@ Weights and configurations of `transformers` models, to and from the models of m
 
     model_config = config_from_transformers(hf_model.config)
     model.load_state_dict(from_transformers(hf_model, model_config))
+    hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
 GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM have a counterpart in model.py. The conversions copy numbers and
@@ -11,6 +12,8 @@ compute none, so both directions are exact. Only the layout differs:
     - GPT-2's matrices are (in, out) there, all are (out, in) here
     - the vocabulary is padded here: those rows are zeros on the way in, and are cut off on the way out
 """
+
+import re
 
 import torch
 
@@ -82,7 +85,7 @@ def from_transformers(source, model_config):
 def to_transformers(state_dict, model_config):
     """The state dict of the transformers model, from that of GPT(model_config); dtypes stay.
 
-    Raises ValueError for what transformers lacks: enoki, qwen3 with attention_gate, gpt2 with bias=False (nanoGPT).
+    Raises ValueError for what transformers lacks, see is_in_transformers.
     """
     theirs = {}
     for name, tensor in state_dict.items():
@@ -99,10 +102,9 @@ def to_transformers(state_dict, model_config):
 
 def their_names(name, model_config):
     """'blocks.0.attn.qkv.weight' -> ['transformer.h.0.attn.c_attn.weight']; with llama the names of q, k and v."""
-    arch, bias, gate = model_config.arch, model_config.bias, model_config.attention_gate
-    if arch == 'enoki' or gate or (arch == 'gpt2' and not bias):
-        raise ValueError(f'transformers has no model like arch={arch!r} with bias={bias}, attention_gate={gate}')
-    modules = GPT2_MODULES if arch == 'gpt2' else LLAMA_MODULES
+    if not is_in_transformers(model_config):
+        raise ValueError(f'transformers has no model like {model_config}')
+    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
     if module.startswith('blocks.'):
         _, number, inner = module.split('.', 2)
@@ -110,6 +112,16 @@ def their_names(name, model_config):
     else:
         theirs = f'{modules[module]}.{kind}'
     return [theirs.format(letter) for letter in 'qkv'] if '{}' in theirs else [theirs]
+
+
+def is_in_transformers(model_config):
+    """Whether transformers has a class that computes the same: not enoki, nor gpt2 with bias=False (nanoGPT's), ..."""
+    if model_config.arch == 'gpt2':
+        usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
+        return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
+    if model_config.arch == 'qwen3':
+        return not model_config.bias and not model_config.attention_gate
+    return model_config.arch == 'llama'
 
 
 def is_transposed(name, model_config):
@@ -169,3 +181,82 @@ def config_from_transformers(hf_config):
         norm_eps=hf_config.rms_norm_eps,
         **shared,
     )
+
+
+def config_to_transformers(model_config):
+    """The GPT2Config, LlamaConfig or Qwen3Config of a ModelConfig, without special tokens: theirs would be others.
+
+    Raises ValueError for what transformers lacks, see is_in_transformers.
+    """
+    import transformers
+
+    if not is_in_transformers(model_config):
+        raise ValueError(f'transformers has no model like {model_config}')
+    shared = {
+        'vocab_size': model_config.vocab_size,
+        'tie_word_embeddings': model_config.tie_embeddings,
+        'bos_token_id': None,
+        'eos_token_id': None,
+    }
+    if model_config.arch == 'gpt2':
+        return transformers.GPT2Config(
+            n_layer=model_config.n_layer,
+            n_head=model_config.n_head,
+            n_embd=model_config.n_embd,
+            n_inner=model_config.mlp_hidden_dim,
+            n_positions=model_config.block_size,
+            layer_norm_epsilon=model_config.norm_eps,
+            embd_pdrop=model_config.dropout,
+            attn_pdrop=model_config.dropout,
+            resid_pdrop=model_config.dropout,
+            **shared,
+        )
+    if model_config.arch == 'llama':
+        shared['mlp_bias'] = model_config.bias
+    kind = {'llama': transformers.LlamaConfig, 'qwen3': transformers.Qwen3Config}[model_config.arch]
+    return kind(
+        num_hidden_layers=model_config.n_layer,
+        num_attention_heads=model_config.n_head,
+        num_key_value_heads=model_config.n_kv_head,
+        head_dim=model_config.head_dim,
+        hidden_size=model_config.n_embd,
+        intermediate_size=model_config.mlp_hidden_dim,
+        max_position_embeddings=model_config.block_size,
+        attention_bias=model_config.bias,
+        attention_dropout=model_config.dropout,
+        rope_parameters={'rope_type': 'default', 'rope_theta': model_config.rope_theta},
+        rms_norm_eps=model_config.norm_eps,
+        **shared,
+    )
+
+
+def byte_level_bpe(ranks, specials, pattern=None):
+    """A tokenizers.Tokenizer that does what tiktoken does with the same parts.
+
+    ranks: {bytes of a token: id}, lower ids are merged first. specials: {text: id}. pattern: the regular expression
+    that splits a text into words; None = do not split.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
+    # tiktoken joins the neighbours whose union has the lowest id: every way to split a token is a merge, in that order.
+    merges = [
+        (spelled[token[:cut]], spelled[token[cut:]])
+        for token in sorted(ranks, key=ranks.get)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocabulary = {spelled[token]: number for token, number in ranks.items()} | specials
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if pattern:
+        # `{1,3}+` is possessive for tiktoken, which matters little, but one or more such repetitions for this library.
+        pattern = re.sub(r'(\{\d*,\d*\})\+', r'\1', pattern)
+        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in specials])
+    return bpe

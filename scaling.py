@@ -18,7 +18,7 @@ OPTIMIZER_MOMENTS = {'adamw': 2, 'adamw-decay': 2, 'adana': 2, 'adana-released':
 OPTIMIZER_MOMENTS |= {'dana-star-mk4': 3, 'ademamix': 3, 'muon': 2}  # muon has 1 in hidden matrices, 2 in the others
 LOSS_CHUNK_BYTES = {'cpu': 2**26, 'cuda': 2**29}  # = model.LOGITS_BYTES, fp32 logits of one chunk of the loss
 VOCAB_MULTIPLE = 64  # as in ModelConfig.padded_vocab_size
-STRATEGIES = ('ddp', 'fsdp')
+STRATEGIES = ('ddp', 'fsdp', 'diloco')
 
 
 # --- BATCHES ----------------------------------------------------------------------------------------------------------
@@ -68,6 +68,45 @@ def ranks_per_shard_group(config, world_size):
     if config['blocks_per_unit'] < 1:
         raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
     return world_size // replicate_size
+
+
+def number_of_replicas(num_replicas, world_size, local_world_size):
+    """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
+    if num_replicas is None:
+        if world_size % local_world_size:
+            raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
+        return world_size // local_world_size
+    if num_replicas < 1 or world_size % num_replicas:
+        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f'num_replicas={num_replicas} does not divide {world_size} ranks: use one of {divisors}')
+    return num_replicas
+
+
+def check_rounds(config):
+    """Raises ValueError if the keys of DiLoCo do not fit together."""
+    steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
+    if not 1 <= steps <= config['max_iters']:
+        raise ValueError(
+            f'inner_steps={steps}: expected 1 to max_iters={config["max_iters"]}, a round is part of the run'
+        )
+    if fragments > config['n_layer']:
+        raise ValueError(
+            f'num_fragments={fragments}: expected at most n_layer={config["n_layer"]}, a block is in one fragment'
+        )
+    if not 1 <= fragments <= steps:
+        raise ValueError(
+            f'num_fragments={fragments}: expected 1 to inner_steps={steps}, each is sent after a step of its own'
+        )
+    if overlap < 0 or (overlap and overlap * fragments >= steps):
+        raise ValueError(
+            f'overlap_steps={overlap}: expected less than inner_steps / num_fragments = {steps / fragments:g}, '
+            'an exchange lands before the next one begins'
+        )
+    if not 0 <= config['fragment_mix'] < 1:
+        raise ValueError(f'fragment_mix={config["fragment_mix"]}: expected 0 (the outer parameters alone) to below 1')
+    if config['outer_repeats'] < 1 or config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
+        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum', 'outer_repeats'))
+        raise ValueError(f'{given}: expected a rate above 0, a momentum from 0 to below 1, and 1 or more repeats')
 
 
 # --- PARAMETERS -------------------------------------------------------------------------------------------------------
@@ -291,6 +330,7 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     weights       fp32 masters: whole under ddp, 1/shard_size under fsdp
     gradients     fp32, like the weights; whole while fsdp accumulates without communication
     optimizer     fp32 moments
+    outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
     gathered      fsdp: whole weights in the compute dtype
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
@@ -320,6 +360,8 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
             'logits': logits,
         }
 
+    if strategy == 'diloco':
+        shard_size = world_size // config['num_replicas']
     shard_size = shard_size or ranks_per_shard_group(config, world_size)
     shard = count(root, shard_size) + n_layer * count(block, shard_size)
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
@@ -331,6 +373,10 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
         f'{host}gradients': FP32 * shard,
         f'{host_of_moments}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * shard,
     }
+    if strategy == 'diloco':
+        outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * shard
+        outer += FP32 * shard // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
+        parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if accumulates_whole:
         parts['gradients'] = FP32 * whole  # each unit's turns into its shard when the last micro-step reduces it
     # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
@@ -455,7 +501,7 @@ def out_of_memory_advice(config, world_size):
 
     config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
     """
-    strategy = 'fsdp' if 'zero_stage' in config else 'ddp'
+    strategy = 'diloco' if 'num_replicas' in config else 'fsdp' if 'zero_stage' in config else 'ddp'
     try:
         parts = estimate(config, config, world_size, strategy)
     except (KeyError, TypeError, ValueError):  # not resolved yet
@@ -489,7 +535,10 @@ def report(config, model, world_size, strategy='ddp', shard_size=None):
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = flops_per_token(model)
-    checkpoint = FP32 * (1 + OPTIMIZER_MOMENTS[config['optimizer']]) * parameters['total']
+    copies = 1 + OPTIMIZER_MOMENTS[config['optimizer']]  # of every parameter
+    if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
+        copies = 2 + copies * config['num_replicas']
+    checkpoint = FP32 * copies * parameters['total']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
     lines = [f'model: {model["arch"]}']

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PHASES = ('data', 'forward', 'backward', 'update')
+PHASES = ('data', 'forward', 'backward', 'update', 'outer')
 
 # Dense bfloat16 FLOP/s (NVIDIA's data sheets). The slower PCIe and NVL boards of the H100 are not these, hence unknown.
 PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
@@ -38,8 +38,10 @@ PROFILED_STEP = 'telemetry: profiled step'
 # A row on the console, in this order. What a row lacks is skipped; a key that is not here is in the files alone.
 CONSOLE = {
     'loss': ' | loss {:.4f}',
+    'diloco/replica_loss': ' | loss {:.4f} in replica 0',
     'val_loss': ' | val loss {:.4f}',
     'val_bpb': ', {:.3f} bits/byte',
+    'diloco/inner_val_loss': ' (replicas {:.4f})',
     'lr': ' | lr {:.2e}',
     'grad_norm': ' | grad norm {:.2f}',
     'tokens_per_sec': ' | {:,.0f} tok/s',
@@ -49,9 +51,15 @@ CONSOLE = {
     'time/forward': ' + forward {:.1f}',
     'time/backward': ' + backward {:.1f}',
     'time/update': ' + update {:.1f}',
+    'time/outer': ' + outer {:.1f}',
     'time/comm': ' | comm {:.1f} ms',
     'time/comm_exposed': ', {:.1f} exposed',
     'mem/rank_max_gb': ' | mem {:.2f} GB',
+    'diloco/cosine': ' | outer step: cosine {:.2f}',
+    'diloco/delta_norm': ', delta {:.3g}',
+    'diloco/momentum_norm': ', momentum {:.3g}',
+    'diloco/drift': ', drift {:.3g}',
+    'diloco/wait_s': ', waited {:.2f} s',
 }
 
 
@@ -71,8 +79,8 @@ class HostEvent:
         pass
 
 
-# A step whose events the device may not have reached yet; marks: [(phase, event)] in order
-Step = namedtuple('Step', 'begin marks end profiled')
+# A step, or count=0 a part of one, whose events the device may not have reached; marks: [(phase, event)] in order
+Step = namedtuple('Step', 'begin marks end profiled count')
 
 
 class Meter:
@@ -82,6 +90,7 @@ class Meter:
     device: torch.device. world_size: ranks; with more than one, all of them make the same calls, and the default
     process group has a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
     tokens_per_step: of the global batch. flops_per_token: forward and backward, for the MFU.
+    group: process group of the ranks that make these calls together, if not all do (the replicas of DiLoCo do not).
 
     The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
     Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
@@ -89,13 +98,15 @@ class Meter:
     comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
     """
 
-    def __init__(self, device, world_size, tokens_per_step, flops_per_token):
+    def __init__(self, device, world_size, tokens_per_step, flops_per_token, group=None):
         self.training_seconds = 0.0  # sum of all steps
+        self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
         self._device = device
         self._on_cuda = device.type == 'cuda'
         self._synchronize = getattr(torch, device.type).synchronize  # does nothing on a CPU
         self._world_size = world_size
+        self._group, self._group_size = group, dist.get_world_size(group) if world_size > 1 else 1
         self._tokens_per_step = tokens_per_step
         name = device_name(device)
         peak_flops = next((peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, name)), None)
@@ -125,13 +136,20 @@ class Meter:
 
     def end_step(self):
         """Stop the clock: the step and its last phase end here."""
-        self._unread.append(Step(self._begin, self._marks, self._event(), profiled=self._profiler is not None))
+        self._unread.append(Step(self._begin, self._marks, self._event(), self._profiler is not None, count=1))
         self._steps += 1
         if self._profiler:
             self._stop_profiler()
         # Read what the device has finished without waiting for the rest, so that a long interval holds few events.
         while self._unread and self._unread[0].end.query():
             self._read(self._unread.pop(0))
+
+    @contextlib.contextmanager
+    def part(self, phase):
+        """A context whose time counts for the step that has just ended, such as the outer step of DiLoCo."""
+        begin, mark = self._event(), (phase, self._event())
+        yield
+        self._unread.append(Step(begin, [mark], self._event(), profiled=False, count=0))
 
     def interval(self):
         """
@@ -145,9 +163,7 @@ class Meter:
 
         The only call that waits for the device; with several ranks a collective (one small all-gather).
         """
-        while self._unread:
-            self._unread[0].end.synchronize()
-            self._read(self._unread.pop(0))
+        self.read_all()
         ordinary, profiled = self._sums[False], self._sums[True]
         self._sums = {False: Counter(), True: Counter()}
         if ordinary['steps']:
@@ -169,15 +185,21 @@ class Meter:
         self._communication = {}
         return row | self._ranks_and_memory()
 
+    def read_all(self):
+        """Have all steps so far in training_seconds and seconds. Waits for the device."""
+        while self._unread:
+            self._unread[0].end.synchronize()
+            self._read(self._unread.pop(0))
+
     def _ranks_and_memory(self):
         """The mem/* keys. The ranks exchange them, and decide on the same numbers whether to profile the next step."""
         memory = memory_gb(self._device)
         highest = memory.get('mem/peak_gb', memory.get('mem/current_gb', math.nan))
         peaks = [highest]
-        if self._world_size > 1:
+        if self._group_size > 1:
             mine = torch.tensor([highest, self.profiling_seconds, self.training_seconds])
-            ranks = mine.new_empty(self._world_size, len(mine))
-            dist.all_gather(list(ranks), mine)
+            ranks = mine.new_empty(self._group_size, len(mine))
+            dist.all_gather(list(ranks), mine, group=self._group)
             peaks, costs, seconds = ranks.T.tolist()
             self._profile_next = self._steps >= STEPS_BEFORE_PROFILING and max(costs) <= PROFILING_SHARE * min(seconds)
         if not any(map(math.isnan, peaks)):
@@ -199,9 +221,10 @@ class Meter:
         events = [*(event for _, event in step.marks), step.end]
         for (phase, start), end in zip(step.marks, events[1:], strict=True):
             sums[phase] += start.elapsed_time(end)
+            self.seconds[phase] += start.elapsed_time(end) / 1000
         total = step.begin.elapsed_time(step.end)
         sums['total'] += total
-        sums['steps'] += 1
+        sums['steps'] += step.count
         self.training_seconds += total / 1000
         self._spare_events += [step.begin, *events]
 
@@ -214,7 +237,7 @@ class Meter:
         # Not torch.profiler: starting that one imports the compiler, 1 to 6 seconds (torch 2.13).
         self._profiler = torch.autograd.profiler.profile(use_device='cuda' if self._on_cuda else None, use_kineto=True)
         self._profiler.__enter__()
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=self._group)
         self.profiling_seconds += time.perf_counter() - start
         self._profiled_step = torch.autograd.profiler.record_function(PROFILED_STEP)
         self._profiled_step.__enter__()
@@ -353,7 +376,7 @@ class Log:
         self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
         self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
         self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
-        self._rows = open(out_dir / 'metrics.jsonl', 'a', encoding='utf-8', buffering=1)
+        self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
 
     def say(self, text):
         """Print text, and write it to train.log; each line begins with the time and the rank."""
@@ -364,7 +387,12 @@ class Log:
             print(stamped, flush=True)
             self._text.write(stamped + '\n')
 
-    def row(self, step, values):
+    def line(self, step, values):
+        """Show a step on the console and in train.log alone."""
+        if self._rank == 0:
+            self.say(self._console_line(step, values))
+
+    def row(self, step, values, console=True):
         """
         Log one step: `values` under the keys of metrics.jsonl; `step` = optimizer steps done.
 
@@ -372,12 +400,14 @@ class Log:
         """
         if self._rank != 0:
             return
-        self.say(self._console_line(step, values))
+        if console:
+            self.line(step, values)
         if step <= self._last_step:
             return
         self._last_step = step
         row = {'step': step, **values}
         valid = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+        self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
         self._rows.write(json.dumps(valid) + '\n')
         if self._wandb:
             self._wandb.log(row)
@@ -393,7 +423,8 @@ class Log:
             self._wandb.finish()
         if self._tensorboard:
             self._tensorboard.close()
-        self._rows.close()
+        if self._rows:
+            self._rows.close()
         self._text.close()
 
     def _console_line(self, step, values):
@@ -405,6 +436,33 @@ class Log:
             self._step_ms = step_ms if self._step_ms is None else 0.8 * self._step_ms + 0.2 * step_ms
             text += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
         return f'step {step:{len(str(self._max_iters))}}/{self._max_iters}{text}'
+
+
+class Journal:
+    """Rows of replicas that train apart: shown with replica 0's loss as they come, logged when the replicas meet."""
+
+    def __init__(self, log):
+        self._log, self._rows = log, {}
+
+    def show(self, step, row):
+        """Show a row whose 'loss' is this replica's, until write() has that of all."""
+        if 'loss' in row:
+            self._log.line(step, {'diloco/replica_loss': row['loss'], **{k: v for k, v in row.items() if k != 'loss'}})
+
+    def keep(self, step, row):
+        self._rows[step] = row
+
+    def write(self, flag=False):
+        """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'; returns whether any rank set the flag."""
+        kept = [(row, key) for row in self._rows.values() for key in ('loss', 'grad_norm') if key in row]
+        sums = torch.tensor([float(flag), *(row[key] for row, key in kept)], dtype=torch.float64)
+        dist.all_reduce(sums)
+        for (row, key), total in zip(kept, sums[1:].tolist(), strict=True):
+            row[key] = total / dist.get_world_size()
+        for step, row in self._rows.items():
+            self._log.row(step, row, console=step == max(self._rows))
+        self._rows = {}
+        return sums[0].item() > 0
 
 
 def cut_rows(path, start_step):

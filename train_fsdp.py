@@ -178,6 +178,7 @@ if compile:
 if on_cuda and cpu_offload == 'params' and compute_dtype == torch.float16:
     raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
 mesh = init_device_mesh(device.type, (replicate_size, shard_size), mesh_dim_names=('replicate', 'shard'))
+guard.set_timeouts(mesh, timeout_s)
 if replicate_size == 1:
     mesh = mesh['shard']
 units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]

@@ -95,7 +95,7 @@ run_name() {
     for one in "$@"; do
         case $one in
             *.py) name=${name:+$name+}$(basename "$one" .py) ;;
-            --*_interval* | --max_iters=* | --resume=* | --data_dir=* | --wandb_* | --device=* | --dry_run*) ;;
+            --*_interval* | --max_iters=* | --resume=* | --data_dir=* | --wandb_* | --device=* | --dry_run* | --plan* | --verify*) ;;
             --*) keys+=,${one#--} ;;
         esac
     done
@@ -114,7 +114,7 @@ requested() {
 launch() {
     SCRIPT=${SCRIPT:-train_fsdp.py}
     [[ -f $SCRIPT ]] || fail "SCRIPT=$SCRIPT: not in $PWD, which has $(echo train_*.py)"
-    (($#)) || set -- config/enoki_8h.py
+    (($#)) || set -- "${CONFIG:-config/enoki_8h.py}"
     if [[ -z $(argument data_dir "$@") ]]; then
         require_datasets_dir
         set -- --data_dir="$DATASETS_DIR" "$@"
@@ -195,23 +195,27 @@ END
 
 # run ARGUMENTS...: one torchrun per node, and how it ended.
 run() {
-    local head port threads status stopped started=$SECONDS
+    local head port threads status stopped nodes=$SLURM_NNODES restarts=0 kill=1 started=$SECONDS
     # The first node's own name, never localhost: with that, each node of two would wait for itself.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || fail "scontrol show hostnames $SLURM_JOB_NODELIST names no node"
     port=$((10000 + SLURM_JOB_ID % 20000)) # below 32768, where ports for outgoing connections begin
     threads=$((${SLURM_CPUS_PER_TASK:-NPROC} / NPROC))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+    if ((${MIN_NODES:-nodes} < nodes)); then # the nodes that are left go on, from the last checkpoint
+        nodes=$MIN_NODES:$nodes restarts=3 kill=0
+    fi
     say "$SLURM_NNODES x $NPROC processes, rendezvous at $head:$port, $SCRIPT $*"
 
     rm -f "$OUT_DIR/STOP" "$OUT_DIR/PREEMPTED" # of an earlier element
     # The signal comes to this shell only (B:). Bash runs a trap between commands or in wait, hence srun's `&`.
     trap 'stopped=1; say "time limit near: asking for a checkpoint"; touch "$OUT_DIR/STOP"' USR1
     # srun of 22.05 and later does not take --cpus-per-task from sbatch. When one node fails, the others must not wait.
+    # last_call_timeout: how long a smaller number of nodes waits for the rest, at the start and after a loss.
     srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
-        "$PYTHON" -m torch.distributed.run --nnodes="$SLURM_NNODES" --nproc_per_node="$NPROC" \
-        --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" "$SCRIPT" "$@" &
+        --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit="$kill" \
+        "$PYTHON" -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="$NPROC" --max-restarts="$restarts" \
+        --rdzv-conf=last_call_timeout=120 --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port" "$SCRIPT" "$@" &
     stopped=1
     while ((stopped)); do # a wait that the trap broke off says nothing about srun
         stopped=0

@@ -28,6 +28,7 @@ REQUESTS = {
     'tamia': ('h100:4', 48, 24, 1),
     'generic': ('1', 8, 24, 1),
     'multi_node': ('h100:4', 48, 24, 2),
+    'diloco': ('h100:4', 48, 24, 2),
 }
 STEPS = 200  # of the run that is cut: seconds, as a STOP is looked for every half second only
 
@@ -105,10 +106,11 @@ def test_a_cluster_file_asks_for_a_whole_node_of_its_cluster_and_is_short(name):
     assert (request['gpus-per-node'], request['cpus-per-task'], request['nodes']) == (gpus, str(cores), str(nodes))
     days, hours_of_day = re.fullmatch(r'(\d+)-(\d+):00', request['time']).groups()
     assert int(days) * 24 + int(hours_of_day) <= hours
-    assert request['signal'] == 'B:USR1@600' and request['array'].endswith('%1')
+    assert request['signal'] == ('B:USR1@1800' if name == 'diloco' else 'B:USR1@600')
+    assert request['array'].endswith('%1')
     assert request['ntasks-per-node'] == '1'
     assert len(text.splitlines()) <= 25
-    code = [line for line in text.splitlines() if not line.startswith('#')]
+    code = [line for line in text.splitlines() if not line.startswith(('#', ': "${SCRIPT:='))]
     assert code == ['source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1', 'launch "$@"']
 
 
@@ -385,6 +387,14 @@ def submitted(cluster, project):
 
 
 @pytest.fixture(scope='module')
+def diloco(cluster, project, submitted):
+    """slurm/diloco.sh on both nodes once the jobs before it have left them: (job, out_dir)."""
+    out_dir = project.parent / 'results' / 'diloco'
+    run = f'config/tiny.py --device=cpu --out_dir={out_dir} --max_iters=6 --inner_steps=3 --batch_size=1'
+    return submit(cluster, project, f'slurm/diloco.sh {run}'), out_dir
+
+
+@pytest.fixture(scope='module')
 def uninterrupted(cluster, project, submitted):
     """The run of slurm/rorqual.sh, from start to end: (its out_dir, its elements)."""
     job, out_dir = submitted['rorqual']
@@ -455,6 +465,14 @@ def test_multi_node_runs_to_done_on_two_nodes(cluster, project, submitted):
     assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == '5', log
     assert '2 x 2 processes, rendezvous at n' in log and '4 ranks' in log
     assert f'wandb sync {out_dir}/wandb/offline-run-*' in log
+
+
+def test_diloco_runs_a_replica_on_each_node(cluster, project, diloco):
+    job, out_dir = diloco
+    state, log = wait_until_ended(cluster, project, job)['1']
+    assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == '6', log
+    assert 'mesh: 2 replicas x 2 shards' in log
+    assert len(column(out_dir, 'diloco/delta_norm')) == 2
 
 
 def test_a_mistake_ends_the_chain_with_one_line(cluster, project):

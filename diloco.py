@@ -1,0 +1,593 @@
+"""
+DiLoCo's outer loop (arXiv 2311.08105), streamed in fragments if asked (arXiv 2501.18512).
+
+Replicas of the model train alone for `inner_steps` steps. Then, for every parameter theta:
+
+    delta_m = anchor - theta_m                   pseudo-gradient of replica m; the anchor is where all of them started
+    delta   = mean of delta_m over the replicas  the exchange: all that ever travels between them
+    anchor  = outer optimizer(anchor, delta)     the outer parameters: what is evaluated, saved and exported
+    theta_m = anchor                             every replica goes on from there, with its own inner optimizer state
+
+    outer = diloco.Outer(parameters, update, replica_group, inner_steps=100)
+    ...                                          # one inner step, in which nothing is sent to another replica
+    for fragment in outer.to_land(step):         # exchanges that began overlap_steps ago
+        outer.land(fragment, step)
+    for fragment in outer.to_send(step):         # every inner_steps, each fragment of the model at its own time
+        outer.send(fragment, step)
+
+Each rank holds its shard of the anchors and of the outer momentum in fp32, whatever the parameters are: between bf16
+parameters two thirds of the small differences would be zero. A *bucket* is what is exchanged at once, a stretch of the
+fragment's numbers laid end to end: a parameter may fill several, and several may share one.
+
+How a bucket is averaged over M replicas (rank i of each replica exchanges with the ranks i of the others):
+
+    all-to-all   replica m sends the j-th part of its delta to replica j, encoded; j decodes all, and averages in fp32
+    all-gather   replica j sends that average to all, encoded again; everybody decodes the same bytes
+
+So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in the dtype of the exchange.
+"""
+
+import math
+import re
+import time
+from collections import Counter, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+BUCKET = 2**22  # numbers exchanged at a time: 16 MB of fp32
+# What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), their weights (M,), bytes
+# that this rank sent, and [(kind, begin, end)] of what it did when.
+Told = namedtuple('Told', 'gram weights bytes spans')
+
+BLOCK = 256  # numbers that share a scale in int8 and int4: 4 bytes for 256 or 128
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5}  # per number of an exchange, without scales
+LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
+
+TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
+
+# torch 2.13 has a new name for the collective and warns about the old one, the only one that 2.11 has.
+all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+
+
+# --- codec ------------------------------------------------------------------------------------------------------------
+
+
+def encode(numbers, dtype):
+    """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCK with int8 and int4, of 4 otherwise.
+
+    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative; the scales come
+    first. A block that is not finite decodes as NaN.
+    """
+    if dtype == 'float32':
+        return numbers.contiguous().view(torch.uint8)
+    if dtype == 'bfloat16':
+        return numbers.bfloat16().view(torch.uint8)
+    rows = len(numbers)
+    blocks = numbers.reshape(rows, -1, BLOCK)
+    scales = blocks.abs().amax(dim=2) / LEVELS[dtype]  # (rows, blocks)
+    codes = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).round_()
+    codes = codes.clamp_(-LEVELS[dtype], LEVELS[dtype]).nan_to_num_().to(torch.int8).view(rows, -1)
+    if dtype == 'int4':
+        low, high = (codes + 8).view(torch.uint8).view(rows, -1, 2).unbind(dim=2)
+        codes = low | high << 4
+    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
+
+
+def decode(payload, dtype):
+    """The inverse, up to rounding: uint8 (rows, bytes) -> fp32 (rows, n)."""
+    if dtype == 'float32':
+        return payload.view(torch.float32)
+    if dtype == 'bfloat16':
+        return payload.view(torch.bfloat16).float()
+    rows, size = payload.shape
+    n_blocks = size // int(BLOCK * BYTES[dtype] + 4)
+    scales = payload[:, : 4 * n_blocks].contiguous().view(torch.float32)
+    codes = payload[:, 4 * n_blocks :]
+    if dtype == 'int4':
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).view(torch.int8) - 8
+    else:
+        codes = codes.contiguous().view(torch.int8)
+    return (codes.reshape(rows, n_blocks, BLOCK) * scales[:, :, None]).view(rows, -1)
+
+
+def checksum(numbers):
+    """A number that depends on every bit of a flat fp32 tensor and on the order, the same on every kind of device."""
+    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for part in numbers.split(BUCKET):
+        bits = part.contiguous().view(torch.int32).long()
+        odd = torch.arange(len(part), device=part.device) * 2_654_435_761 + 1  # integers wrap, in any order of adding
+        total = total * 1_000_003 + (bits * odd).sum()
+    return total.item()
+
+
+# --- fragments --------------------------------------------------------------------------------------------------------
+
+
+class Fragment:
+    """Parameters that are exchanged together, with their anchors, outer momentum and what is on its way."""
+
+    def __init__(self, index, parameters, offset, home, pinned, with_error, bucket):
+        """parameters: {name: parameter}. offset: sent after the steps that leave this rest modulo inner_steps."""
+        self.index, self.parameters, self.offset = index, parameters, offset
+        self.equal_at, self.lands_at, self.flights = 0, None, []  # equal_at: step at which parameters were the anchors
+        self.sent_at = self.anchored_at = 0  # step of the last send, and of the one that the anchors are of
+        self.places, self.buckets, size = {}, [], 0  # places: name -> (first, end) among the fragment's numbers
+        for name, parameter in parameters.items():
+            self.places[name] = (size, size + local(parameter).numel())
+            size = self.places[name][1]
+        self.anchor = torch.empty(size, device=home, pin_memory=pinned)
+        self.momentum = torch.zeros(size, device=home, pin_memory=pinned)
+        self.error = torch.zeros(size, device=home, pin_memory=pinned) if with_error else None
+        self.delta = None  # while in flight: this replica's pseudo-gradient, then the average
+        for first in range(0, size, bucket):
+            end = min(first + bucket, size)
+            pieces = [  # (parameter, first, end) of what lies in the bucket
+                (parameter, max(first, start) - start, min(end, stop) - start)
+                for parameter, (start, stop) in zip(parameters.values(), self.places.values(), strict=True)
+                if start < end and stop > first
+            ]
+            self.buckets.append((first, end, pieces))
+
+    def views(self, flat):
+        """{name: the part of a flat tensor that belongs to a parameter, as a tensor or DTensor like it}."""
+        return {name: like(self.parameters[name], flat[first:end]) for name, (first, end) in self.places.items()}
+
+
+def local(parameter):
+    """This rank's part of a parameter. Looked up each time: sharding with offload exchanges it for a pinned copy."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def like(parameter, flat):
+    """A tensor, or DTensor with this local part, of the parameter's shape."""
+    part = flat.view(local(parameter).shape)
+    return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
+
+
+def assign_to_fragments(parameters, num_fragments, order):
+    """[names of the parameters of fragment 0, of 1, ...]; the block is the first number in a parameter's name.
+
+    order: 'strided' gives block i to fragment i % num_fragments, 'sequential' gives each a run of blocks. What is in no
+    block (embedding, final norm, head) goes, the largest first, to the fragment that has the fewest numbers so far.
+    Raises ValueError when there are more fragments than blocks.
+    """
+    found = {name: re.search(r'(?:^|\.)(\d+)\.', name) for name in parameters}
+    block_of = {name: int(match[1]) for name, match in found.items() if match}
+    n_blocks = len(set(block_of.values())) or 1
+    if num_fragments > n_blocks:
+        raise ValueError(f'num_fragments={num_fragments}: expected at most {n_blocks}, the blocks of the model')
+    fragments = [[] for _ in range(num_fragments)]
+    for name, block in block_of.items():
+        fragments[block % num_fragments if order == 'strided' else block * num_fragments // n_blocks].append(name)
+    for name in sorted(parameters.keys() - block_of.keys(), key=lambda name: (-parameters[name].numel(), name)):
+        sizes = [sum(parameters[other].numel() for other in names) for names in fragments]
+        fragments[sizes.index(min(sizes))].append(name)
+    return fragments
+
+
+# --- outer loop -------------------------------------------------------------------------------------------------------
+
+
+class Outer:
+    """
+    Anchors, outer momentum and exchanges of one replica's shard on this rank. All ranks make the same calls.
+
+    parameters: {name: tensor or DTensor}, each once and only those that train; anchors start as copies of them.
+    update: function (anchor, delta, momentum) that takes an outer step in place on flat fp32 tensors.
+    group: process group of the ranks that hold this shard, one in each replica. timeout: timedelta of an exchange.
+    inner_steps: H. num_fragments: P, each sent every H steps, one every H/P. overlap_steps: steps from send to land.
+    mix: alpha of theta = alpha * theta + (1 - alpha) * anchor, when a fragment lands.
+    dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time.
+    on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
+
+    With overlap_steps=0 a bucket is exchanged while the one before it is applied: besides anchors and momentum that
+    takes a few buckets of memory. Overlapped exchanges hold their fragment's pseudo-gradient until they land.
+    """
+
+    def __init__(
+        self, parameters, update, group, inner_steps, num_fragments=1, order='strided', overlap_steps=0, mix=0.0,
+        dtype='float32', error_feedback=False, on_host=False, bucket=BUCKET, timeout=None,
+    ):  # fmt: skip
+        self.parameters, self.update = dict(parameters), update
+        # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
+        # the exchange is in flight, and two threads that share a group may meet in another order on another rank.
+        ranks = dist.get_process_group_ranks(group)
+        self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        self.replicas, self.replica = len(ranks), dist.get_rank(group)
+        self.inner_steps, self.overlap_steps, self.mix, self.dtype = inner_steps, overlap_steps, mix, dtype
+        first = local(next(iter(self.parameters.values())))
+        self.device, self.on_host = first.device, on_host and first.is_cuda
+        self.on_cuda = self.device.type == 'cuda'
+        # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Always one at a time
+        # and in the order in which they were sent, which is the same on every rank.
+        self.stream = torch.cuda.Stream(self.device) if self.on_cuda else None
+        self.thread = None if self.on_cuda else ThreadPoolExecutor(max_workers=1, thread_name_prefix='exchange')
+
+        with_error = error_feedback and dtype != 'float32' and self.replicas > 1
+        home = torch.device('cpu') if self.on_host else self.device
+        self.fragments = []
+        for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments, order)):
+            members = {name: self.parameters[name] for name in names}
+            offset = (index + 1) * inner_steps // num_fragments % inner_steps
+            self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket))
+        assert sum(len(fragment.parameters) for fragment in self.fragments) == len(self.parameters)
+        self.restart_from_parameters(step=0)
+        self.reset_health()
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def to_land(self, step, last=False):
+        """The fragments whose exchange is to be applied after this step; after the last one all that are in flight."""
+        flying = [fragment for fragment in self.fragments if fragment.lands_at is not None]
+        sending = set() if last else {*self.to_send(step)}  # the last one may be late if inner_steps has changed since
+        due = [fragment for fragment in flying if last or fragment.lands_at <= step or fragment in sending]
+        return sorted(due, key=lambda fragment: fragment.lands_at)
+
+    def to_send(self, step, last=False):
+        """The fragments to send after this step; after the last one, once nothing is in flight, all that have changed.
+
+        None that has not: an outer step with a delta of zero would still move the anchors by their momentum.
+        """
+        if last:
+            return [fragment for fragment in self.fragments if fragment.equal_at < step]
+        return [fragment for fragment in self.fragments if step % self.inner_steps == fragment.offset]
+
+    def has_work(self, step, last=False):
+        """Whether to_land() or to_send() has anything for this step."""
+        return last or bool(self.to_land(step) or self.to_send(step))
+
+    def is_mid_round(self, step):
+        """Whether parameters differ between replicas, or something is in flight."""
+        return any(fragment.equal_at < step or fragment.lands_at is not None for fragment in self.fragments)
+
+    # --- what -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send(self, fragment, step, weight=1.0, last=False):
+        """Start to exchange a fragment's pseudo-gradient; without overlap_steps, or after the last step, land it, too.
+
+        weight: of this replica in the average, such as the tokens that it trained on since the fragment was last sent.
+        """
+        assert fragment.lands_at is None, f'fragment {fragment.index} is sent while its last exchange is in flight'
+        assert weight > 0, f'weight={weight}: a replica without a share in the average could not make up for errors'
+        fragment.sent_at, fragment.lands_at = step, step + self.overlap_steps
+        if self.overlap_steps and not last:
+            fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
+            fragment.flights = [self._launch(fragment, bucket, weight) for bucket in fragment.buckets]
+            return
+        mix = 0.0 if last else self.mix
+        for bucket in fragment.buckets:
+            fragment.flights.append(self._launch(fragment, bucket, weight))
+            if len(fragment.flights) == 2:
+                self._apply(*fragment.flights.pop(0), fragment, mix)
+        self.land(fragment, step, mix)
+
+    @torch.no_grad()
+    def land(self, fragment, step, mix=None):
+        """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors.
+
+        Without fragment_mix, what the replica has learned during the exchange is dropped, as in the paper with alpha 0.
+        """
+        mix = self.mix if mix is None else mix
+        for flight in fragment.flights:
+            self._apply(*flight, fragment, mix)
+        fragment.flights, fragment.delta, fragment.lands_at = [], None, None
+        fragment.anchored_at = fragment.sent_at
+        if mix == 0:
+            fragment.equal_at = step
+
+    def _launch(self, fragment, bucket, weight):
+        """(bucket, its delta, handle): the exchange turns the delta, in place, into the average over the replicas."""
+        first, end, pieces = bucket
+        with self._timed('compute'):
+            delta = (
+                torch.empty(end - first, device=self.device) if fragment.delta is None else fragment.delta[first:end]
+            )
+            torch._foreach_copy_(delta.split([stop - start for _, start, stop in pieces]), parts_of(pieces))
+            torch.sub(fragment.anchor[first:end].to(self.device, non_blocking=True), delta, out=delta)
+        if self.replicas == 1:
+            return bucket, delta, None
+        error = None if fragment.error is None else fragment.error[first:end]
+        if self.thread:
+            return bucket, delta, self.thread.submit(self._average, delta, error, weight)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            told = self._average(delta, error, weight)
+            return bucket, delta, (self.stream.record_event(), told)
+
+    def _apply(self, bucket, delta, handle, fragment, mix):
+        """The outer step on one bucket."""
+        first, end, pieces = bucket
+        with self._timed('wait'):
+            told = self._wait(handle)
+        if told is not None:
+            self.gram += told.gram
+            self.weights, self.bytes_sent, self.spans = (
+                told.weights,
+                self.bytes_sent + told.bytes,
+                self.spans + told.spans,
+            )
+        with self._timed('compute'):
+            anchor, momentum = fragment.anchor[first:end], fragment.momentum[first:end]
+            here = [state.to(self.device, non_blocking=True) for state in (anchor, momentum)]  # themselves, mostly
+            self.update(here[0], delta, here[1])
+            if self.on_host:
+                anchor.copy_(here[0], non_blocking=True)
+                momentum.copy_(here[1], non_blocking=True)
+            anchors = here[0].split([stop - start for _, start, stop in pieces])
+            if mix:
+                torch._foreach_lerp_(parts_of(pieces), anchors, 1 - mix)
+            else:
+                torch._foreach_copy_(parts_of(pieces), anchors)
+
+    def _wait(self, handle):
+        """Hold up the host (thread) or the current stream (GPU) until an exchange is through; returns what it told."""
+        if handle is None:  # alone, or it was through when the run was saved
+            return None
+        if self.thread:
+            return handle.result()
+        torch.cuda.current_stream().wait_event(handle[0])
+        return handle[1]
+
+    @torch.no_grad()
+    def _average(self, delta, error, weight):
+        """Turn delta, flat fp32, into the weighted average over the replicas, in place. In the thread or the stream."""
+        replicas, n, spans = self.replicas, len(delta), []
+        multiple = BLOCK if self.dtype in LEVELS else 4
+        part = -(-n // (replicas * multiple)) * multiple  # numbers that one replica averages
+        with self._timed('compute', spans):
+            if error is not None:
+                delta.add_(error.to(self.device, non_blocking=True))
+            padded = torch.zeros(replicas * part, device=self.device)
+            padded[:n] = delta
+            encoded = encode(padded.view(replicas, part), self.dtype)
+            header = torch.full((replicas, 1), weight, dtype=torch.float64, device=self.device).view(torch.uint8)
+            to_send = torch.cat((header, encoded), dim=1)
+            received = torch.empty_like(to_send)
+        with self._timed('transfer', spans):
+            dist.all_to_all_single(received, to_send, group=self.group)
+        with self._timed('compute', spans):
+            theirs = decode(received[:, 8:], self.dtype)  # (replicas, part)
+            weights = received[:, :8].contiguous().view(torch.float64).flatten()
+            shares = (weights / weights.sum()).float()
+            mine = theirs[0] * shares[0]
+            for replica in range(1, replicas):
+                mine.addcmul_(theirs[replica], shares[replica])
+            encoded_mine = encode(mine[None], self.dtype)
+            gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
+        with self._timed('transfer', spans):
+            all_gather(gathered.flatten(), encoded_mine.flatten(), group=self.group)
+        with self._timed('compute', spans):
+            if error is not None:
+                lost = padded - decode(encoded, self.dtype).flatten()
+                own = slice(self.replica * part, (self.replica + 1) * part)
+                # What rounding the average cost: this replica's share of the next average makes up for it.
+                lost[own] += (mine - decode(encoded_mine, self.dtype)[0]) / shares[self.replica]
+                error.copy_(lost[:n], non_blocking=True)
+            delta.copy_(decode(gathered, self.dtype).flatten()[:n])
+            gram = (theirs @ theirs.T).double()
+        return Told(gram, weights, (replicas - 1) * (to_send.shape[1] + encoded_mine.shape[1]), spans)
+
+    # --- evaluate, save, load ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    @torch.no_grad()
+    def outer_parameters(self):
+        """A context in which the parameters are the anchors. It copies the parameters, into the gradients' room."""
+        inner = {name: local(parameter).clone() for name, parameter in self.parameters.items()}
+        self._go_on_from_anchors()
+        yield
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(inner[name])
+
+    def _go_on_from_anchors(self):
+        for fragment in self.fragments:
+            for name, (first, end) in fragment.places.items():
+                parameter = local(self.parameters[name])
+                parameter.copy_(fragment.anchor[first:end].view(parameter.shape))
+
+    @torch.no_grad()
+    def restart_from_parameters(self, step):
+        """Begin at `step` with anchors equal to the parameters, and no outer momentum."""
+        for fragment in self.fragments:
+            assert fragment.lands_at is None, 'a fragment is in flight'
+            fragment.momentum.zero_()
+            fragment.equal_at = fragment.sent_at = fragment.anchored_at = step
+            for name, (first, end) in fragment.places.items():
+                fragment.anchor[first:end] = local(self.parameters[name]).flatten()
+
+    @torch.no_grad()
+    def restart_from_anchors(self):
+        """Let all parameters be the anchors, what is in flight landed; returns the step that they are of."""
+        for fragment in self.fragments:
+            if fragment.lands_at is not None:
+                self.land(fragment, fragment.sent_at)
+        step = self.step_of_anchors()
+        for fragment in self.fragments:
+            fragment.equal_at = fragment.sent_at = fragment.anchored_at = step
+        self._go_on_from_anchors()
+        return step
+
+    def step_of_anchors(self):
+        """The step that the outer parameters are of; of several fragments the oldest counts."""
+        return min(fragment.anchored_at for fragment in self.fragments)
+
+    def state(self, step):
+        """What a checkpoint of this step needs besides tensors(); JSON-able."""
+        return {
+            'num_replicas': self.replicas,
+            'fragments': [sorted(fragment.parameters) for fragment in self.fragments],
+            'mid_round': self.is_mid_round(step),
+            **{key: [getattr(fragment, key) for fragment in self.fragments] for key in TIMES},
+        }
+
+    def tensors(self, mid_round):
+        """{key: tensor} to save, or to load in place. Waits for what is in flight.
+
+        model.NAME: the anchors. outer.NAME.momentum. In the middle of a round also replica3.model.NAME, and
+        outer.NAME.average of fragments in flight. replica3.NAME.error with error feedback.
+        """
+        tensors = {}
+        for fragment in self.fragments:
+            for *_, handle in fragment.flights:
+                self._wait(handle)
+            tensors |= {f'model.{name}': view for name, view in fragment.views(fragment.anchor).items()}
+            tensors |= {f'outer.{name}.momentum': view for name, view in fragment.views(fragment.momentum).items()}
+            if fragment.delta is not None:
+                tensors |= {f'outer.{name}.average': view for name, view in fragment.views(fragment.delta).items()}
+            if fragment.error is not None:
+                views = fragment.views(fragment.error)
+                tensors |= {f'replica{self.replica}.{name}.error': view for name, view in views.items()}
+            if mid_round:
+                parameters = fragment.parameters.items()
+                tensors |= {f'replica{self.replica}.model.{name}': tensor.detach() for name, tensor in parameters}
+        if self.on_host:
+            torch.cuda.synchronize()  # who saves them reads them on the host
+        return tensors
+
+    def resume(self, saved, read):
+        """Go on from a checkpoint whose model.* the parameters hold by now; returns the step to go on at.
+
+        saved: the checkpoint's state, with state() under 'diloco' unless train_ddp.py or train_fsdp.py wrote it.
+        read: function that fills {key: tensor} from the checkpoint, as far as it has them.
+        In the middle of a round, with another number of replicas, they go back to the outer parameters and their step.
+        Raises ValueError when the checkpoint's fragments, in the middle of a round, are others.
+        """
+        step, state = saved['step'], saved.get('diloco')
+        self.restart_from_parameters(step)
+        if state is None:
+            return step
+        same_fragments = state['fragments'] == [sorted(fragment.parameters) for fragment in self.fragments]
+        same_replicas = state['num_replicas'] == self.replicas
+        if state['mid_round'] and not same_fragments:
+            raise ValueError(
+                f'the checkpoint of step {step} is in the middle of a round, num_fragments={len(state["fragments"])}: '
+                'go on with the same num_fragments and fragment_order'
+            )
+        if same_fragments:
+            for number, fragment in enumerate(self.fragments):
+                for key in TIMES:
+                    setattr(fragment, key, state[key][number])
+                if fragment.lands_at is not None:
+                    fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
+                    fragment.flights = [
+                        (bucket, fragment.delta[slice(*bucket[:2])], None) for bucket in fragment.buckets
+                    ]
+        tensors = self.tensors(mid_round=state['mid_round'] and same_replicas)
+        read({key: tensor for key, tensor in tensors.items() if not key.startswith('model.')})
+        if state['mid_round'] and not same_replicas:
+            step = self.restart_from_anchors()
+        return step
+
+    def optimizer_key(self, saved=None):
+        """What precedes this replica's inner optimizer state in a checkpoint; saved: state of the one to load from.
+
+        Replica 0's has the name that every strategy gives it. With another number of replicas, some share one.
+        """
+        replica = self.replica % (saved.get('diloco', {}).get('num_replicas', 1) if saved else self.replicas)
+        return f'replica{replica}.optim' if replica else 'optim'
+
+    def checksums(self):
+        """(of the anchors, of the parameters) on this rank: equal on all ranks of its group after an outer step."""
+        if self.on_host:
+            torch.cuda.synchronize()
+        parameters = [local(parameter).flatten().float() for parameter in self.parameters.values()]
+        anchors = [fragment.anchor for fragment in self.fragments]
+        return tuple(
+            sum((number + 1) * checksum(part) for number, part in enumerate(parts)) for parts in (anchors, parameters)
+        )
+
+    # --- health -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed(self, kind, spans=None):
+        """Note the time until the context ends, of the host or of the GPU's stream; kind: wait, compute or transfer."""
+        begin = self._now()
+        yield
+        (self.spans if spans is None else spans).append((kind, begin, self._now()))
+
+    def _now(self):
+        if not self.on_cuda:
+            return time.perf_counter()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+    def _seconds(self):
+        seconds = Counter(dict.fromkeys(('wait', 'transfer', 'compute'), 0.0))
+        for kind, begin, end in self.spans:
+            seconds[kind] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
+        return seconds
+
+    def reset_health(self):
+        self.spans, self.bytes_sent = [], 0
+        self.gram = torch.zeros(self.replicas, self.replicas, dtype=torch.float64, device=self.device)
+        self.weights = torch.ones(self.replicas, dtype=torch.float64, device=self.device)
+
+    def health(self):
+        """
+        Metrics since the last call, that is of a round. Collective over all ranks, one small all-reduce.
+
+        diloco/cosine, diloco/cosine_min: between the pseudo-gradients of two replicas, mean and smallest of all pairs.
+        diloco/replica_norm: of one replica's pseudo-gradient, root mean square. diloco/delta_norm: of the average.
+        diloco/drift: distance of the replicas from their mean, root mean square. diloco/momentum_norm.
+        diloco/wait_s: seconds for which training waited. diloco/transfer_s: in collectives.
+        diloco/compute_s: of differences, encoding and outer steps. All of rank 0.
+        diloco/bytes: that this rank sent; diloco/bytes_formula: 2 N b (M-1)/M of its shard's N numbers of b bytes.
+        Exchanges count when they land; without any, only the momentum is told. A norm that is not finite stays so.
+        """
+        if self.on_cuda:
+            torch.cuda.current_stream().synchronize()  # not with what is in flight
+        parts = [part for fragment in self.fragments for part in fragment.momentum.split(BUCKET)]
+        squares = sum(
+            (part.square().sum().double().cpu() for part in parts), start=torch.zeros((), dtype=torch.float64)
+        )
+        sums = torch.cat((self.gram.flatten().cpu(), squares.reshape(1) / self.replicas))
+        dist.all_reduce(sums)
+        gram, weights = sums[:-1].view(self.replicas, self.replicas), self.weights.cpu() / self.weights.sum().cpu()
+        norms = gram.diagonal().sqrt()
+        mean_square = (weights @ gram @ weights).item()
+        row = {'diloco/momentum_norm': math.sqrt(sums[-1].item())}
+        if self.bytes_sent:
+            first, second = torch.triu_indices(self.replicas, self.replicas, 1)
+            cosines = gram[first, second] / (norms[first] * norms[second])
+            drift = (weights @ gram.diagonal()).item() - mean_square  # E |d - mean|^2 = E |d|^2 - |mean|^2
+            if norms.all():  # of a pseudo-gradient of zero there is no direction
+                row |= {'diloco/cosine': cosines.mean().item(), 'diloco/cosine_min': cosines.min().item()}
+            row |= {
+                'diloco/replica_norm': gram.diagonal().mean().sqrt().item(),
+                'diloco/delta_norm': math.sqrt(max(mean_square, 0.0)),  # max(nan, 0) is nan, max(0, nan) is 0
+                'diloco/drift': math.sqrt(max(drift, 0.0)),
+            }
+        row |= {f'diloco/{kind}_s': value for kind, value in self._seconds().items()}
+        row |= {'diloco/bytes': self.bytes_sent, 'diloco/bytes_formula': self.round_bytes(self.dtype)}
+        self.reset_health()
+        return row
+
+    def rehearse(self, numbers, dtype):
+        """(seconds, of them computing) that an exchange of so many numbers takes; nobody uses the result."""
+        scratch = {'scratch': torch.zeros(numbers, device=self.device)}
+        fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
+        fragment.anchor.zero_()
+        own, self.dtype = self.dtype, dtype
+        began = time.perf_counter()
+        self.send(fragment, step=0, last=True)
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        seconds, self.dtype = time.perf_counter() - began, own
+        computing = self._seconds()['compute']
+        self.reset_health()
+        return seconds, computing
+
+    def round_bytes(self, dtype):
+        """Bytes that this rank sends in a round by the formula 2 N b (M-1)/M."""
+        numbers = sum(len(fragment.anchor) for fragment in self.fragments)
+        return 2 * numbers * BYTES[dtype] * (self.replicas - 1) / self.replicas
+
+
+def parts_of(pieces):
+    """Flat views of the (parameter, first, end) of a bucket, of which writing changes the parameters."""
+    return [local(parameter).view(-1)[first:end] for parameter, first, end in pieces]

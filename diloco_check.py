@@ -1,0 +1,297 @@
+"""
+What a user of train_diloco.py wants to know of their own machines: what the exchange will cost (--plan), whether it
+computes what it should (--verify), and, at every start, whether all replicas are about to train the same thing.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
+ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
+WARM_UP_STEPS = 3
+LARGEST_PROBE = 2**24  # numbers: 200 MB for a moment
+PROBE_SECONDS = 1.0  # a probe of the link that takes as long is long enough
+
+# --- before the first step --------------------------------------------------------------------------------------------
+
+
+def mesh_lines(num_replicas, local_world_size):
+    """Which ranks on which hosts are a replica: lines of text. Collective.
+
+    Raises ValueError on every rank if nodes have unequal numbers of ranks: a replica would lie across them.
+    """
+    hosts = everybodys((os.uname().nodename, local_world_size))
+    if len({ranks for _, ranks in hosts}) > 1:
+        counts = ', '.join(f'{ranks} on {host}' for host, ranks in dict.fromkeys(hosts))
+        raise ValueError(f'nodes have unequal numbers of ranks ({counts}): start as many on each, --nproc_per_node=N')
+    shards = len(hosts) // num_replicas
+    lines = [f'mesh: {num_replicas} replicas x {shards} shards']
+    if num_replicas == 1:
+        lines.append('  one replica has nobody to exchange with: --num_replicas=2 makes two of the ranks of one node')
+    for replica in range(num_replicas):
+        ranks = range(replica * shards, (replica + 1) * shards)
+        on = ', '.join(dict.fromkeys(hosts[rank][0] for rank in ranks))
+        lines.append(f'  replica {replica}: ranks {", ".join(map(str, ranks))} on {on}')
+    return lines
+
+
+def refuse_differences(values):
+    """Raises ValueError on every rank if some rank has other `values` than rank 0: {key: anything with ==}."""
+    of_ranks = everybodys(values)
+    for rank, theirs in enumerate(of_ranks):
+        for key, value in of_ranks[0].items():
+            if theirs[key] != value:
+                raise ValueError(
+                    f'rank {rank} has {key}={theirs[key]!r}, rank 0 has {value!r}: '
+                    'start every node with the same command on the same files'
+                )
+
+
+def refuse_different_weights(outer):
+    """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit."""
+    replicas = [None] * outer.replicas
+    dist.all_gather_object(replicas, outer.checksums()[0], group=outer.group)
+    different = [replica for replica in range(outer.replicas) if replicas[replica] != replicas[0]]
+    for of_rank in everybodys(different):  # every group of ranks has compared its own shard
+        if of_rank:
+            raise ValueError(
+                f'replica {of_rank[0]} starts from other weights than replica 0: '
+                'give every node the same checkpoint or seed, and the same version of torch'
+            )
+
+
+def everybodys(value):
+    """[value of rank 0, of rank 1, ...]."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """Predicts from measurements what rounds of other lengths would cost, and compares that with what the run did.
+
+    On creation it times exchanges of growing size over the real link, in every dtype; collective, some seconds. After
+    the first few steps, which give the time of a step, rank 0 prints the table.
+    """
+
+    def __init__(self, outer, meter, dtypes, say):
+        self.outer, self.meter, self.say = outer, meter, say
+        numbers = torch.tensor(sum(len(fragment.anchor) for fragment in outer.fragments))
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)  # shards may be uneven
+        self.numbers = numbers.item()
+        self.models = {dtype: self._time_exchanges(dtype) for dtype in dtypes}
+        self.steps, self.warm, self.step_seconds = 0, None, None
+
+    def _time_exchanges(self, dtype):
+        """(seconds, seconds per number, seconds of computing per number) of an exchange: the slowest rank's."""
+        numbers, times, most = min(self.numbers, 2**14), [], min(self.numbers, LARGEST_PROBE)
+        self.outer.rehearse(numbers, dtype)  # connections, first allocations
+        while True:
+            timed = torch.tensor(min(self.outer.rehearse(numbers, dtype) for _ in range(2)), dtype=torch.float64)
+            dist.all_reduce(timed, op=dist.ReduceOp.MAX)
+            times.append((numbers, *timed.tolist()))
+            if numbers == most or timed[0] > PROBE_SECONDS:
+                break
+            numbers = min(4 * numbers, most)
+        more, slow, computing = times[-1]
+        # The slope to the largest that is half as large at most: what lies closer together differs by noise.
+        fewer, quick, _ = next((time for time in reversed(times) if 2 * time[0] <= more), (0, 0.0, 0.0))
+        per_number = max(slow - quick, 0.1 * slow) / (more - fewer)
+        return max(0.0, slow - per_number * more), per_number, computing / more
+
+    def exchange_seconds(self, dtype):
+        """Seconds per round for which training stands still."""
+        fragments, overlap = len(self.outer.fragments), self.outer.overlap_steps
+        constant, per_number, computing = self.models[dtype]
+        of_fragment = constant + per_number * self.numbers / fragments
+        hidden = overlap * self.step_seconds
+        return fragments * max(of_fragment - hidden, computing * self.numbers / fragments if overlap else 0.0)
+
+    def utilisation(self, dtype, inner_steps):
+        """Share of the time that is spent on inner steps."""
+        training = inner_steps * self.step_seconds
+        return training / (training + self.exchange_seconds(dtype))
+
+    def after_step(self):
+        """Count a step; print the table once enough of them have been timed."""
+        self.steps += 1
+        if self.step_seconds is not None:
+            return
+        if self.steps == WARM_UP_STEPS:
+            self.warm = self.inner_seconds()
+        timed = self.steps - WARM_UP_STEPS
+        if timed >= 10 and self.inner_seconds() - self.warm >= 2.0 or timed == 100:
+            self.step_seconds = (self.inner_seconds() - self.warm) / timed
+            self.say('\n'.join(self.table()))
+
+    def inner_seconds(self):
+        """Spent on inner steps so far."""
+        self.meter.read_all()
+        return self.meter.training_seconds - self.meter.seconds['outer']
+
+    def table(self):
+        """Lines of text."""
+        mine = self.outer.dtype
+        rates = [f'{8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1]):,.0f} Mbit/s']
+        lines = [
+            f'plan: {1000 * self.step_seconds:.1f} ms per inner step; exchanges in {mine} run at {rates[0]} per rank',
+            '  exchange   MB sent per rank   seconds   share of the time spent on inner steps, by inner_steps',
+            ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in ROUNDS),
+        ]
+        for dtype in self.models:
+            shares = ''.join(f'{self.utilisation(dtype, inner_steps):8.1%}' for inner_steps in ROUNDS)
+            size, seconds = self.outer.round_bytes(dtype) / 1e6, self.exchange_seconds(dtype)
+            lines.append(f'  {dtype:9}{size:18.2f}{seconds:10.3f} {shares}')
+        best = next((n for n in ROUNDS if self.utilisation(mine, n) >= ENOUGH), ROUNDS[-1])
+        lines.append(
+            f'  recommended: --inner_steps={best}, the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
+        )
+        return lines
+
+    def compare(self):
+        """Say how the run went beside what had been predicted for it."""
+        if self.step_seconds is None:
+            self.say(f'plan: {self.steps} steps are too few to measure the time of one')
+            return
+        dtype, inner_steps = self.outer.dtype, self.outer.inner_steps
+        step = (self.inner_seconds() - self.warm) / (self.steps - WARM_UP_STEPS)
+        rounds = self.steps / inner_steps
+        outer = self.meter.seconds['outer'] / rounds
+        share = step * inner_steps / (step * inner_steps + outer)
+        predicted = self.exchange_seconds(dtype)
+        self.say(
+            f'plan: rounds of {inner_steps} steps: predicted {inner_steps * self.step_seconds:.2f} s + exchange '
+            f'{predicted:.3f} s, {self.utilisation(dtype, inner_steps):.1%} on inner steps; '
+            f'measured {inner_steps * step:.2f} s + {outer:.3f} s, {share:.1%}'
+        )
+
+
+def advice(rounds, outer_momentum):
+    """A warning, or '', for a run of so few rounds that outer momentum gathered early is not worked off by its end."""
+    return ''
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def verify(parameters, backward, make_outer, half_precision, say):
+    """Check on the real model, data, machines and process groups what DiLoCo promises; True if all holds. Collective.
+
+    parameters: {name: parameter} that train; they are put back at the end.
+    backward: function of a step that leaves this replica's gradient of that step's batch in .grad, without clipping.
+    make_outer: function (**settings) that makes a diloco.Outer with these in place of the run's own.
+    half_precision: whether the computation is, which rounds 1000 times coarser.
+    """
+    steps, passed = 3, []
+    locals_ = {name: parameter.detach() for name, parameter in parameters.items()}
+    locals_ = {name: getattr(tensor, '_local_tensor', tensor) for name, tensor in locals_.items()}
+    start = {name: tensor.clone() for name, tensor in locals_.items()}
+
+    def gradients():
+        taken = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return {name: getattr(gradient, '_local_tensor', gradient) for name, gradient in taken.items()}
+
+    def reset():
+        for name, tensor in locals_.items():
+            tensor.copy_(start[name])
+
+    def norm(tensors):
+        square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
+        dist.all_reduce(square)
+        return square.sqrt().item()
+
+    def check(name, holds, detail):
+        passed.append(all(everybodys(holds)))
+        say(f'verify: {"pass" if passed[-1] else "FAIL"}: {name} ({detail})')
+
+    def average(theta, pseudo_gradient, momentum):
+        theta.sub_(pseudo_gradient)
+
+    # Data parallelism by hand: gradients averaged over the replicas in every step, plain SGD.
+    outer = make_outer(update=average, inner_steps=1, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32')
+    rate = None
+    for step in range(steps):
+        backward(step)
+        for gradient in (taken := gradients()).values():
+            dist.all_reduce(gradient, group=outer.group)
+            gradient /= outer.replicas
+        rate = rate or 0.01 * norm(start.values()) / max(norm(taken.values()), 1e-30)  # moves the weights by 1%
+        for name, gradient in taken.items():
+            locals_[name].sub_(gradient, alpha=rate)
+    reference = {name: tensor.clone() for name, tensor in locals_.items()}
+    moved = norm([reference[name] - start[name] for name in start])
+    reset()
+
+    # The same steps as DiLoCo with rounds of one step.
+    sent, equal = 0, True
+    for step in range(steps):
+        with TrafficBetweenReplicas(outer) as traffic:
+            backward(step)
+            for name, gradient in gradients().items():
+                locals_[name].sub_(gradient, alpha=rate)
+        sent += traffic.calls
+        for fragment in outer.to_send(step + 1):
+            outer.send(fragment, step + 1)
+        equal &= replicas_agree(outer)
+    difference = norm([locals_[name] - reference[name] for name in reference]) / max(moved, 1e-30)
+    limit = 1e-2 if half_precision else 1e-4
+    reset()
+    check(
+        'rounds of one step, averaged, are data-parallel SGD',
+        difference <= limit and moved > 0,
+        f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}',
+    )
+    check('all replicas hold the same bits after each outer step', equal, f'{steps} outer steps, float32')
+    check('no inner step has a collective between replicas', sent == 0, f'{sent} in {steps} steps')
+
+    # Rounds with the run's own outer settings, shortened.
+    rounds, fragments = 2, len(make_outer().fragments)
+    outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0, mix=0.0)
+    for step in range(rounds * outer.inner_steps):
+        backward(step)
+        for name, gradient in gradients().items():
+            locals_[name].sub_(gradient, alpha=rate)
+        last = step + 1 == rounds * outer.inner_steps
+        for fragment in outer.to_send(step + 1, last):
+            outer.send(fragment, step + 1, last=last)
+    detail = f'{rounds} rounds, {outer.dtype}, {len(outer.fragments)} fragments'
+    check('all replicas hold the same bits with the outer settings of this run', replicas_agree(outer), detail)
+    reset()
+    say(f'verify: {"passed" if all(passed) else "FAILED"}')
+    return all(passed)
+
+
+def replicas_agree(outer):
+    """Whether anchors and parameters of this rank's shard are the same bits in all replicas."""
+    checksums = [None] * outer.replicas
+    dist.all_gather_object(checksums, outer.checksums(), group=outer.group)
+    return all(theirs == checksums[0] for theirs in checksums)
+
+
+class TrafficBetweenReplicas(TorchDispatchMode):
+    """Counts the collectives, also those issued inside of backward, among ranks of more than one replica."""
+
+    def __init__(self, outer):
+        super().__init__()
+        self.calls, self.shards = 0, dist.get_world_size() // outer.replicas
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ('c10d', '_c10d_functional', '_dtensor'):
+            names = [argument for argument in args if isinstance(argument, str)]  # functional collectives
+            for argument in args:
+                if isinstance(argument, torch.ScriptObject) and 'ProcessGroup' in str(argument._type()):
+                    names.append(dist.ProcessGroup.unbox(argument).group_name)
+            for name in names:
+                if name in ('sum', 'avg', 'max', 'min', 'product'):
+                    continue
+                ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+                self.calls += len({rank // self.shards for rank in ranks}) > 1
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,349 @@
+"""
+Fetch a model of the Hugging Face hub into a plain folder, or check the one that lies there. Needs no GPU.
+
+    python download_model.py --model=meta-llama/Llama-3.2-3B-Instruct     # into models/Llama-3.2-3B-Instruct
+    python download_model.py --model=models/Llama-3.2-3B-Instruct         # check that folder; needs no network
+    python download_model.py --model=Qwen/Qwen3-0.6B --to=/scratch/qwen --revision=main
+
+Only what training needs is fetched: configuration, tokenizer, licence and safetensors. Killed half-way, the same
+command goes on where it stopped; later, it fetches what is missing or damaged. Every file is compared with the hub's
+size and hash, and download.json, which keeps them, is written last. The weights never come into memory.
+"""
+
+from configurator import configure
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+model: str | None = None  # OWNER/NAME on the hub, or a folder to check
+to: str | None = None  # the folder to download into; None = models/NAME
+revision = 'main'  # branch, tag or commit on the hub
+# ----------------------------------------------------------------------------------------------------------------------
+config, _ = configure(globals())
+
+import contextlib
+import datetime
+import fcntl
+import fnmatch
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import guard
+
+guard.report_errors()
+
+RECORD = 'download.json'  # repository, commit, size and sha256 of every file
+UNFINISHED = 'download.unfinished'  # is there, with the repository, while files are being fetched
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
+# Beside the weights; in the repository's root only: original/, onnx/ and the like hold the weights a second time.
+NEEDED = ['config.json', 'generation_config.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json']
+NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json', 'chat_template*', 'LICENSE*']
+TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
+TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # any one of these sets of files will do
+PICKLES = ('.bin', '.pth', '.pt', '.ckpt')
+DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float64'}  # safetensors' names -> torch's
+
+# --- FILES ------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path):
+    """The object in a JSON file; {} where there is no file. Raises ValueError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+        return {}
+    except ValueError:  # not JSON, or not even text
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is damaged (no JSON object): {mend(path.parent)}')
+    return content
+
+
+def origin(folder):
+    """{'repo', 'revision'} that a folder was, or is being, downloaded from; {} where that is not known."""
+    for name in (UNFINISHED, RECORD):  # the newer one first
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or damaged
+            found = json.loads((folder / name).read_text(encoding='utf-8'))
+            return {'repo': found['repo'], 'revision': found['revision']}
+    return {}
+
+
+def mend(folder):
+    """The command that brings a damaged folder in order, to end an error message with."""
+    known = origin(folder)
+    if not known:
+        return 'copy it again, or download: `python download_model.py --model=OWNER/NAME --to=NEW_FOLDER`'
+    command = f'python download_model.py --model={known["repo"]} --to={shlex.quote(str(folder))}'
+    return f'mend it where there is internet: `{command} --revision={known["revision"]}`'
+
+
+def progress(what, total, done=0):
+    """A bar over bytes on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(desc=what, total=total, initial=done, unit='B', unit_scale=True, disable=None, leave=False)
+
+
+def sha256_of(path):
+    """sha256 of a file in hexadecimal, read in pieces."""
+    sha256 = hashlib.sha256()
+    with open(path, 'rb') as file, progress('verifying', path.stat().st_size) as bar:
+        while piece := file.read(2**22):
+            sha256.update(piece)
+            bar.update(len(piece))
+    return sha256.hexdigest()
+
+
+def in_words(size):
+    return f'{size / 1e9:.2f} GB' if size >= 1e7 else f'{size:,} bytes'
+
+
+# --- CHECK A FOLDER ---------------------------------------------------------------------------------------------------
+
+
+def read_header(path):
+    """{tensor: {'dtype', 'shape', 'data_offsets'}} of a safetensors file, whose size must be what the header says.
+
+    Such a file is the header's length in 8 bytes, little-endian, then the header as JSON, then the numbers.
+    """
+    size = path.stat().st_size
+    with open(path, 'rb') as file:
+        length = int.from_bytes(file.read(8), 'little')
+        try:
+            header = json.loads(file.read(length)) if length <= size - 8 else {}
+            header.pop('__metadata__', None)
+            end = 8 + length + max(tensor['data_offsets'][1] for tensor in header.values())
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f'{path} is cut short or no safetensors file: {mend(path.parent)}') from None
+    if size != end:
+        raise ValueError(f'{path} has {size:,} bytes, its header says {end:,}: {mend(path.parent)}')
+    return header
+
+
+def check(folder, compare=True):
+    """Raise ValueError unless the folder holds a whole model with its tokenizer; print what it holds.
+
+    compare: read every file that download.json lists, and compare its sha256.
+    """
+    names = {path.name for path in folder.iterdir()}
+    if UNFINISHED in names:
+        raise ValueError(f'{folder}: its download has not finished: {mend(folder)}')
+    model_config = read_json(folder / 'config.json')
+    if not model_config:
+        raise ValueError(f'{folder} has no config.json: {mend(folder)}')
+    placed = read_json(folder / INDEX).get('weight_map', {})  # tensor -> file
+    shards = {SINGLE} if SINGLE in names else set(placed.values())  # transformers, too, prefers the single file
+    if not shards:
+        pickles = [f', only {name}, which can run code when it is read' for name in names if name.endswith(PICKLES)]
+        raise ValueError(f'{folder} has no weights ({SINGLE} or {INDEX}){min(pickles, default="")}: {mend(folder)}')
+    if not any(files <= names for files in TOKENIZERS):
+        raise ValueError(f'{folder} has no tokenizer ({" or ".join(map(min, TOKENIZERS))}): {mend(folder)}')
+    parameters, dtypes, size = 0, set(), 0
+    for name in sorted(shards):
+        if name not in names:
+            raise ValueError(f'{folder / name}, which {INDEX} lists, is missing: {mend(folder)}')
+        tensors = read_header(folder / name)
+        missing = [tensor for tensor, place in placed.items() if place == name and tensor not in tensors]
+        if missing:
+            raise ValueError(f'{folder / name} lacks {missing[0]}, which {INDEX} puts there: {mend(folder)}')
+        parameters += sum(math.prod(tensor['shape']) for tensor in tensors.values())
+        dtypes |= {DTYPES.get(tensor['dtype'], tensor['dtype']) for tensor in tensors.values()}
+        size += (folder / name).stat().st_size
+
+    recorded = read_json(folder / RECORD).get('files', {})
+    for name, facts in recorded.items():
+        there = (folder / name).stat().st_size if name in names else 'no'
+        if there != facts['size']:
+            raise ValueError(f'{folder / name} has {there} bytes, {RECORD} says {facts["size"]}: {mend(folder)}')
+        if compare and sha256_of(folder / name) != facts['sha256']:
+            raise ValueError(f'{folder / name} is damaged, its sha256 is not the one in {RECORD}: {mend(folder)}')
+    kind = ', '.join(model_config.get('architectures') or ['unknown architecture'])
+    print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
+    print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
+    if recorded:
+        print(
+            '{repo} at {revision}'.format(**origin(folder)) + f': {len(recorded)} files, sizes and sha256 as recorded'
+        )
+    else:
+        print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
+
+
+# --- DOWNLOAD ---------------------------------------------------------------------------------------------------------
+
+
+class CountedFile(io.BufferedWriter):
+    """A file to append to; the bar moves with what is written."""
+
+    def __init__(self, path, bar):
+        super().__init__(io.FileIO(path, 'a'))
+        self.bar = bar
+
+    def write(self, piece):
+        self.bar.update(len(piece))
+        return super().write(piece)
+
+
+@contextlib.contextmanager
+def one_line_errors(repo, folder):
+    """Turn what huggingface_hub, its HTTP library and the disk raise into one line with the way out."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, of which it is one
+            line = (
+                f'https://huggingface.co/{repo} wants its licence accepted: accept it there, then `hf auth login` '
+                'with a token of the account that did, and run this again'
+            )
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            line = (
+                f'model={repo}: neither a folder here nor a model on the Hugging Face hub: look for its name on '
+                'https://huggingface.co/models (a private one wants `hf auth login` first)'
+            )
+        elif isinstance(error, errors.RevisionNotFoundError):
+            line = f'revision={revision}: {repo} has no such branch, tag or commit: try --revision=main'
+        elif isinstance(error, errors.HfHubHTTPError):
+            status = error.response.status_code
+            advice = 'renew the token with `hf auth login`' if status in (401, 403) else 'run this again later'
+            line = f'the Hugging Face hub answered {status} for {repo}: {advice}'
+        elif isinstance(error, OSError) and error.errno is not None:  # the disk's, not the network's
+            line = f'{folder}: {error.strerror}: make room, or give another folder with --to=FOLDER'
+        else:
+            # An HTTP library quotes a header that it finds malformed, and the token is in one.
+            reason = re.sub(r'Bearer.*', 'Bearer ***', ' '.join(str(error).split()))[:200]
+            line = (
+                f'the Hugging Face hub cannot be reached ({type(error).__name__}: {reason}): run this where there is '
+                'internet, such as on a login node; what has arrived is kept'
+            )
+        raise ValueError(line) from error
+
+
+def sha256_if_whole(path, listed):
+    """sha256 of the file if it is what the hub lists, by size and hash; else None."""
+    if not path.is_file() or path.stat().st_size != listed.size:
+        return None
+    sha256 = sha256_of(path)
+    if listed.lfs:
+        return sha256 if sha256 == listed.lfs.sha256 else None
+    content = path.read_bytes()  # a small file that git keeps itself, under the hash of a header and the content
+    git_hash = hashlib.sha1(b'blob %d\0' % len(content) + content).hexdigest()
+    return sha256 if git_hash == listed.blob_id else None
+
+
+def part_of(listed, folder):
+    """Where the file grows. Its hash is in the name, so that no other version of it is continued."""
+    return folder / f'{listed.rfilename}.{(listed.lfs.sha256 if listed.lfs else listed.blob_id)[:16]}.part'
+
+
+def fetch(repo, commit, listed, folder, bar):
+    """Fetch one file, or the rest of it, and return its sha256. Raises ValueError if it is not what the hub lists."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    part, url = part_of(listed, folder), hf_hub_url(repo, listed.rfilename, revision=commit)
+    headers = {**build_hf_headers(), 'accept-encoding': 'identity'}  # compressed, a range would count other bytes
+    # http_get goes on within a file. snapshot_download (huggingface_hub 2.4) would begin a cut-off file anew.
+    with one_line_errors(repo, folder), CountedFile(part, bar) as file:
+        http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=listed.size)
+        file.flush()
+        os.fsync(file.fileno())  # a full disk or quota may show only here
+    sha256 = sha256_if_whole(part, listed)
+    if sha256 is None:
+        part.unlink()
+        raise ValueError(f'{folder / listed.rfilename} arrived damaged and was removed: run this again')
+    os.replace(part, folder / listed.rfilename)
+    bar.write(f'{listed.rfilename}: {in_words(listed.size)}, verified')
+    return sha256
+
+
+def choose(repo, listing):
+    """Names of what to fetch, without shards. Raises ValueError for a repository that is no model with a tokenizer."""
+    names = {name for name in listing for pattern in NEEDED if '/' not in name and fnmatch.fnmatchcase(name, pattern)}
+    weights = [name for name in (SINGLE, INDEX) if name in listing]
+    if 'config.json' not in names:
+        raise ValueError(f'{repo} has no config.json: it is no model of the transformers library')
+    if not weights:
+        pickles = [f', only {name}, which can run code when it is read' for name in listing if name.endswith(PICKLES)]
+        raise ValueError(f'{repo} has no safetensors weights{min(pickles, default="")}: choose another --model')
+    if not any(files <= names for files in TOKENIZERS):
+        raise ValueError(f'{repo} has no tokenizer: choose the --model that it was made from')
+    return names | {weights[0]}
+
+
+def download(repo, folder):
+    """Bring the folder to what the hub has at `revision`: fetch what is missing or damaged, then write download.json.
+
+    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # one bar over all files instead
+    if folder.is_dir() and any(folder.iterdir()) and origin(folder).get('repo') != repo:
+        holds = origin(folder).get('repo', 'files that were not downloaded by this script')
+        raise ValueError(f'{folder} holds {holds}; it was left as it is: give another folder with --to=FOLDER')
+    with one_line_errors(repo, folder):  # some compute nodes drop packets silently, hence the timeout in seconds
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=30)
+        listing = {listed.rfilename: listed for listed in info.siblings}
+    names = choose(repo, listing)
+    with one_line_errors(repo, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        marker = open(folder / UNFINISHED, 'a', encoding='utf-8')
+    try:
+        fcntl.lockf(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two processes would append to the same files
+    except OSError:
+        raise ValueError(f'{folder}: another process is downloading into it: wait for that one') from None
+    marker.truncate(0)
+    marker.write(json.dumps({'repo': repo, 'revision': info.sha}))
+    marker.flush()
+    print(f'{repo} at {info.sha} -> {folder}')
+    if INDEX in names:
+        if not sha256_if_whole(folder / INDEX, listing[INDEX]):
+            with progress(INDEX, listing[INDEX].size) as bar:
+                fetch(repo, info.sha, listing[INDEX], folder, bar)
+        shards = set(read_json(folder / INDEX).get('weight_map', {}).values())
+        absent = sorted(name for name in shards if name not in listing or '/' in name)
+        if absent:
+            raise ValueError(f'{repo} has no {absent[0]}, which its {INDEX} lists: choose another --revision')
+        names |= shards
+
+    hashes = {name: sha256_if_whole(folder / name, listing[name]) for name in sorted(names)}
+    missing = [listing[name] for name, sha256 in hashes.items() if sha256 is None]
+    parts = [part_of(listed, folder) for listed in missing]
+    total, arrived = sum(listed.size for listed in missing), sum(p.stat().st_size for p in parts if p.exists())
+    free = shutil.disk_usage(folder).free
+    if total - arrived > free:
+        needs = f'needs {in_words(total - arrived)} more, the disk has {in_words(free)} free'
+        raise ValueError(f'{folder}: {needs}: make room, or give another folder with --to=FOLDER')
+    with progress('downloading', total, arrived) as bar:
+        for listed in missing:
+            hashes[listed.rfilename] = fetch(repo, info.sha, listed, folder, bar)
+    for pattern in ('model*.safetensors', INDEX, '*.part'):  # of another revision: transformers might load them
+        for path in folder.glob(pattern):
+            if path.name not in names:
+                path.unlink()
+    files = {name: {'size': listing[name].size, 'sha256': sha256} for name, sha256 in hashes.items()}
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
+    unfinished = folder / f'{RECORD}.tmp'
+    unfinished.write_text(json.dumps({'repo': repo, 'revision': info.sha, 'date': date, 'files': files}, indent=1))
+    os.replace(unfinished, folder / RECORD)
+    os.remove(folder / UNFINISHED)  # last: from here on the folder is complete
+    check(folder, compare=False)  # each file has just been compared
+
+
+# --- COMMAND ----------------------------------------------------------------------------------------------------------
+if model is None:
+    raise ValueError('model is not set: give OWNER/NAME of the Hugging Face hub, or a folder to check, with --model=')
+if to is None and os.path.isdir(os.path.expanduser(model)):
+    check(Path(model).expanduser())
+elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', model):
+    download(model, Path(to or Path('models', model.rpartition('/')[2])).expanduser())
+else:
+    raise ValueError(f'model={model}: there is no such folder, and on the hub a model is called OWNER/NAME')

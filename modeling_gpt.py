@@ -1,0 +1,79 @@
+"""
+The models of model.py that `transformers` has no class for, as one of its models. export_model.py copies this file and
+model.py beside the weights, and there they are loaded with
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+Nothing is computed here: model.py is what ran in training. It has no mask for padding, so a batch is padded on the
+right or not at all; and generate() has no cache: every new token costs a pass over all tokens before it.
+"""
+
+from dataclasses import fields
+
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from .model import GPT, ModelConfig
+
+
+class GPTConfig(PretrainedConfig):
+    """config.json: the fields of ModelConfig by their own names, and what every transformers model has."""
+
+    model_type = 'native_gpt'
+    attribute_map = {  # what tools ask for -> what it is called here
+        'hidden_size': 'n_embd',
+        'num_hidden_layers': 'n_layer',
+        'num_attention_heads': 'n_head',
+        'max_position_embeddings': 'block_size',
+    }
+
+    def __init__(self, **keys):
+        for field in fields(ModelConfig):
+            setattr(self, field.name, keys.pop(field.name, field.default))
+        keys['tie_word_embeddings'] = bool(self.tie_embeddings)
+        super().__init__(**keys)
+
+
+class UnpaddedConfig(ModelConfig):
+    """The rows that pad the vocabulary in training are not exported."""
+
+    @property
+    def padded_vocab_size(self):
+        return self.vocab_size
+
+
+class GPTForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = GPTConfig
+    base_model_prefix = 'model'
+    _no_split_modules = ['Block']  # device_map keeps a block on one device
+    _tied_weights_keys = {'model.head.weight': 'model.embed.weight'}  # where the config ties them
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = GPT(UnpaddedConfig.from_keys(config.to_dict()))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+    def get_output_embeddings(self):
+        return self.model.head
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **options):
+        """input_ids (B, T). labels (B, T): input_ids again, -100 = ignored. Returns logits (B, T, V) and the mean loss.
+
+        Raises ValueError where attention_mask (B, T) hides a token before one that it shows.
+        """
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
+            raise ValueError("this model has no mask for padding: pad on the right (tokenizer.padding_side = 'right')")
+        self.model.compute_dtype = self.model.embed.weight.dtype
+        logits = self.model(input_ids)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **options):
+        """All tokens again at every step, or the latest that fit the context."""
+        inputs = {'input_ids': input_ids, 'attention_mask': attention_mask}
+        return {name: None if value is None else value[:, -self.config.block_size :] for name, value in inputs.items()}

@@ -1,0 +1,1170 @@
+"""diloco.py against a loop in one process: the same numbers, the same bits on all replicas, the bytes it promises.
+
+What the ranks run is in this file, too: `torchrun tests/test_diloco.py FOLDER` runs all cases once and writes what each
+rank saw; the tests read that.
+"""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+
+import diloco
+import fsdp_manual
+import guard
+
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+# Every case runs against the reference. tau = overlap_steps, alpha = mix.
+COMPARED = {
+    'whole': dict(steps=12, inner_steps=4),
+    'partial_last_round': dict(steps=10, inner_steps=4),
+    'shorter_than_a_round': dict(steps=3, inner_steps=4),
+    'every_step': dict(steps=4, inner_steps=1),
+    'small_buckets': dict(steps=8, inner_steps=4, bucket=7),
+    'weighted': dict(steps=9, inner_steps=4, weights=[1.0, 3.0, 2.5]),
+    'mixed_whole': dict(steps=10, inner_steps=4, mix=0.5),
+    'strided_2': dict(steps=12, inner_steps=4, num_fragments=2),
+    'sequential_2': dict(steps=11, inner_steps=4, num_fragments=2, order='sequential'),
+    'uneven_3': dict(steps=13, inner_steps=5, num_fragments=3),
+    'sequential_4': dict(steps=9, inner_steps=4, num_fragments=4, order='sequential'),
+    'mixed_2': dict(steps=12, inner_steps=4, num_fragments=2, mix=0.5),
+    'overlap_whole': dict(steps=14, inner_steps=4, overlap_steps=2),
+    'overlap_round': dict(steps=14, inner_steps=4, overlap_steps=4),
+    'overlap_2': dict(steps=17, inner_steps=6, num_fragments=2, overlap_steps=2),
+    'overlap_2_mixed': dict(steps=17, inner_steps=6, num_fragments=2, overlap_steps=2, mix=0.5),
+    'three_in_flight': dict(steps=19, inner_steps=6, num_fragments=3, overlap_steps=5),
+    'three_in_flight_mixed': dict(steps=19, inner_steps=6, num_fragments=3, overlap_steps=5, mix=0.5, bucket=11),
+}
+SHARDED = [
+    ('partial_last_round', 'manual'),
+    ('partial_last_round', 'torch'),
+    ('small_buckets', 'manual'),
+    ('overlap_2', 'torch'),
+    ('three_in_flight_mixed', 'manual'),
+]
+RESUMED = {
+    'whole': dict(inner_steps=4),
+    'in_flight': dict(inner_steps=4, num_fragments=2, overlap_steps=2),
+    'in_flight_int8_mixed': dict(
+        inner_steps=4, num_fragments=2, overlap_steps=2, mix=0.5, dtype='int8', error_feedback=True
+    ),
+}
+
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return x + torch.tanh(super().forward(x))
+
+
+class Net(nn.Module):
+    """Blocks between two tied matrices, a scale of one row (on 2 shards, one has none of it), a frozen vector."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Parameter(torch.randn(7, 5) / 3)
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.0, 5), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(Block(5, 5) for _ in range(4))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed
+
+    def forward(self, x):
+        x = x @ self.embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale * self.frozen)
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def batch(step, replica):
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randn(2, 8, 7, generator=generator)  # inputs and targets of 8 samples
+
+
+def inner_optimizer(kind, parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2) if kind == 'adamw' else torch.optim.SGD(parameters, lr=0.1)
+
+
+# --- THE REFERENCE ----------------------------------------------------------------------------------------------------
+
+
+def reference(
+    replicas, steps, inner_steps, num_fragments=1, order='strided', overlap_steps=0, mix=0.0, inner='adamw',
+    lr=OUTER_LR, momentum=OUTER_MOMENTUM, weights=None, bucket=None,
+):  # fmt: skip
+    """[(anchors, [parameters of replica 0, of 1, ...]) after each step], in one process; each {name: tensor}.
+
+    The outer optimizer is torch's. Fragment p of P is sent after the steps (p + 1) H / P + k H.
+    """
+    models = [Net() for _ in range(replicas)]
+    optimizers = [inner_optimizer(inner, trainable(model).values()) for model in models]
+    thetas = [trainable(model) for model in models]
+    anchors = {name: nn.Parameter(theta.detach().clone()) for name, theta in thetas[0].items()}
+    fragments = diloco.assign_to_fragments(thetas[0], num_fragments, order)
+    steppers = [
+        torch.optim.SGD([anchors[name] for name in names], lr, momentum, nesterov=momentum > 0) for names in fragments
+    ]
+    shares = torch.tensor(weights[:replicas] if weights else [1.0] * replicas, dtype=torch.float64)
+    shares = (shares / shares.sum()).tolist()
+    flying, equal_at, history = {}, [0] * num_fragments, []
+
+    def land(number, alpha, step):
+        for name, delta in flying.pop(number)[1].items():
+            anchors[name].grad = delta
+        steppers[number].step()
+        for name in fragments[number]:
+            for theta in thetas:
+                theta[name].data = alpha * theta[name].data + (1 - alpha) * anchors[name].data
+        if alpha == 0:
+            equal_at[number] = step
+
+    for step in range(1, steps + 1):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y = batch(step, replica)
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        last = step == steps
+        for number in sorted(flying, key=lambda number: flying[number][0]):
+            if flying[number][0] == step or last:
+                land(number, 0.0 if last else mix, step)
+        for number, names in enumerate(fragments):
+            regular = (step - (number + 1) * inner_steps // num_fragments) % inner_steps == 0
+            if equal_at[number] < step if last else regular:
+                delta = {
+                    name: sum(
+                        share * (anchors[name].data - theta[name].data)
+                        for share, theta in zip(shares, thetas, strict=True)
+                    )
+                    for name in names
+                }
+                flying[number] = (step + overlap_steps, delta)
+                if last or not overlap_steps:
+                    land(number, 0.0 if last else mix, step)
+        history.append((copied(anchors), [copied(theta) for theta in thetas]))
+    return history
+
+
+def copied(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+# --- WHAT THE RANKS RUN -----------------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Notes (operator, bytes of the first tensor, of the second) of all collectives of the thread that entered it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == 'c10d':
+            sizes = [argument.nbytes for argument in args[:2] if isinstance(argument, torch.Tensor)]
+            self.calls.append([function._schema.name.split('::')[1], *sizes])
+        return function(*args, **(kwargs or {}))
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def nesterov(anchor, delta, momentum):
+    momentum.mul_(OUTER_MOMENTUM).add_(delta)
+    anchor.sub_(delta, alpha=OUTER_LR).sub_(momentum, alpha=OUTER_LR * OUTER_MOMENTUM)
+
+
+def average(anchor, delta, momentum):
+    """Outer learning rate 1, no momentum."""
+    anchor.sub_(delta)
+
+
+def begin(layout, sharding=None, inner='adamw', update=nesterov, seed=0, **settings):
+    """A run at step 0. sharding: None, 'manual' (fsdp_manual.py), 'torch' (fully_shard). updates: their sizes."""
+    model, updates = Net(seed), []
+    if sharding == 'manual':
+        fsdp_manual.shard(model, model.blocks, layout.shard_mesh)
+    elif sharding == 'torch':
+        for block in model.blocks:
+            fully_shard(block, mesh=layout.shard_mesh)
+        fully_shard(model, mesh=layout.shard_mesh)
+    optimizer = inner_optimizer(inner, trainable(model).values())
+
+    def noting(anchor, delta, momentum):
+        updates.append(len(delta))
+        update(anchor, delta, momentum)
+
+    outer = diloco.Outer(trainable(model), noting, layout.group, **settings)
+    parts = {'index': layout.shard, 'count': layout.shards} if sharding else {'index': 0, 'count': 1}
+    return SimpleNamespace(model=model, optimizer=optimizer, outer=outer, updates=updates, log=[], **parts)
+
+
+def train_inner(run, step):
+    x, y = (part.chunk(run.count)[run.index] for part in batch(step, run.outer.replica))
+    (run.model(x) - y).square().mean().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def go(run, first, end, last_step=None, weight=1.0, after_step=None):
+    """Steps first to end, as the docstring of diloco.py has them. log: (what, fragment, step)."""
+    for step in range(first, end + 1):
+        train_inner(run, step)
+        last = step == last_step
+        for fragment in run.outer.to_land(step, last):
+            run.outer.land(fragment, step, last)
+            run.log.append(['land', fragment.index, step])
+        for fragment in run.outer.to_send(step, last):
+            run.outer.send(fragment, step, weight, last)
+            run.log.append(['send', fragment.index, step])
+        if after_step:
+            after_step(step)
+    return run
+
+
+def anchors_of(outer):
+    views = [fragment.views(fragment.anchor) for fragment in outer.fragments]
+    return {name: whole(view) for of_fragment in views for name, view in of_fragment.items()}
+
+
+def agreement(run, layout):
+    """[anchors, parameters]: whether all replicas hold the same bits of them."""
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (layout.shard, run.outer.checksums()))
+    shards = [[sums for index, sums in everybody if index == shard] for shard in range(layout.shards)]
+    return [all(len({sums[kind] for sums in shard}) == 1 for shard in shards) for kind in (0, 1)]
+
+
+def compare(layout, sharding=None, steps=0, inner='adamw', update=nesterov, optimizer=None, weights=None, **settings):
+    """One run against the reference: errors after each step, and what happened when."""
+    replicas = layout.replicas
+    run = begin(layout, sharding, inner, update, **settings)
+    frozen, start = whole(run.model.frozen).clone(), time.perf_counter()
+    expected = reference(replicas, steps, inner=inner, weights=weights, **(optimizer or {}), **settings)
+    errors, agreed = {'anchors': [], 'parameters': []}, {}
+
+    def after_step(step):
+        anchors, parameters = expected[step - 1]
+        mine = {name: whole(parameter) for name, parameter in trainable(run.model).items()}
+        for kind, ours, theirs in (
+            ('anchors', anchors_of(run.outer), anchors),
+            ('parameters', mine, parameters[run.outer.replica]),
+        ):
+            assert ours.keys() == theirs.keys()
+            errors[kind].append(max((ours[name] - theirs[name]).abs().max().item() for name in theirs))
+        if run.log and run.log[-1][2] == step:
+            agreed[str(step)] = agreement(run, layout)
+
+    weight = weights[run.outer.replica] if weights else 1.0
+    go(run, 1, steps, steps, weight, after_step)
+    moments = [state['exp_avg'] for state in run.optimizer.state.values()] if inner == 'adamw' else []
+    parameters, anchors = trainable(run.model), anchors_of(run.outer)
+    bits = torch.cat([whole(moment).flatten() for moment in moments]).view(torch.int32).sum().item() if moments else 0
+    return {
+        'errors': errors,
+        'agreed': agreed,
+        'log': run.log,
+        'updates': run.updates,
+        'sizes': [len(fragment.anchor) for fragment in run.outer.fragments],
+        'moments': bits,
+        'frozen_moved': (whole(run.model.frozen) - frozen).abs().max().item(),
+        'numbers': sum(parameter.numel() for parameter in trainable(run.model).values()),
+        'equals_anchors': all(torch.equal(whole(parameters[name]), anchor) for name, anchor in anchors.items()),
+        'mid_round': run.outer.is_mid_round(steps),
+        'seconds': time.perf_counter() - start,
+    }
+
+
+def golden(layout):
+    """MaxText's unit test: w, b after the first outer step, and the losses of the first four steps."""
+    w, b = nn.Parameter(torch.tensor([2.0, 1.0])), nn.Parameter(torch.tensor([1.0]))
+
+    def update(anchor, delta, momentum):
+        momentum.mul_(0.9).add_(delta)
+        anchor.sub_(delta).sub_(momentum, alpha=0.9)
+
+    outer = diloco.Outer({'w': w, 'b': b}, update, layout.group, inner_steps=3, bucket=2)
+    x, y = ([[0.0, 1], [1, 0]], [1.0, 2]) if outer.replica == 0 else ([[1.0, 0], [0, 1]], [2.0, 3])
+    optimizer, losses, after = torch.optim.SGD([w, b], lr=0.1), [], []
+    for step in range(1, 5):
+        loss = (torch.tensor(x) @ w + b - torch.tensor(y)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for fragment in outer.to_send(step):
+            outer.send(fragment, step)
+            after.append([*w.tolist(), *b.tolist()])
+    return {'losses': losses, 'after': after}
+
+
+def data_parallel(layout):
+    """H = 1, outer learning rate 1, no momentum, inner SGD: against one model that sees the mean of the losses."""
+    run = go(begin(layout, inner='sgd', update=average, inner_steps=1), 1, 8, 8)
+    model = Net()
+    optimizer = inner_optimizer('sgd', trainable(model).values())
+    for step in range(1, 9):
+        for replica in range(layout.replicas):
+            x, y = batch(step, replica)
+            ((model(x) - y).square().mean() / layout.replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours, theirs = trainable(run.model), trainable(model)
+    return {'error': max((ours[name] - theirs[name]).abs().max().item() for name in theirs)}
+
+
+def plain_loop(layout):
+    """One fragment, nothing overlapped or mixed: against DiLoCo as it is written in the paper, to the bit."""
+    run = go(begin(layout, inner_steps=4, num_fragments=1, overlap_steps=0, mix=0.0), 1, 10, 10)
+    plain = begin(layout, inner_steps=4)  # its Outer is not used
+    thetas = list(trainable(plain.model).values())
+    anchors = [theta.detach().clone() for theta in thetas]
+    momenta = [torch.zeros_like(theta) for theta in thetas]
+    for step in range(1, 11):
+        train_inner(plain, step)
+        if step % 4 == 0 or step == 10:
+            for theta, anchor, momentum in zip(thetas, anchors, momenta, strict=True):
+                delta = anchor - theta.detach()
+                dist.all_reduce(delta)
+                nesterov(anchor, delta / 2, momentum)
+                theta.data.copy_(anchor)
+    return {'same': all(torch.equal(a, b) for a, b in zip(trainable(run.model).values(), thetas, strict=True))}
+
+
+def buckets(layout, sharding=None):
+    """Whether the size of the buckets changes a bit, and how often the update is called."""
+    rows = {}
+    for size in (7, 64, 2**22):
+        run = begin(layout, sharding, inner_steps=4, num_fragments=2, overlap_steps=1, bucket=size)
+        go(run, 1, 10, 10)
+        sends = sum(what == 'send' for what, *_ in run.log)
+        per_round = [math.ceil(len(fragment.anchor) / size) for fragment in run.outer.fragments]
+        expected = sum(per_round[index] for what, index, _ in run.log if what == 'send')
+        rows[str(size)] = {'sums': run.outer.checksums(), 'updates': len(run.updates), 'expected': expected}
+        assert sends and sum(per_round) >= 2
+    return rows
+
+
+def vector(layout, numbers, update=average, **settings):
+    """(parameter, Outer) of a model that is one vector of zeros."""
+    parameter = nn.Parameter(torch.zeros(numbers))
+    return parameter, diloco.Outer({'w': parameter}, update, layout.group, 1, **settings)
+
+
+def pseudo_gradients(replicas, numbers):
+    return torch.randn(replicas, numbers, generator=torch.Generator().manual_seed(7))
+
+
+def exchange(parameter, outer, delta, step=1, weight=1.0):
+    """Let this replica's pseudo-gradient be delta; returns what the outer step did with the average."""
+    before = outer.fragments[0].anchor.clone()
+    with torch.no_grad():
+        parameter.copy_(before.view_as(parameter) - delta)
+    for fragment in outer.to_send(step):
+        outer.send(fragment, step, weight)
+    return before - outer.fragments[0].anchor
+
+
+def quantised(layout):
+    """Error of the mean in each dtype, and whether all replicas decoded the same bits and what is not finite."""
+    deltas, rows = pseudo_gradients(layout.replicas, 700), {}
+    for dtype in diloco.BYTES:
+        parameter, outer = vector(layout, 700, dtype=dtype, bucket=300)
+        result = exchange(parameter, outer, deltas[outer.replica])
+        error = result - deltas.mean(0)
+        row = {'max': error.abs().max().item(), 'rms': error.square().mean().sqrt().item(), 'mean': error.mean().item()}
+        row['sums'] = outer.checksums()
+        for name, value in (('nan', math.nan), ('inf', math.inf), ('-inf', -math.inf)):
+            broken = deltas[outer.replica].clone()
+            if outer.replica == layout.replicas - 1:
+                broken[417] = value
+            parameter, outer = vector(layout, 700, dtype=dtype, bucket=300)
+            result = exchange(parameter, outer, broken)
+            row[name] = [bool(result[417].isfinite()), int((~result.isfinite()).sum())]
+        rows[dtype] = row
+    return {**rows, 'largest': deltas.abs().max().item()}
+
+
+def error_feedback(layout):
+    """Error of the mean of 40 exchanges of constant pseudo-gradients, with and without; 0.03 is little for int4."""
+    deltas = 0.03 * pseudo_gradients(layout.replicas, 512).clamp(-1, 1)
+    deltas[:, ::256] = 1.0
+    rows = {}
+    for dtype in ('bfloat16', 'int8', 'int4'):
+        for feedback in (False, True):
+            parameter, outer = vector(layout, 512, dtype=dtype, error_feedback=feedback)
+            for step in range(1, 41):
+                exchange(parameter, outer, deltas[outer.replica], step)
+            error = -outer.fragments[0].anchor / 40 - deltas.mean(0)
+            rows[f'{dtype} {feedback}'] = error.abs().max().item()
+            assert any('error' in key for key in outer.tensors(False)) == feedback
+    return rows
+
+
+def weighted(layout):
+    deltas, weights = pseudo_gradients(layout.replicas, 100), torch.tensor([1.0, 5.0, 2.5])[: layout.replicas]
+    parameter, outer = vector(layout, 100)
+    result = exchange(parameter, outer, deltas[outer.replica], weight=weights[outer.replica].item())
+    return {'error': (result - (weights / weights.sum()) @ deltas).abs().max().item()}
+
+
+def bf16_parameters(layout):
+    """Two rounds in which replicas move by about 1e-3: shares of entries that are not zero, or no bf16 number."""
+    generator = torch.Generator().manual_seed(3)
+    parameter = nn.Parameter(torch.randn(4000, generator=generator).bfloat16())
+    seen = []
+
+    def update(anchor, delta, momentum):
+        seen.append((anchor.dtype, delta.dtype, momentum.dtype, delta.clone()))
+        nesterov(anchor, delta, momentum)
+
+    outer = diloco.Outer({'w': parameter}, update, layout.group, inner_steps=1)
+    mine = torch.randn(2, layout.replicas, 4000, generator=generator)[:, outer.replica] * 1e-3
+    for step in (1, 2):
+        anchor = outer.fragments[0].anchor.clone()
+        with torch.no_grad():
+            parameter.add_(mine[step - 1])
+        exact, naive = anchor - parameter.detach().float(), anchor.bfloat16() - parameter.detach()
+        dist.all_reduce(exact)
+        outer.send(outer.fragments[0], step)
+    return {
+        'dtypes': sorted({str(dtype) for *dtypes, _ in seen for dtype in dtypes}),
+        'error': (seen[1][3] - exact / layout.replicas).abs().max().item(),
+        'nonzero': (seen[1][3] != 0).double().mean().item(),
+        'naive': (naive != 0).double().mean().item(),
+        'between': (outer.fragments[0].anchor != outer.fragments[0].anchor.bfloat16()).double().mean().item(),
+        'parameter_is_rounded_anchor': torch.equal(parameter.detach(), outer.fragments[0].anchor.bfloat16()),
+    }
+
+
+class Wide(nn.Module):
+    """About 200 thousand numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(223, 223) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def traffic(layout):
+    """Bytes of a round: as Outer counts them, by the formula, and as torch sees them; collectives between sends."""
+    rows, replicas = {}, layout.replicas
+    for dtype in diloco.BYTES:
+        for num_fragments in (1, 2):
+            torch.manual_seed(0)
+            model = Wide()
+            outer = diloco.Outer(
+                dict(model.named_parameters()), nesterov, layout.group, inner_steps=4,
+                num_fragments=num_fragments, overlap_steps=num_fragments - 1, dtype=dtype, bucket=2**16,
+            )  # fmt: skip
+            optimizer, between, modes = torch.optim.AdamW(model.parameters()), [], [Collectives(), Collectives()]
+            outer.thread.submit(modes[1].__enter__).result()  # a mode is of one thread
+            with modes[0]:
+                for step in range(1, 9):
+                    before = sum(len(mode.calls) for mode in modes)
+                    model(torch.randn(2, 223)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    flying = any(fragment.lands_at is not None for fragment in outer.fragments)
+                    for fragment in outer.to_land(step):
+                        outer.land(fragment, step)
+                    if not flying:
+                        between.append(sum(len(mode.calls) for mode in modes) - before)
+                    for fragment in outer.to_send(step):
+                        outer.send(fragment, step)
+                for fragment in outer.to_land(8, last=True):
+                    outer.land(fragment, 8, last=True)
+            outer.thread.submit(modes[1].__exit__, None, None, None).result()
+            calls = [call for mode in modes for call in mode.calls]
+            # all-to-all: (output, input), one part of the input stays here; all-gather: (output, input)
+            sent = {
+                'alltoall_base_': lambda output, sent: sent * (replicas - 1) // replicas,
+                '_allgather_base_': lambda output, sent: sent * (replicas - 1),
+            }
+            health = outer.health()
+            rows[f'{dtype} {num_fragments}'] = {
+                'operators': sorted({name for name, *_ in calls}),
+                'seen': sum(sent[name](*sizes) for name, *sizes in calls if name in sent),
+                'counted': health['diloco/bytes'],
+                'formula': 2 * outer.round_bytes(dtype),  # two rounds
+                'health_formula': health['diloco/bytes_formula'],
+                'between': between,
+                'numbers': sum(parameter.numel() for parameter in model.parameters()),
+            }
+    return rows
+
+
+def health(layout, sharding=None):
+    """health() of a round, and the same from the replicas' whole pseudo-gradients, in float64."""
+    run, replicas = begin(layout, sharding, inner_steps=4, bucket=29), layout.replicas
+    go(run, 1, 4)  # one round, so that there is momentum
+    run.outer.health()
+    for step in range(5, 9):
+        train_inner(run, step)
+    anchors = anchors_of(run.outer)
+    mine = torch.cat([
+        (anchors[name].double() - whole(parameter).double()).flatten()
+        for name, parameter in trainable(run.model).items()
+    ])  # fmt: skip
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (run.outer.replica, mine))
+    deltas = torch.stack([next(delta for number, delta in everybody if number == r) for r in range(replicas)])
+    run.outer.send(run.outer.fragments[0], 8)
+    row = run.outer.health()
+    tensors = run.outer.tensors(False)
+    momentum = torch.cat([whole(tensors[f'outer.{name}.momentum']).flatten() for name in anchors])
+    pairs = [(i, j) for i in range(replicas) for j in range(i + 1, replicas)]
+    cosines = [torch.cosine_similarity(deltas[i], deltas[j], dim=0).item() for i, j in pairs]
+    mean = deltas.mean(0)
+    expected = {
+        'diloco/cosine': sum(cosines) / len(cosines),
+        'diloco/cosine_min': min(cosines),
+        'diloco/replica_norm': deltas.square().sum(1).mean().sqrt().item(),
+        'diloco/delta_norm': mean.norm().item(),
+        'diloco/drift': (deltas - mean).square().sum(1).mean().sqrt().item(),
+        'diloco/momentum_norm': momentum.norm().item(),
+    }
+    empty = run.outer.health()
+    return {'row': row, 'expected': expected, 'after_reset': sorted(empty), 'after_reset_bytes': empty['diloco/bytes']}
+
+
+def health_in_flight(layout):
+    """Sums of what health() says when it is asked while exchanges are in flight, which land one by one in 30 rounds."""
+    parameter, outer = vector(layout, 4000, overlap_steps=1, bucket=400)
+    rows, (fragment,) = [], outer.fragments
+    for step in range(1, 31):
+        for flying in outer.to_land(step):
+            outer.land(flying, step)
+        with torch.no_grad():
+            parameter.sub_(outer.replica + 1.0)
+        outer.send(fragment, step)
+        rows.append(outer.health())
+    outer.land(fragment, 31, last=True)
+    rows.append(outer.health())
+    return {
+        'squares': sum(row.get('diloco/replica_norm', 0.0) ** 2 for row in rows),
+        'expected': 30 * 4000 * sum((replica + 1) ** 2 for replica in range(layout.replicas)) / layout.replicas,
+        'bytes': sum(row['diloco/bytes'] for row in rows),
+        'formula': 30 * sum(row['diloco/bytes_formula'] for row in rows[:1]),
+    }
+
+
+def saved_copy(run, step):
+    """A checkpoint of `step` in memory: (state, {key: tensor}, inner optimizer's state)."""
+    state = {'step': step, 'diloco': json.loads(json.dumps(run.outer.state(step)))}
+    return state, copied(run.outer.tensors(run.outer.is_mid_round(step))), copy.deepcopy(run.optimizer.state_dict())
+
+
+def load(run, checkpoint):
+    """What a train script does with a checkpoint; returns the step to go on at, and the keys that were asked for."""
+    state, tensors, moments = checkpoint
+    asked = {}
+    with torch.no_grad():
+        for name, parameter in trainable(run.model).items():
+            parameter.copy_(tensors[f'model.{name}'])
+    run.optimizer.load_state_dict(copy.deepcopy(moments))
+
+    def read(wanted):
+        for key, tensor in wanted.items():
+            asked[key] = key in tensors
+            if key in tensors:
+                with torch.no_grad():
+                    tensor.copy_(tensors[key])
+
+    return run.outer.resume(state, read), asked
+
+
+def resume(layout, sharding=None, **settings):
+    """Whether a run that was saved after 7 of 14 steps, and one that was resumed there, equal one without a stop."""
+    unstopped = go(begin(layout, sharding, **settings), 1, 14, 14)
+    saved = go(begin(layout, sharding, **settings), 1, 7)
+    checkpoint = saved_copy(saved, 7)
+    go(saved, 8, 14, 14)
+    resumed = begin(layout, sharding, seed=1, **settings)
+    step, asked = load(resumed, checkpoint)
+    there = [resumed.outer.state(7) == checkpoint[0]['diloco'], resumed.outer.checksums() != saved.outer.checksums()]
+    go(resumed, step + 1, 14, 14)
+    return {
+        'step': step,
+        'missing': [key for key, found in asked.items() if not found],
+        'kinds': sorted({key.split('.')[0] + '.' + key.split('.')[-1] for key in asked}),
+        'there': there,
+        'sums': [run.outer.checksums() for run in (unstopped, saved, resumed)],
+        'log': [[entry for entry in run.log if entry[2] > 7] for run in (unstopped, resumed)],
+    }
+
+
+def resume_at_a_rounds_end(layout):
+    """With other fragments, at the end of a round: momentum and anchors are taken over, to the bit."""
+    saved = go(begin(layout, inner_steps=4), 1, 8)
+    checkpoint = saved_copy(saved, 8)
+    resumed = begin(layout, seed=1, inner_steps=4, num_fragments=2)
+    step, _ = load(resumed, checkpoint)
+    theirs = saved.outer.tensors(False)
+    same = all(torch.equal(tensor, theirs[key]) for key, tensor in resumed.outer.tensors(False).items())
+    plain = begin(layout, seed=1, inner_steps=4)
+    without = plain.outer.resume({'step': 8}, lambda tensors: None)
+    return {'step': step, 'same': same, 'mid_round': resumed.outer.is_mid_round(step), 'without': without}
+
+
+def resume_other_fragments(layout):
+    saved = go(begin(layout, inner_steps=4, num_fragments=2), 1, 7)
+    checkpoint, messages = saved_copy(saved, 7), []
+    for changes in (dict(num_fragments=4), dict(num_fragments=2, order='sequential')):
+        try:
+            load(begin(layout, inner_steps=4, **changes), checkpoint)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def resume_other_replicas(layout, smaller):
+    """3 replicas saved after 7 steps with a fragment in flight; 2 replicas and 1 replica go on from there."""
+    settings = dict(inner_steps=4, num_fragments=2, overlap_steps=2, dtype='int8', error_feedback=True)
+    saved = go(begin(layout, **settings), 1, 7)
+    state, tensors, moments = saved_copy(saved, 7)
+    everybody = [None] * 3
+    dist.all_gather_object(everybody, tensors)
+    union = {key: tensor for theirs in everybody for key, tensor in theirs.items()}
+    run = begin(layout, seed=1, **settings)
+    run.outer = diloco.Outer(trainable(run.model), nesterov, smaller, **settings)
+    step, _ = load(run, (state, union, moments))
+    errors, in_flight = [], [key for key in union if key.endswith('.average')]
+    for name, parameter in trainable(run.model).items():
+        anchor, momentum = union[f'model.{name}'].clone(), union[f'outer.{name}.momentum'].clone()
+        if f'outer.{name}.average' in union:
+            nesterov(anchor, union[f'outer.{name}.average'], momentum)
+        errors.append((parameter.detach() - anchor).abs().max().item())
+        errors.append((run.outer.tensors(False)[f'model.{name}'] - anchor).abs().max().item())
+        errors.append((run.outer.tensors(False)[f'outer.{name}.momentum'] - momentum).abs().max().item())
+    mid_round = run.outer.is_mid_round(step)
+    go(run, step + 1, 10, 10)
+    keys = [run.outer.optimizer_key({'diloco': state['diloco']}), saved.outer.optimizer_key()]
+    return {
+        'step': step, 'error': max(errors), 'in_flight': len(in_flight), 'mid_round': mid_round,
+        'sums': run.outer.checksums(), 'log': run.log, 'keys': keys,
+    }  # fmt: skip
+
+
+def evaluation(layout, sharding=None):
+    """outer_parameters(): the parameters are the anchors, and afterwards what they were. rehearse() leaves no trace."""
+    run = go(begin(layout, sharding, inner_steps=4), 1, 6)
+    before, anchors = copied(trainable(run.model)), anchors_of(run.outer)
+    with run.outer.outer_parameters():
+        inside = all(torch.equal(whole(p), anchors[name]) for name, p in trainable(run.model).items())
+    after = all(torch.equal(whole(p), whole(before[name])) for name, p in trainable(run.model).items())
+    differ = any(not torch.equal(anchors[name], whole(before[name])) for name in anchors)
+    for step in range(7, 27):  # what these computed is no part of the rehearsal
+        run.outer.send(run.outer.fragments[0], step)
+    sums, updates = run.outer.checksums(), len(run.updates)
+    seconds, computing = run.outer.rehearse(10_000, 'int8')
+    return {
+        'inside': inside, 'after': after, 'differ': differ,
+        'rehearsal_leaves_no_trace': run.outer.checksums() == sums and run.outer.dtype == 'float32',
+        'rehearsed': 0 < computing < seconds, 'updates': [updates, len(run.updates)],
+    }  # fmt: skip
+
+
+def checksums_see(layout):
+    """Whether checksums() notice one bit on one replica, and two numbers that changed places."""
+    rows = {}
+    for change in ('none', 'bit', 'order'):
+        run = begin(layout, inner_steps=4)
+        if run.outer.replica == 1 and change != 'none':
+            weight = run.model.blocks[2].weight.data.view(-1)
+            if change == 'bit':
+                weight.view(torch.int32)[3] ^= 1
+            else:
+                weight[[3, 4]] = weight[[4, 3]]
+        rows[change] = agreement(run, layout)
+    return rows
+
+
+def meanwhile(layout):
+    """A sum over all ranks while a fragment is in flight; the ranks begin the two in different order."""
+    parameter, outer = vector(layout, 1000, overlap_steps=1)
+    assert layout.group is dist.group.WORLD  # what torch gives for a mesh without shards
+    with torch.no_grad():
+        parameter.sub_(pseudo_gradients(2, 1000)[outer.replica])
+    total, (fragment,) = torch.ones(()), outer.fragments
+    if outer.replica == 0:
+        outer.send(fragment, 1)
+        time.sleep(0.3)
+    work = dist.all_reduce(total, async_op=True)
+    if outer.replica == 1:
+        time.sleep(0.3)
+        outer.send(fragment, 1)
+    work.wait()
+    outer.land(fragment, 2)
+    error = (parameter.detach() + pseudo_gradients(2, 1000).mean(0)).abs().max().item()
+    return {'total': total.item(), 'error': error}
+
+
+def cases_for(world_size, smaller):
+    """{name: function without arguments} of what so many ranks run."""
+    replicas, shards = (2, 2) if world_size == 4 else (world_size, 1)
+    mesh = init_device_mesh('cpu', (replicas, shards), mesh_dim_names=('replica', 'shard'))
+    layout = SimpleNamespace(
+        replicas=replicas, shards=shards, shard=mesh.get_local_rank('shard'), shard_mesh=mesh['shard'],
+        group=mesh.get_group('replica'),
+    )  # fmt: skip
+    cases = {}
+    if world_size == 4:
+        for name, sharding in SHARDED:
+            cases[f'compare {name} {sharding}'] = lambda n=name, s=sharding: compare(layout, s, **COMPARED[n])
+        cases['buckets'] = lambda: buckets(layout, 'manual')
+        cases['health'] = lambda: health(layout, 'manual')
+        cases['evaluation'] = lambda: evaluation(layout, 'manual')
+        cases['resume in_flight_int8_mixed'] = lambda: resume(layout, 'manual', **RESUMED['in_flight_int8_mixed'])
+        return cases
+    for name, settings in COMPARED.items():
+        cases[f'compare {name} None'] = lambda s=settings: compare(layout, **s)
+    cases['compare sgd None'] = lambda: compare(
+        layout, steps=10, inner='sgd', update=average, optimizer=dict(lr=1.0, momentum=0.0), inner_steps=4
+    )
+    for function in (
+        buckets,
+        data_parallel,
+        quantised,
+        error_feedback,
+        weighted,
+        bf16_parameters,
+        traffic,
+        health,
+        health_in_flight,
+    ):
+        cases[function.__name__] = lambda function=function: function(layout)
+    if world_size == 2:
+        for function in (golden, plain_loop, resume_at_a_rounds_end, resume_other_fragments, evaluation, checksums_see):
+            cases[function.__name__] = lambda function=function: function(layout)
+        for name, settings in RESUMED.items():
+            cases[f'resume {name}'] = lambda s=settings: resume(layout, **s)
+        cases['meanwhile'] = lambda: meanwhile(layout)  # the last one: if it fails, so does what comes after it
+    else:
+        cases['compare whole manual'] = lambda: compare(layout, 'manual', **COMPARED['whole'])
+        cases['compare overlap_2_mixed torch'] = lambda: compare(layout, 'torch', **COMPARED['overlap_2_mixed'])
+        cases['resume_other_replicas'] = lambda: resume_other_replicas(layout, smaller)
+    return cases
+
+
+def main(folder):
+    warnings.filterwarnings('ignore')
+    dist.init_process_group('gloo', timeout=timedelta(seconds=60))
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [world_size - 1])] if world_size == 3 else [None, None]
+    results = {}
+    for name, case in cases_for(world_size, groups[rank == world_size - 1]).items():
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = {'failed': traceback.format_exc()}
+    Path(folder, f'{world_size}_{rank}.json').write_text(json.dumps(results))
+    dist.destroy_process_group()
+    guard.leave()
+
+
+def lose_a_rank(store, rank):
+    """Rank 1 dies before an exchange: what rank 0 then sees, printed as JSON, with and without overlap."""
+    dist.init_process_group('gloo', f'file://{store}', timedelta(seconds=5), rank=rank, world_size=2)
+    rows = []
+    for overlap_steps in (0, 2):
+        model, updates = Net(), []
+        outer = diloco.Outer(
+            trainable(model), lambda *_, updates=updates: updates.append(1), dist.group.WORLD, 2,
+            overlap_steps=overlap_steps, bucket=50, timeout=timedelta(seconds=5),
+        )  # fmt: skip
+        rows.append((model, outer, updates))
+    for _, outer, updates in rows:  # both have met once
+        outer.rehearse(100, 'float32')
+        updates.clear()
+    if rank == 1:
+        guard.leave()
+    seen = []
+    for model, outer, updates in rows:
+        with torch.no_grad():
+            model.scale.add_(1)
+        before, raised = outer.checksums(), []
+        for what in (outer.send, outer.land, outer.land):
+            try:
+                what(outer.fragments[0], 2)
+                raised.append('')
+            except Exception as error:
+                raised.append(type(error).__name__)
+                if what == outer.send:
+                    break
+        seen.append({'raised': raised, 'unchanged': outer.checksums() == before, 'updates': len(updates)})
+    print(json.dumps(seen))
+    guard.leave()
+
+
+if __name__ == '__main__':
+    lose_a_rank(sys.argv[2], int(sys.argv[3])) if sys.argv[1] == '--lose_a_rank' else main(sys.argv[1])
+    sys.exit()
+
+
+# --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
+
+from conftest import environment, run_script
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    """{world size: [what each rank saw]}; started when a test asks for that size."""
+    folder, started = tmp_path_factory.mktemp('diloco'), set()
+
+    class Results(dict):
+        def __missing__(self, world_size):
+            assert world_size not in started, f'{world_size} ranks failed, see the first test that needed them'
+            started.add(world_size)
+            run_script('tests/test_diloco.py', folder, nproc=world_size, timeout=240)
+            paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
+            self[world_size] = [json.loads(path.read_text()) for path in paths]
+            return self[world_size]
+
+    return Results()
+
+
+def seen(ranks, world_size, name):
+    """What each rank saw in a case."""
+    rows = [rank[name] for rank in ranks[world_size]]
+    for row in rows:
+        assert 'failed' not in row, row['failed']
+    return rows
+
+
+COMPARISONS = [
+    *((world_size, f'compare {name} None') for world_size in (2, 3) for name in (*COMPARED, 'sgd')),
+    (3, 'compare whole manual'),
+    (3, 'compare overlap_2_mixed torch'),
+    *((4, f'compare {name} {sharding}') for name, sharding in SHARDED),
+]
+
+
+@pytest.mark.parametrize('world_size, name', COMPARISONS)
+def test_every_step_is_that_of_the_loop_in_one_process(ranks, world_size, name):
+    """2 and 3 replicas, and 2 replicas of 2 shards; anchors and each replica's own parameters, after every step."""
+    rows = seen(ranks, world_size, name)
+    for row in rows:
+        assert max(row['errors']['anchors']) <= 1e-6 and max(row['errors']['parameters']) <= 1e-6, row['errors']
+        assert row['log'] == rows[0]['log'] and row['frozen_moved'] == 0
+    settings = COMPARED.get(name.split()[1], {})
+    for step, (anchors, parameters) in rows[0]['agreed'].items():
+        assert anchors, f'replicas hold different anchors after step {step}'
+        in_parts = any(settings.get(key) for key in ('num_fragments', 'overlap_steps', 'mix'))
+        assert in_parts or parameters, f'replicas hold different parameters after step {step}'
+    last_step = str(len(rows[0]['errors']['anchors']))
+    assert rows[0]['agreed'][last_step] == [True, True]  # nothing trained is left behind
+    assert all(row['equals_anchors'] and not row['mid_round'] for row in rows)
+    if world_size < 4 and 'sgd' not in name:
+        assert len({row['moments'] for row in rows}) == world_size  # AdamW's state is each replica's own
+
+
+def sends(row):
+    return [entry[1:] for entry in row['log'] if entry[0] == 'send']
+
+
+@pytest.mark.parametrize(
+    'name, expected',
+    [
+        ('whole', [[0, 4], [0, 8], [0, 12]]),  # rounds of H steps, the first one too; as many updates; no empty one
+        ('partial_last_round', [[0, 4], [0, 8], [0, 10]]),
+        ('shorter_than_a_round', [[0, 3]]),
+        ('every_step', [[0, 1], [0, 2], [0, 3], [0, 4]]),
+        ('strided_2', [[0, 2], [1, 4], [0, 6], [1, 8], [0, 10], [0, 12], [1, 12]]),
+        ('sequential_2', [[0, 2], [1, 4], [0, 6], [1, 8], [0, 10], [0, 11], [1, 11]]),
+        ('uneven_3', [[0, 1], [1, 3], [2, 5], [0, 6], [1, 8], [2, 10], [0, 11], [0, 13], [1, 13], [2, 13]]),
+    ],
+)
+def test_when_a_fragment_is_sent(ranks, name, expected):
+    for world_size in (2, 3):
+        for row in seen(ranks, world_size, f'compare {name} None'):
+            assert sends(row) == expected
+            assert row['updates'] == [row['sizes'][index] for index, _ in expected]  # one bucket holds a fragment
+
+
+def test_an_exchange_lands_exactly_overlap_steps_later_and_all_at_the_end(ranks):
+    """H=6, 3 fragments, 5 steps: up to three in flight. What lands at the last step is not sent once more."""
+    row = seen(ranks, 2, 'compare three_in_flight None')[0]
+    starts = [[0, 2], [1, 4], [2, 6], [0, 8], [1, 10], [2, 12], [0, 14], [1, 16], [2, 18]]
+    assert sends(row) == starts
+    landed = [entry[1:] for entry in row['log'] if entry[0] == 'land']
+    assert landed == [[index, min(step + 5, 19)] for index, step in starts]
+    assert len(row['updates']) == len(starts)
+    row = seen(ranks, 2, 'compare overlap_2 None')[0]  # H=6: what has trained since it landed is sent at the end, once
+    assert sends(row) == [[0, 3], [1, 6], [0, 9], [1, 12], [0, 15], [1, 17]]
+    assert [entry[1:] for entry in row['log'] if entry[0] == 'land'] == [[0, 5], [1, 8], [0, 11], [1, 14], [0, 17]]
+
+
+def test_the_golden_values_of_maxtext(ranks):
+    first, second = seen(ranks, 2, 'golden')
+    assert first['losses'] == pytest.approx([1, 0.49, 0.2401, 0.2075], abs=1e-4)
+    assert second['losses'] == pytest.approx([1, 0.81, 0.6561, 0.9409], abs=1e-4)
+    for row in (first, second):
+        assert row['after'] == [pytest.approx([1.5345, 1.0494, 0.5839], abs=1e-4)]
+
+
+def test_every_step_without_momentum_is_data_parallel_sgd(ranks):
+    for world_size in (2, 3):
+        assert max(row['error'] for row in seen(ranks, world_size, 'data_parallel')) <= 1e-6
+
+
+def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
+    assert all(row['same'] for row in seen(ranks, 2, 'plain_loop'))
+
+
+@pytest.mark.parametrize('world_size', [2, 3, 4])
+def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
+    """Of 7 numbers a parameter fills several, of 2**22 several share one."""
+    for row in seen(ranks, world_size, 'buckets'):
+        assert row['7']['sums'] == row['64']['sums'] == row[str(2**22)]['sums']
+        assert row['7']['updates'] > row['64']['updates'] >= row[str(2**22)]['updates']
+        for size in row.values():
+            assert size['updates'] == size['expected']
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
+    """Rounding to a grid of width w costs w / sqrt(12); those of the replicas are averaged, their mean is rounded."""
+    rows = seen(ranks, world_size, 'quantised')
+    for dtype, levels in (('float32', None), ('bfloat16', None), ('int8', 127), ('int4', 7)):
+        first = rows[0][dtype]
+        assert all(row[dtype]['sums'] == first['sums'] for row in rows)
+        if levels:
+            width = rows[0]['largest'] / levels  # of the block with the largest number
+            assert first['max'] <= width
+            rms = width / math.sqrt(12) * math.sqrt(1 / world_size + 1)
+            assert 0.4 * rms < first['rms'] <= rms and abs(first['mean']) < 0.1 * rms
+        else:
+            assert first['max'] <= rows[0]['largest'] * {'float32': 2**-22, 'bfloat16': 2**-8}[dtype]
+        for value in ('nan', 'inf', '-inf'):
+            finite, broken = first[value]
+            assert not finite and broken == {None: 1, 127: 256, 7: 256}[levels]  # a block in the integers
+            assert all(row[dtype][value] == first[value] for row in rows)
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+def test_error_feedback_makes_the_sum_of_many_rounds_exact(ranks, world_size):
+    for row in seen(ranks, world_size, 'error_feedback'):
+        for dtype in ('bfloat16', 'int8', 'int4'):
+            assert row[f'{dtype} True'] < 0.2 * row[f'{dtype} False']
+        assert row['int4 False'] > 0.02  # all of a component of 0.03 is lost, in every round
+        assert row['int4 True'] < 0.005
+
+
+def test_the_average_is_weighted(ranks):
+    for world_size in (2, 3):
+        assert max(row['error'] for row in seen(ranks, world_size, 'weighted')) <= 1e-6
+
+
+def test_between_bf16_parameters_anchors_and_pseudo_gradients_are_fp32(ranks):
+    for world_size in (2, 3):
+        for row in seen(ranks, world_size, 'bf16_parameters'):
+            assert row['dtypes'] == ['torch.float32'] and row['error'] <= 1e-8
+            assert row['nonzero'] > 1.5 * row['naive']  # differences of bf16 numbers lose what the anchors keep
+            assert row['between'] > 0.3 and row['parameter_is_rounded_anchor']
+
+
+@pytest.mark.parametrize('world_size', [2, 3])
+def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(ranks, world_size):
+    for row in seen(ranks, world_size, 'traffic'):
+        for name, case in row.items():
+            size = diloco.BYTES[name.split()[0]]
+            formula = 2 * 2 * case['numbers'] * size * (world_size - 1) / world_size  # two rounds
+            assert case['operators'] == ['_allgather_base_', 'alltoall_base_']
+            assert case['counted'] == case['seen'] and case['formula'] == pytest.approx(formula)
+            assert 2 * case['health_formula'] == pytest.approx(formula)
+            assert formula <= case['counted'] <= 1.05 * formula
+            assert len(case['between']) >= 4 and not any(case['between'])
+
+
+@pytest.mark.parametrize('world_size', [2, 3, 4])
+def test_health_is_that_of_the_replicas_pseudo_gradients(ranks, world_size):
+    for row in seen(ranks, world_size, 'health'):
+        for key, value in row['expected'].items():
+            assert row['row'][key] == pytest.approx(value, rel=1e-5), key
+        assert all(row['row'][f'diloco/{kind}_s'] > 0 for kind in ('wait', 'transfer', 'compute'))
+        assert 'diloco/cosine' not in row['after_reset'] and row['after_reset_bytes'] == 0
+
+
+def test_health_between_send_and_land_counts_every_exchange_once(ranks):
+    for world_size in (2, 3):
+        for row in seen(ranks, world_size, 'health_in_flight'):
+            assert row['squares'] == pytest.approx(row['expected'], rel=1e-5)
+            assert row['formula'] <= row['bytes'] <= 1.05 * row['formula']
+
+
+@pytest.mark.parametrize('world_size, name', [*((2, name) for name in RESUMED), (4, 'in_flight_int8_mixed')])
+def test_a_resumed_run_equals_one_without_a_stop_to_the_bit(ranks, world_size, name):
+    for row in seen(ranks, world_size, f'resume {name}'):
+        unstopped, saved, resumed = row['sums']
+        assert saved == unstopped, 'saving changed the run'
+        assert resumed == unstopped
+        assert row['step'] == 7 and row['missing'] == [] and row['there'] == [True, True]
+        assert row['log'][1] == row['log'][0] and len(row['log'][0]) >= 3
+        assert any(kind == 'outer.average' for kind in row['kinds']) == ('in_flight' in name)
+        assert any(kind.endswith('.error') for kind in row['kinds']) == ('int8' in name)
+
+
+def test_other_fragments_at_a_rounds_end_and_a_checkpoint_of_train_ddp(ranks):
+    for row in seen(ranks, 2, 'resume_at_a_rounds_end'):
+        assert row == {'step': 8, 'same': True, 'mid_round': False, 'without': 8}
+
+
+def test_other_fragments_in_the_middle_of_a_round_are_refused(ranks):
+    for messages in seen(ranks, 2, 'resume_other_fragments'):
+        assert len(messages) == 2
+        assert all('num_fragments=2' in message and '\n' not in message for message in messages)
+
+
+def test_with_another_number_of_replicas_the_round_begins_again_at_the_outer_parameters(ranks):
+    """3 replicas; 2 and 1 go on. What was in flight has landed."""
+    rows = seen(ranks, 3, 'resume_other_replicas')
+    for row in rows:
+        assert row['step'] == 4 and row['error'] == 0 and not row['mid_round'] and row['in_flight'] > 0
+        assert sends(row) == [[0, 6], [1, 8], [0, 10]]
+    assert rows[0]['sums'] == rows[1]['sums'] != rows[2]['sums']
+    assert [row['keys'] for row in rows] == [['optim', 'optim'], ['replica1.optim'] * 2, ['optim', 'replica2.optim']]
+
+
+@pytest.mark.parametrize('world_size', [2, 4])
+def test_outer_parameters_for_an_evaluation_and_a_rehearsal_leave_no_trace(ranks, world_size):
+    for row in seen(ranks, world_size, 'evaluation'):
+        assert row['inside'] and row['after'] and row['differ']
+        assert row['rehearsal_leaves_no_trace'] and row['rehearsed'] and row['updates'] == [21, 22]
+
+
+def test_other_collectives_do_not_disturb_an_exchange_in_flight(ranks):
+    for row in seen(ranks, 2, 'meanwhile'):
+        assert row['total'] == 2 and row['error'] <= 1e-6
+
+
+def test_checksums_notice_one_bit_and_the_order(ranks):
+    for row in seen(ranks, 2, 'checksums_see'):
+        assert row == {'none': [True, True], 'bit': [True, False], 'order': [True, False]}
+
+
+def test_a_failed_exchange_raises_and_no_outer_step_is_taken(tmp_path):
+    """One of two replicas is gone: the other one must not go on from its own pseudo-gradient alone."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, '--lose_a_rank', str(tmp_path / 'store'), str(rank)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert outputs[0][0], outputs
+    at_once, overlapped = json.loads(outputs[0][0].splitlines()[-1])
+    assert at_once['raised'] == ['RuntimeError']
+    assert overlapped['raised'] == ['', 'RuntimeError', 'RuntimeError']  # send() only starts it; land() again: again
+    assert all(row['unchanged'] and row['updates'] == 0 for row in (at_once, overlapped))
+
+
+# --- codec and fragments, in this process ---
+
+
+@pytest.mark.parametrize('dtype', diloco.BYTES)
+def test_a_round_trip_through_the_codec(dtype):
+    numbers = torch.randn(3, 4 * diloco.BLOCK, generator=torch.Generator().manual_seed(0))
+    numbers *= torch.logspace(-20, 20, 12).repeat_interleave(diloco.BLOCK).view(3, -1)  # each block has its own scale
+    numbers[1, 10] = 0.0
+    payload = diloco.encode(numbers, dtype)
+    scales = 4 * 4 if dtype in diloco.LEVELS else 0
+    assert payload.shape == (3, 4 * diloco.BLOCK * diloco.BYTES[dtype] + scales) and payload.dtype == torch.uint8
+    decoded = diloco.decode(payload, dtype)
+    assert decoded.dtype == torch.float32 and decoded.shape == numbers.shape
+    if dtype == 'float32':
+        assert torch.equal(decoded, numbers)
+    elif dtype == 'bfloat16':
+        assert torch.equal(decoded, numbers.bfloat16().float())
+    else:
+        largest = numbers.view(3, 4, -1).abs().amax(2, keepdim=True)
+        error = (decoded - numbers).view(3, 4, -1).abs() / largest
+        assert error.max() <= 0.5001 / diloco.LEVELS[dtype]  # half a step
+        assert len((decoded.view(3, 4, -1)[0, 0] / largest[0, 0]).unique()) <= 2 * diloco.LEVELS[dtype] + 1
+        assert torch.allclose(decoded.view(3, 4, -1).abs().amax(2, keepdim=True), largest)  # the largest is kept
+    again = diloco.encode(decoded, dtype)  # what one replica decoded and sends on is the same for the next
+    assert torch.allclose(diloco.decode(again, dtype), decoded, rtol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', diloco.BYTES)
+def test_zeros_stay_zeros_and_what_is_not_finite_never_becomes_a_number(dtype):
+    numbers = torch.zeros(2, 2 * diloco.BLOCK)
+    assert torch.equal(diloco.decode(diloco.encode(numbers, dtype), dtype), numbers)
+    for value in (math.nan, math.inf, -math.inf):
+        numbers[1, 5] = value
+        decoded = diloco.decode(diloco.encode(numbers, dtype), dtype)
+        assert not decoded[1, 5].isfinite()
+        assert torch.equal(decoded[0], numbers[0]) and torch.equal(
+            decoded[1, diloco.BLOCK :], numbers[1, diloco.BLOCK :]
+        )
+
+
+def test_a_payload_is_read_back_from_between_other_bytes():
+    """Rows come with a header and are cut out of a larger tensor: not contiguous."""
+    for dtype in diloco.BYTES:
+        payload = diloco.encode(torch.randn(2, diloco.BLOCK), dtype)
+        framed = torch.cat((torch.zeros(2, 8, dtype=torch.uint8), payload), dim=1)
+        assert torch.equal(diloco.decode(framed[:, 8:], dtype), diloco.decode(payload, dtype))
+
+
+def test_fragments_have_every_parameter_once_and_equal_sizes():
+    sizes = {f'blocks.{i}.{name}': n for i in range(12) for name, n in (('mlp', 600), ('attn', 380), ('norm', 20))}
+    sizes |= {'embed': 3000, 'head': 2500, 'norm': 10}
+    parameters = {name: torch.empty(n) for name, n in sizes.items()}
+    for order in ('strided', 'sequential'):
+        for num_fragments in range(1, 13):
+            fragments = diloco.assign_to_fragments(parameters, num_fragments, order)
+            assert len(fragments) == num_fragments and all(fragments)
+            names = [name for fragment in fragments for name in fragment]
+            assert sorted(names) == sorted(parameters)
+            totals = [sum(sizes[name] for name in fragment) for fragment in fragments]
+            assert max(totals) - min(totals) <= 3000  # the embedding cannot be split
+            blocks = [sorted({int(name.split('.')[1]) for name in names if '.' in name}) for names in fragments]
+            for index, numbers in enumerate(blocks):
+                if order == 'strided':
+                    assert numbers == list(range(index, 12, num_fragments))
+                else:
+                    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    with pytest.raises(ValueError, match='num_fragments=13: expected at most 12'):
+        diloco.assign_to_fragments(parameters, 13, 'strided')
+
+
+def test_blocks_are_found_under_the_names_of_hugging_face_models_too():
+    names = [f'model.layers.{i}.self_attn.q_proj.weight' for i in range(4)] + ['model.embed_tokens.weight']
+    fragments = diloco.assign_to_fragments({name: torch.empty(4) for name in names}, 2, 'strided')
+    assert [sorted(fragment) for fragment in fragments] == [
+        sorted([names[0], names[2], names[4]]),
+        [names[1], names[3]],
+    ]

@@ -1,0 +1,642 @@
+"""train_diloco.py as users run it: against DiLoCo written out by hand, resumed, moved to other ranks, and misused."""
+
+import copy
+import functools
+import math
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_many, run_script
+
+import checkpoint
+import data
+import optim
+from model import GPT, ModelConfig
+
+H, STEPS, SAVED_EVERY = (
+    6,
+    22,
+    4,
+)  # the last round has 4 steps; checkpoint 12 is at a round's end, 8 and 16 in the middle
+BATCH = 12  # sequences per step, over all ranks
+RATE, OUTER_RATE, OUTER_MOMENTUM = 3e-3, 0.7, 0.9
+RUN = [
+    *TINY_MODEL,
+    *TINY_RUN,
+    f'--learning_rate={RATE}',
+    f'--global_batch_size={BATCH}',
+    '--dtype=float32',
+    f'--lr_decay_iters={STEPS}',
+    f'--checkpoint_interval={SAVED_EVERY}',
+    f'--eval_interval={SAVED_EVERY}',
+    '--keep_checkpoints=9',
+]
+STREAMING = ('--num_fragments=3', '--overlap_steps=1', '--fragment_mix=0.5')  # something is in flight at any checkpoint
+FEEDBACK = ('--exchange_dtype=int8', '--error_feedback')
+
+
+def arguments(data_dir, out_dir, *more):
+    keys = [*RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
+    return [*keys, *more]
+
+
+def case(data_dir, out_dir, replicas, *more):
+    keys = arguments(data_dir, out_dir, f'--num_replicas={replicas}', f'--inner_steps={H}', *more)
+    return {'name': out_dir.name, 'script': 'train_diloco.py', 'arguments': keys}
+
+
+def weights_of(out_dir, step=STEPS):
+    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
+
+
+def health(out_dir):
+    """The rows of metrics.jsonl that tell of an outer step."""
+    return [row for row in metrics(out_dir) if 'diloco/momentum_norm' in row]
+
+
+def assert_bit_equal(weights, reference):
+    assert weights.keys() == reference.keys()
+    for name in reference:
+        assert torch.equal(weights[name], reference[name]), name
+
+
+def largest_difference(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_close_weights(out_dir, by_hand, step=STEPS):
+    """Within 1e-5 of how far training has moved them: Adam enlarges the rounding of gradients that are nearly 0."""
+    weights = weights_of(out_dir, step)
+    names = dict(by_hand.outer.named_parameters())
+    assert weights.keys() == names.keys()
+    error = sum((weights[name] - names[name].detach()).double().square().sum() for name in names)
+    moved = sum((by_hand.start[name] - names[name].detach()).double().square().sum() for name in names)
+    assert 0 < moved and error <= (1e-5**2) * moved, math.sqrt(error / moved)
+
+
+class ByHand:
+    """DiLoCo in one process, from its definition: torch's AdamW in each replica, torch's Nesterov SGD around them."""
+
+    def __init__(self, data_dir, replicas):
+        self.train = data.open_dataset(data_dir, 'tiny', 'train', 32)
+        self.val = data.open_dataset(data_dir, 'tiny', 'val', 32)
+        keys = {key: int(value) for key, value in (word.removeprefix('--').split('=') for word in TINY_MODEL)}
+        self.outer = GPT(ModelConfig.from_keys({**keys, 'vocab_size': self.train.vocab_size}))
+        with torch.no_grad():
+            for name, parameter in self.outer.named_parameters():
+                parameter.copy_(self.outer.initial_value(name, parameter, 1337, 'cpu'))
+        self.start = {name: parameter.detach().clone() for name, parameter in self.outer.named_parameters()}
+        self.nesterov = torch.optim.SGD(self.outer.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+        self.models, self.optimizers = [], []
+        self.step, self.losses, self.norms, self.rounds = 0, {}, {}, {}
+        self.go_on_as(replicas)
+
+    def go_on_as(self, replicas):
+        """Go on from the outer parameters with so many replicas, each with the moments of one of those before."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.models = [copy.deepcopy(self.outer) for _ in range(replicas)]
+        self.optimizers = []
+        for number, model in enumerate(self.models):
+            tables = {model.pos_embed.weight}  # the other table is the head, too
+            decayed = [p for p in model.parameters() if p.dim() == 2 and p not in tables]
+            others = [p for p in model.parameters() if p.dim() != 2 or p in tables]
+            groups = [{'params': decayed, 'weight_decay': 0.1}, {'params': others, 'weight_decay': 0.0}]
+            self.optimizers.append(torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95)))
+            if states:
+                self.optimizers[-1].load_state_dict(copy.deepcopy(states[number % len(states)]))
+        return self
+
+    def go_on_from_the_rounds_start(self, replicas):
+        self.step -= self.step % H
+        return self.go_on_as(replicas)
+
+    def run(self, until, exchanging=True):
+        """Steps up to `until`, with the outer steps before it; whether there is one at `until` is for the caller."""
+        while self.step < until:
+            of_step, norms = [], []
+            for number, model in enumerate(self.models):
+                count = BATCH // len(self.models)
+                first = self.step * BATCH
+                place = count, number, len(self.models), torch.device('cpu')
+                batches = data.batches(self.train, 1337, first, BATCH, *place, prefetch=1)
+                loss_sum, ce_sum = model(*next(batches))
+                batches.close()
+                (loss_sum / (count * 32)).backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+                for group in self.optimizers[number].param_groups:
+                    group['lr'] = optim.learning_rate_at(self.step, RATE, 'cosine', 5, STEPS, RATE / 10)
+                self.optimizers[number].step()
+                self.optimizers[number].zero_grad()
+                of_step.append(ce_sum.item() / (count * 32))
+            self.step += 1
+            self.losses[self.step] = sum(of_step) / len(of_step)
+            self.norms[self.step] = sum(norms) / len(norms)
+            if exchanging and self.step % H == 0 and self.step < until:
+                self.end_round()
+        return self
+
+    def end_round(self):
+        """The outer step, and the round's numbers."""
+        deltas = [
+            {name: (anchor - theta).detach() for (name, anchor), theta in zip(named, model.parameters(), strict=True)}
+            for model in self.models
+            for named in [list(self.outer.named_parameters())]
+        ]
+        for name, anchor in self.outer.named_parameters():
+            anchor.grad = sum(delta[name] for delta in deltas) / len(deltas)
+        flat = torch.stack([torch.cat([delta[name].flatten() for name in delta]) for delta in deltas]).double()
+        self.nesterov.step()
+        for model in self.models:
+            model.load_state_dict(self.outer.state_dict())
+        buffers = [self.nesterov.state[parameter]['momentum_buffer'] for parameter in self.outer.parameters()]
+        cosines = torch.nn.functional.cosine_similarity(flat[:, None], flat[None], dim=2)
+        pairs = cosines[tuple(torch.triu_indices(len(flat), len(flat), 1))]
+        self.rounds[self.step] = {
+            'diloco/delta_norm': flat.mean(dim=0).norm().item(),
+            'diloco/replica_norm': flat.norm(dim=1).square().mean().sqrt().item(),
+            'diloco/drift': (flat - flat.mean(dim=0)).norm(dim=1).square().mean().sqrt().item(),
+            'diloco/momentum_norm': torch.cat([buffer.flatten() for buffer in buffers]).double().norm().item(),
+            'diloco/cosine': pairs.mean().item() if len(pairs) else None,
+            'diloco/cosine_min': pairs.min().item() if len(pairs) else None,
+        }
+        return self
+
+    def run_to_the_end(self, until=STEPS):
+        return self.run(until).end_round()
+
+    @torch.no_grad()
+    def val_loss(self, models, batch_size):
+        """Of models that share out the validation text; [self.outer] for the outer parameters."""
+        nats = tokens = 0
+        for rank, model in enumerate(models):
+            for x, y in data.eval_batches(self.val, 2 * BATCH, batch_size, rank, len(models), torch.device('cpu')):
+                nats += model(x, y)[1].item()
+                tokens += (y >= 0).sum().item()
+        return nats / tokens
+
+    def loss_curve(self):
+        return [self.losses[step] for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    """For what is computed by hand: small matrices, on a machine that may be busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope='module')
+def by_hand_to_the_end(data_dir):
+    """Function of the number of replicas: such a run of all steps."""
+    return functools.cache(lambda replicas: ByHand(data_dir, replicas).run_to_the_end())
+
+
+@pytest.fixture(scope='module')
+def two_replicas_then_one(data_dir):
+    """Two replicas up to step 12, and then one without any outer step."""
+    by_hand = ByHand(data_dir, 2).run(12).end_round().go_on_as(1).run(STEPS, exchanging=False)
+    by_hand.outer = by_hand.models[0]
+    return by_hand
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, data_dir):
+    """Uninterrupted runs with all their checkpoints, each named by replicas x shards and what is special about it."""
+    folder = tmp_path_factory.mktemp('runs')
+
+    def run(out_dir, replicas, *more):
+        return case(data_dir, folder / out_dir, replicas, *more)
+
+    run_script('train_diloco.py', *run('1x1', 1)['arguments'])  # without torchrun
+    (folder / 'stopped').mkdir()
+    (folder / 'stopped' / 'STOP').touch()  # before the first step
+    ddp = {'name': 'ddp', 'script': 'train_ddp.py', 'arguments': arguments(data_dir, folder / 'ddp')}
+    two = [
+        run('2x1', 2),
+        run('2x1_to_12', 2, '--max_iters=12'),
+        run('2x1_to_15', 2, '--max_iters=15'),
+        run('1x2', 1),
+        run('streaming', 2, *STREAMING),
+        run('feedback', 2, *FEEDBACK),
+        run('async', 2, '--async_checkpoint'),
+        run('dropout', 2, '--dropout=0.1'),
+        run('manual', 2, '--fsdp_impl=manual'),
+        run('stopped', 2, *ONLY_ROUNDS),
+        ddp,
+    ]
+    run_many(two, 2, folder)
+    run_many([run('3x1', 3, '--batch_size=1')], 3, folder)
+    four = [
+        run('2x2', 2, '--batch_size=1'),
+        run('2x2_manual', 2, '--batch_size=1', '--fsdp_impl=manual'),
+        run('4x1', 4, '--batch_size=1'),
+    ]
+    run_many(four, 4, folder)
+    shutil.copytree(folder / 'stopped', folder / 'stopped_only')
+    return folder
+
+
+ONLY_ROUNDS = ('--eval_interval=0', '--checkpoint_interval=0', '--log_interval=4')  # rows and decisions at round ends
+
+
+@pytest.fixture(scope='module')
+def resumed(runs, data_dir):
+    """Every run, or a copy of it as it was when a checkpoint had been saved, is started again: maybe on other ranks."""
+
+    def again(saved, step, replicas, *more, on='', script='train_diloco.py'):
+        """The run `saved`, killed 3 steps after the checkpoint of `step`, goes on as SAVED_STEP or SAVED_STEP_ON."""
+        name = f'{saved}_{step}' + (f'_{on}' if on else '')
+        out_dir = runs / name
+        shutil.copytree(runs / saved, out_dir)
+        for path in (out_dir / 'checkpoints').iterdir():
+            if int(path.name[-8:]) > step:
+                shutil.rmtree(path)
+        (out_dir / 'DONE').unlink()
+        rows = (out_dir / 'metrics.jsonl').read_text().splitlines(keepends=True)
+        (out_dir / 'metrics.jsonl').write_text(''.join(rows[: step + 3]) + rows[step + 3][:20])  # the last line torn
+        if script == 'train_diloco.py':
+            return case(data_dir, out_dir, replicas, *more)
+        return {'name': name, 'script': script, 'arguments': arguments(data_dir, out_dir, *more)}
+
+    small = '--batch_size=1'
+    two = [
+        again('2x1', 8, 2),
+        again('2x1', 12, 2),
+        again('streaming', 8, 2, *STREAMING),
+        again('streaming', 12, 2, *STREAMING),
+        again('feedback', 8, 2, *FEEDBACK),
+        again('feedback', 12, 2, *FEEDBACK),
+        again('async', 8, 2, '--async_checkpoint'),
+        again('dropout', 8, 2, '--dropout=0.1'),
+        again('manual', 8, 2, '--fsdp_impl=manual'),
+        again('1x2', 8, 1),
+        again('4x1', 12, 2, on='2x1'),
+        again('4x1', 8, 2, on='2x1'),
+        again('ddp', 8, 2, on='2x1'),
+        again('2x1', 12, 0, on='ddp', script='train_ddp.py'),
+        again('2x1', 12, 0, on='fsdp', script='train_fsdp.py'),
+        case(data_dir, runs / 'stopped', 2, *ONLY_ROUNDS),
+    ]
+    run_many(two, 2, runs)
+    one = [
+        again('2x1', 12, 1, on='1x1'),
+        again('2x2', 12, 0, '--fsdp_impl=manual', on='manual_on_1', script='train_fsdp.py'),
+    ]
+    run_many(one, 1, runs)
+    four = [
+        again('2x2', 8, 2, small),
+        again('2x2', 12, 2, small),
+        again('2x2_manual', 8, 2, small, '--fsdp_impl=manual'),
+        again('4x1', 12, 2, small, on='2x2'),
+        again('2x2', 12, 1, small, on='1x4'),
+        again('2x1', 8, 4, small, on='4x1'),
+        again('2x1', 12, 0, small, on='fsdp_on_4', script='train_fsdp.py'),
+    ]
+    run_many(four, 4, runs)
+    return runs
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'name, replicas',
+    [
+        ('1x1', 1),
+        ('1x2', 1),
+        ('2x1', 2),
+        ('2x2', 2),
+        ('manual', 2),
+        ('2x2_manual', 2),
+        ('3x1', 3),
+        ('4x1', 4),
+    ],
+)
+def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_the_end, name, replicas):
+    by_hand = by_hand_to_the_end(replicas)
+    assert largest_difference(column(runs / name, 'loss'), by_hand.loss_curve()) <= 1e-6
+    assert largest_difference(column(runs / name, 'grad_norm'), list(by_hand.norms.values())) <= 1e-4
+    assert_close_weights(runs / name, by_hand)
+    rows = health(runs / name)
+    assert [row['step'] for row in rows] == [6, 12, 18, 22] == list(by_hand.rounds)
+    for row in rows:
+        for key, value in by_hand.rounds[row['step']].items():
+            if replicas > 1:
+                assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (row['step'], key)
+        if replicas == 1:  # nobody to exchange with
+            momentum = by_hand.rounds[row['step']]['diloco/momentum_norm']
+            assert row['diloco/momentum_norm'] == pytest.approx(momentum, rel=1e-4) and row['diloco/bytes'] == 0
+
+
+def test_sharded_replicas_give_the_numbers_of_unsharded_ones(runs):
+    for name, reference in (('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1')):
+        for key in ('loss', 'val_loss', 'diloco/momentum_norm'):
+            difference = largest_difference(column(runs / name, key), column(runs / reference, key))
+            assert difference <= (1e-6 if 'loss' in key else 1e-4), (name, key, difference)
+
+
+def test_training_lowers_the_loss_of_the_outer_parameters(runs):
+    assert column(runs / '2x1', 'val_loss')[-1] < column(runs / '2x1', 'val_loss')[0] - 0.3
+
+
+@pytest.mark.parametrize('name, steps, outer_steps', [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4)])
+def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_dir, name, steps, outer_steps):
+    assert len(health(runs / name)) == outer_steps
+    assert_close_weights(runs / name, ByHand(data_dir, 2).run_to_the_end(steps), steps)
+    assert (runs / name / 'DONE').read_text().strip() == str(steps)
+
+
+def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, data_dir):
+    rows = {row['step']: row for row in metrics(runs / '2x1') if 'val_loss' in row}
+    assert list(rows) == [4, 8, 12, 16, 20, 22]
+    by_hand = ByHand(data_dir, 2)
+    for step, row in rows.items():
+        by_hand.run(step)
+        replicas = by_hand.val_loss(by_hand.models, batch_size=2)
+        if step % H == 0 or step == STEPS:
+            by_hand.end_round()
+        outer = by_hand.val_loss([by_hand.outer], batch_size=2)
+        assert row['val_loss'] == pytest.approx(outer, rel=1e-6), step
+        assert row['diloco/inner_val_loss'] == pytest.approx(replicas, rel=1e-6), step
+        assert abs(outer - replicas) > 1e-4 * outer, step  # the two are not the same by chance
+
+
+@pytest.mark.parametrize('name, step', [('2x1', 22), ('streaming', 8)])
+def test_what_was_evaluated_is_what_other_scripts_find_in_the_checkpoint(runs, data_dir, tmp_path, name, step):
+    """At the end, and in the middle of a round with fragments in flight."""
+    shutil.copytree(runs / name / 'checkpoints' / f'step_{step:08}', tmp_path / 'checkpoints' / f'step_{step:08}')
+    run_script('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'))
+    (row,) = metrics(tmp_path)
+    logged = {row['step']: row for row in metrics(runs / name)}[step]
+    assert row['step'] == step and row['val_loss'] == pytest.approx(logged['val_loss'], rel=1e-6)
+
+
+def test_metrics_hold_every_step_once_in_order(runs):
+    for name in ('1x1', '1x2', '2x1', '2x2', '3x1', '4x1', 'streaming', 'feedback', 'async'):
+        assert column(runs / name, 'step') == list(range(1, STEPS + 1)), name
+        assert column(runs / name, 'tokens') == [step * BATCH * 32 for step in range(1, STEPS + 1)], name
+        assert len(column(runs / name, 'loss')) == STEPS
+
+
+def test_options_that_change_no_number_and_those_that_do(runs):
+    assert column(runs / 'async', 'loss') == column(runs / '2x1', 'loss')
+    assert_bit_equal(weights_of(runs / 'async'), weights_of(runs / '2x1'))
+    assert 0 < largest_difference(column(runs / 'feedback', 'loss'), column(runs / '2x1', 'loss')) < 1e-2
+    assert 0 < largest_difference(column(runs / 'streaming', 'loss'), column(runs / '2x1', 'loss')) < 0.2
+
+
+def test_an_exchange_sends_what_its_formula_says(runs):
+    for name, at_most in (
+        ('2x1', 1.01),
+        ('feedback', 1.05),
+        ('4x1', 1.02),
+    ):  # int8: scales, and padding of a small model
+        for row in health(runs / name):
+            assert 1 <= row['diloco/bytes'] / row['diloco/bytes_formula'] <= at_most, (name, row)
+    quarter = health(runs / 'feedback')[0]['diloco/bytes'] / health(runs / '2x1')[0]['diloco/bytes']
+    assert 0.25 <= quarter <= 0.27
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'name, step',
+    [
+        ('2x1', 8),
+        ('2x1', 12),
+        ('streaming', 8),
+        ('streaming', 12),
+        ('feedback', 8),
+        ('feedback', 12),
+        ('async', 8),
+        ('dropout', 8),
+        ('manual', 8),
+        ('1x2', 8),
+        ('2x2', 8),
+        ('2x2', 12),
+        ('2x2_manual', 8),
+    ],
+)
+def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, step):
+    ours, theirs = resumed / f'{name}_{step}', resumed / name
+    assert f'at step {step}\n' in (ours / 'train.log').read_text()
+    assert_bit_equal(weights_of(ours), weights_of(theirs))
+    assert column(ours, 'step') == list(range(1, STEPS + 1))
+    for key in ('loss', 'val_loss', 'diloco/inner_val_loss', 'diloco/momentum_norm'):
+        assert column(ours, key) == column(theirs, key), key
+
+
+@pytest.mark.parametrize(
+    'name, before, after', [('4x1_12_2x1', 4, 2), ('4x1_12_2x2', 4, 2), ('2x1_12_1x1', 2, 1), ('2x2_12_1x4', 2, 1)]
+)
+def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, data_dir, name, before, after):
+    by_hand = ByHand(data_dir, before).run(12).end_round().go_on_as(after).run_to_the_end()
+    check_moved_run(resumed / name, by_hand, [6, 12, 18, 22])
+    assert 'back to' not in (resumed / name / 'train.log').read_text()
+
+
+@pytest.mark.parametrize('name, before, after', [('4x1_8_2x1', 4, 2), ('2x1_8_4x1', 2, 4)])
+def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(resumed, data_dir, name, before, after):
+    by_hand = ByHand(data_dir, before).run(8).go_on_from_the_rounds_start(after).run_to_the_end()
+    check_moved_run(resumed / name, by_hand, [6, 12, 18, 22])
+    assert re.search(rf'has {before} replicas: back .* step 6\n', (resumed / name / 'train.log').read_text())
+
+
+def check_moved_run(out_dir, by_hand, rounds):
+    assert largest_difference(column(out_dir, 'loss'), by_hand.loss_curve()) <= 1e-6
+    assert column(out_dir, 'step') == list(range(1, STEPS + 1))
+    assert [row['step'] for row in health(out_dir)] == rounds
+    assert_close_weights(out_dir, by_hand)
+    assert (out_dir / 'DONE').read_text().strip() == str(STEPS)
+
+
+def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
+    """Rounds end at multiples of inner_steps, so the first one, from step 8 to 12, is shorter."""
+    by_hand = ByHand(data_dir, 1).run(8, exchanging=False)
+    by_hand.outer = copy.deepcopy(by_hand.models[0])
+    by_hand.nesterov = torch.optim.SGD(
+        by_hand.outer.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
+    )
+    by_hand.go_on_as(2).run_to_the_end()
+    check_moved_run(resumed / 'ddp_8_2x1', by_hand, [12, 18, 22])
+
+
+@pytest.mark.parametrize('name', ['2x1_12_ddp', '2x1_12_fsdp', '2x1_12_fsdp_on_4', '2x2_12_manual_on_1'])
+def test_other_scripts_go_on_from_replicas(resumed, two_replicas_then_one, name):
+    check_moved_run(resumed / name, two_replicas_then_one, [6, 12])
+
+
+def test_a_file_named_stop_ends_a_run_at_a_rounds_end_with_nothing_lost(resumed):
+    first = resumed / 'stopped_only'
+    assert (first / 'PREEMPTED').read_text().strip() == '6'
+    assert not (first / 'STOP').exists() and not (first / 'DONE').exists()
+    assert [path.name for path in (first / 'checkpoints').iterdir()] == ['step_00000006']
+    second = resumed / 'stopped'
+    assert (second / 'DONE').exists() and not (second / 'PREEMPTED').exists()
+    assert_bit_equal(weights_of(second), weights_of(resumed / '2x1'))
+
+
+def test_rows_are_those_of_logged_steps_and_of_rounds(resumed):
+    """log_interval=4, also across the stop at step 6: what lies between two exchanges is logged at the second."""
+    out_dir = resumed / 'stopped'
+    rows, all_losses = metrics(out_dir), column(resumed / '2x1', 'loss')
+    assert [row['step'] for row in rows] == [1, 4, 6, 8, 12, 16, 18, 20, 22]
+    logged = {row['step']: row['loss'] for row in rows if 'loss' in row}
+    assert logged == {step: all_losses[step - 1] for step in (1, 4, 8, 12, 16, 20, 22)}
+    assert [row['step'] for row in health(out_dir)] == [6, 12, 18, 22]
+
+
+def test_sample_reads_what_replicas_saved(runs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
+    keys = [f'--out_dir={runs / "2x2"}', '--device=cpu', '--num_samples=1', '--max_new_tokens=20', '--prompt=def ']
+    monkeypatch.setattr(sys, 'argv', ['sample.py', *keys])
+    runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
+    captured = capsys.readouterr()
+    assert captured.out.startswith('def ') and 'step_00000022' in captured.err
+
+
+# --- --verify and --plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('more', [(), ('--exchange_dtype=int4', '--num_fragments=3')], ids=['float32', 'int4'])
+def test_verify_passes_here(data_dir, tmp_path, more):
+    began = time.monotonic()
+    keys = case(data_dir, tmp_path / 'out', 2, '--batch_size=1', '--verify', *more)['arguments']
+    result = run_script('train_diloco.py', *keys, nproc=4)
+    assert time.monotonic() - began < 60
+    verdicts = [line.partition('verify: ')[2] for line in result.stdout.splitlines() if 'verify: ' in line]
+    assert verdicts[-1] == 'passed' and len(verdicts) == 5, result.stdout
+    assert all(verdict.startswith('pass: ') for verdict in verdicts[:-1])
+    assert 'step 1' not in result.stdout and not list((tmp_path / 'out' / 'checkpoints').iterdir())
+
+
+def test_plan_prints_a_table_and_compares_it_with_the_run(data_dir, tmp_path):
+    keys = ('--plan', '--max_iters=130', '--log_interval=100', '--eval_interval=0', '--checkpoint_interval=0')
+    result = run_script('train_diloco.py', *case(data_dir, tmp_path / 'out', 2, *keys)['arguments'], nproc=2)
+    table = result.stdout.partition('plan: ')[2]
+    for dtype in ('float32', 'bfloat16', 'int8', 'int4'):
+        (row,) = re.findall(rf' {dtype} +\d.*', table)
+        shares = [float(share) for share in re.findall(r'([\d.]+)%', row)]
+        assert len(shares) == 7 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100
+    assert re.search(r'recommended: --inner_steps=\d+', table)
+    compared = re.search(r'plan: rounds of 6 steps.* predicted ([\d.]+) s.* measured ([\d.]+) s', table)
+    assert compared and 0.2 < float(compared[1]) / float(compared[2]) < 5, table
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return server.getsockname()[1]
+
+
+def start_by_hand(ranks, script='train_diloco.py', local=None, world_size=None, first=0, timeout=60):
+    """One plain process for each list of arguments in `ranks`, with the environment a launcher would give it.
+
+    local: {rank: LOCAL_WORLD_SIZE} where it is not 1. first: the rank of the first process.
+    Returns [the line of each process that says why it ended]: they end with code 1, one such line, and no traceback.
+    """
+    port, processes, lines = free_port(), [], []
+    world_size = world_size or len(ranks)
+    for rank, keys in enumerate(ranks, start=first):
+        env = environment(RANK=str(rank), LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+        env |= {'WORLD_SIZE': str(world_size), 'LOCAL_WORLD_SIZE': str((local or {}).get(rank, 1))}
+        command = [sys.executable, str(REPO / script), *keys]
+        pipes = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.PIPE, 'text': True}
+        processes.append(subprocess.Popen(command, env=env, **pipes))
+    try:
+        deadline = time.monotonic() + timeout
+        outputs = [process.communicate(timeout=deadline - time.monotonic())[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True), start=first):
+        assert process.returncode == 1 and 'Traceback' not in output, output
+        of_rank = [line for line in output.splitlines() if line.startswith((f'[{rank}] error: ', f'[{rank}] stopped'))]
+        assert len(of_rank) == 1, output
+        lines.append(of_rank[0].removeprefix(f'[{rank}] error: '))
+    return lines
+
+
+@pytest.mark.parametrize(
+    'ranks, keys, words',
+    [
+        (3, ['--num_replicas=2'], ['num_replicas=2', '3 ranks', '1, 3']),
+        (2, ['--inner_steps=23'], ['inner_steps=23', 'max_iters=22']),
+        (2, ['--num_fragments=3', '--overlap_steps=2'], ['overlap_steps=2', 'inner_steps / num_fragments = 2']),
+        (2, ['--num_fragments=4'], ['num_fragments=4', '3']),  # the model has 3 blocks
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_with_the_numbers(data_dir, tmp_path, ranks, keys, words):
+    of_each = case(data_dir, tmp_path / 'out', 2, '--batch_size=1', *keys)['arguments']
+    lines = start_by_hand([of_each] * ranks)
+    assert len(set(lines)) == 1
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir, tmp_path):
+    one = case(data_dir, tmp_path / 'out', 2)['arguments']
+    for line in start_by_hand([one, [*one, '--outer_lr=0.5']]):
+        assert 'rank 1 has outer_lr=0.5, rank 0 has 0.7' in line and 'same command' in line
+    for line in start_by_hand([one, [*one, '--num_replicas=1']]):
+        assert 'rank 1 has num_replicas=1, rank 0 has 2' in line
+    shutil.copytree(data_dir / 'tiny', tmp_path / 'data' / 'tiny')
+    shard = next((tmp_path / 'data' / 'tiny').glob('train_*.bin'))
+    shard.unlink()
+    (tmp_path / 'data' / 'tiny' / 'meta.json').unlink()
+    data.write_shard(shard, data.read_shard(data_dir / 'tiny' / shard.name)[:-1000], 'uint16')
+    for line in start_by_hand([one, case(tmp_path / 'data', tmp_path / 'out', 2, '--vocab_size=257')['arguments']]):
+        assert 'rank 1 has data=' in line and 'same files' in line
+
+
+def test_a_replica_with_other_weights_is_refused_on_every_rank(data_dir, tmp_path):
+    wrapper = tmp_path / 'wrapper.py'
+    wrapper.write_text(f"""
+import os, runpy, sys
+sys.path.insert(0, {str(REPO)!r})
+from model import GPT
+original = GPT.initial_value
+def initial_value(self, name, parameter, seed, device):
+    value = original(self, name, parameter, seed, device)
+    if os.environ['RANK'] == '1' and name == 'final_norm.weight':
+        value[3] += 1e-7  # one bit of one number
+    return value
+GPT.initial_value = initial_value
+runpy.run_path({str(REPO / 'train_diloco.py')!r}, run_name='__main__')
+""")
+    keys = case(data_dir, tmp_path / 'out', 2)['arguments']
+    for line in start_by_hand([keys, keys], script=wrapper):
+        assert 'replica 1 starts from other weights than replica 0' in line and 'same checkpoint' in line
+
+
+def test_nodes_with_unequal_ranks_are_refused(data_dir, tmp_path):
+    keys = case(data_dir, tmp_path / 'out', 3, '--batch_size=1')['arguments']
+    lines = start_by_hand([keys] * 3, local={0: 2, 1: 2, 2: 1})
+    assert len(set(lines)) == 1 and 'unequal' in lines[0] and '2 on' in lines[0] and '1 on' in lines[0]
+    one_per_node = [key for key in keys if 'num_replicas' not in key]  # None: the numbers do not even divide
+    lines = start_by_hand([[*one_per_node, '--timeout_s=5']] * 3, local={0: 2, 1: 2, 2: 1})
+    assert lines[0] == lines[1] and '3 ranks on nodes of 2' in lines[0]  # the other one waits for them until timeout_s
+
+
+def test_a_node_that_never_joins_ends_the_wait_with_how_many_did(data_dir, tmp_path):
+    keys = case(data_dir, tmp_path / 'out', 2, '--timeout_s=5')['arguments']
+    (line,) = start_by_hand([keys], world_size=2, timeout=30)
+    assert '1/2' in line and 'joined' in line and 'timeout_s' in line
+
+
+def test_a_node_that_waits_in_vain_for_the_first_one_says_for_which_address(data_dir, tmp_path):
+    keys = case(data_dir, tmp_path / 'out', 2, '--timeout_s=5')['arguments']
+    (line,) = start_by_hand([keys], world_size=2, first=1, timeout=40)
+    assert 'stopped' not in line and '127.0.0.1' in line and 'timeout_s' in line

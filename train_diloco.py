@@ -1,0 +1,454 @@
+"""
+Train a language model with DiLoCo: replicas of it train alone, and only every inner_steps steps they exchange what they
+have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sharded as in train_fsdp.py.
+
+    torchrun --nproc_per_node=4 train_diloco.py config/diloco_quickstart.py --num_replicas=2    # 2 replicas x 2 shards
+    sbatch --nodes=4 slurm/diloco.sh                          # one replica per node, no server process
+    torchrun ... train_diloco.py CONFIG --plan                # how slow may the link between the nodes be?
+    torchrun ... train_diloco.py CONFIG --verify              # does it compute what it should, here?
+    python train_diloco.py --help                             # every key with its default and meaning
+
+`diff train_fsdp.py train_diloco.py` shows what it takes; the exchange itself is in diloco.py.
+"""
+
+import contextlib
+import functools
+import gc
+import math
+import os
+import sys
+from datetime import timedelta
+
+from configurator import configure
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+# I/O
+out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
+resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
+eval_interval = 500  # steps between evaluations of the outer and the inner parameters; 0 = only after the last step
+eval_iters = 20  # evaluate on this many batches of global_batch_size sequences, the same ones every time
+eval_only = False  # evaluate the newest checkpoint and stop
+log_interval = 10  # steps between log lines
+checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
+keep_checkpoints = 2  # older ones are deleted
+async_checkpoint = False  # train on while a checkpoint is written
+dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+# logging
+wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
+wandb_project = 'distributed-training'  # wandb project
+wandb_entity: str | None = None  # wandb team or user
+wandb_group: str | None = None  # wandb group, to lay runs side by side
+wandb_run_name: str | None = None  # None = the name of out_dir
+tensorboard_log = False  # write event files to out_dir/tensorboard
+# data
+dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
+data_dir = 'data'  # where datasets live
+batch_size = 8  # sequences per rank per micro-step: what must fit into memory
+global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
+block_size = 1024  # tokens per sequence
+# model
+arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
+heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
+n_layer = 12  # transformer blocks
+n_head = 12  # query heads
+n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
+head_dim: int | None = None  # None = n_embd / n_head
+n_embd = 768  # width of the residual stream
+mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), 8/3 * n_embd to a multiple of 64 (llama, qwen3)
+vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+dropout = 0.0  # 0 for pretraining
+bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
+tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
+rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+attention_gate = False  # qwen3: sigmoid gate on the attention output
+# optimizer
+optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
+learning_rate = 6e-4  # peak
+max_iters = 10000  # optimizer steps
+weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
+beta1 = 0.9  # Adam: decay of the first moment
+beta2 = 0.95  # Adam: decay of the second moment
+grad_clip = 1.0  # global gradient norm; 0 = off
+lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
+kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
+wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; None = max_iters / 10
+z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+# schedule
+lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
+warmup_iters = 100  # linear warm-up
+lr_decay_iters: int | None = None  # None = max_iters
+min_lr: float | None = None  # None = learning_rate / 10
+# system
+device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+dtype = 'auto'  # 'auto' | 'float32' | 'bfloat16' | 'float16': of compute; auto = bfloat16 where the hardware has it
+compile: bool | None = None  # torch.compile each block; None = on CUDA
+seed = 1337  # of the initial weights, the order of the data and dropout
+deterministic = False  # bit-equal repetitions, at a cost in speed
+activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
+timeout_s = 600  # a collective that takes longer is an error
+# fsdp
+fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
+zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
+cpu_offload = 'none'  # 'none' | 'params' | 'optimizer': on the host: nothing, all state and the update, moments alone
+accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
+blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
+prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
+# diloco
+num_replicas: int | None = None  # copies of the model that train alone; None = one per node
+inner_steps = 100  # H: steps that replicas train alone, from one exchange to the next
+outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
+outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
+outer_repeats = 1  # outer steps taken with each averaged pseudo-gradient
+num_fragments = 1  # P: the model is exchanged in so many parts, one every inner_steps / P steps (Streaming DiLoCo)
+fragment_order = 'strided'  # 'strided' | 'sequential': block i in fragment i % P, or neighbours together
+overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
+fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
+exchange_dtype = 'float32'  # 'float32'|'bfloat16'|'int8'|'int4': what travels; sums are fp32 in any case
+error_feedback = False  # what rounding to exchange_dtype cost is kept (4 bytes per parameter) and sent the next time
+outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
+plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
+verify = False  # check on this model and these machines that replicas compute what they should, and stop
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import checkpoint
+import data
+import diloco
+import diloco_check
+import fsdp_manual
+import guard
+import offload
+import optim
+import scaling
+import telemetry
+from model import GPT, ModelConfig
+
+# --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
+guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.end_with_parent()
+rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
+device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
+compute_dtype = guard.choose_dtype(dtype, device)
+on_cuda = device.type == 'cuda'
+if deterministic:
+    guard.make_deterministic()
+compile = on_cuda if compile is None else compile
+
+# --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
+# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
+global_batch_size = global_batch_size or batch_size * world_size
+accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
+num_replicas = scaling.number_of_replicas(num_replicas, world_size, local_world_size)
+shard_size = world_size // num_replicas  # ranks that hold one replica between them
+tokens_per_step = global_batch_size * block_size
+train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
+val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
+vocab_size = vocab_size or train_data.vocab_size
+config.update(global_batch_size=global_batch_size, vocab_size=vocab_size, num_replicas=num_replicas)
+filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
+config.update(filled)
+globals().update(filled)
+lr_decay_iters = lr_decay_iters or max_iters
+min_lr = learning_rate / 10 if min_lr is None else min_lr
+config.update(
+    device=str(device),
+    dtype=str(compute_dtype).removeprefix('torch.'),
+    compile=compile,
+    lr_decay_iters=lr_decay_iters,
+    min_lr=min_lr,
+)
+scaling.check_rounds(config)  # inner_steps, overlap_steps and the like fit together
+model_config = ModelConfig.from_keys(config)  # fills from the architecture what is None
+config.update(model_config.to_dict())
+if dry_run:
+    if rank == 0:
+        print(*notes, sep='\n')
+        print(scaling.report(config, model_config.to_dict(), world_size, strategy='diloco'))
+    sys.exit()
+
+# --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
+checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
+if on_cuda:
+    torch.cuda.set_device(device)
+backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
+if 'RANK' in os.environ:
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+else:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
+resume = 'must' if eval_only else resume
+found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
+alike = {key: value for key, value in config.items() if key not in ('device', 'data_dir')}
+diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
+
+# --- MODEL ------------------------------------------------------------------------------------------------------------
+with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
+    raw_model = GPT(model_config, compute_dtype)
+raw_model.checkpoint_activations(activation_checkpointing)
+if compile:
+    for block in raw_model.blocks:
+        block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
+
+# --- SHARD ------------------------------------------------------------------------------------------------------------
+# A unit is what is gathered at once: each block, and the root with what is left (embedding, final norm, head).
+if on_cuda and cpu_offload == 'params' and compute_dtype == torch.float16:
+    raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
+whole_mesh = init_device_mesh(device.type, (num_replicas, shard_size), mesh_dim_names=('replica', 'shard'))
+mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
+shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
+guard.set_timeouts(whole_mesh, timeout_s)
+units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]
+if fsdp_impl == 'manual':
+    model = fsdp_manual.shard(
+        raw_model, units, mesh, compute_dtype, zero_stage, prefetch, offload=cpu_offload == 'params'
+    )
+else:
+    sharding = {
+        'mesh': mesh,
+        'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if cpu_offload == 'params' else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(list(unit), reshard_after_forward=zero_stage == 3, **sharding)
+    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+
+# --- WEIGHTS: fp32 masters, a pure function of (seed, name) -----------------------------------------------------------
+raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
+if found is None:
+    with torch.no_grad():
+        for name, parameter in raw_model.named_parameters():
+            value = raw_model.initial_value(name, parameter, seed, device)
+            # Every rank has the whole value and keeps its slice: no communication.
+            parameter.copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
+
+# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
+opt = optim.make_optimizer(
+    raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
+    compile=compile and optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+)  # fmt: skip
+scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+
+
+# --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
+def outer_step(theta, pseudo_gradient, momentum):
+    """Nesterov's step in PyTorch's form on a stretch of the outer parameters, all flat fp32, in place."""
+    for _ in range(outer_repeats):
+        momentum.mul_(outer_momentum).add_(pseudo_gradient)
+        theta.sub_(pseudo_gradient, alpha=outer_lr).sub_(momentum, alpha=outer_lr * outer_momentum)
+
+
+trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
+make_outer = functools.partial(
+    diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=inner_steps,
+    num_fragments=num_fragments, order=fragment_order, overlap_steps=overlap_steps, mix=fragment_mix,
+    dtype=exchange_dtype, error_feedback=error_feedback, on_host=outer_on_host, timeout=timedelta(seconds=timeout_s),
+)  # fmt: skip
+outer = make_outer()
+
+# --- RESUME -----------------------------------------------------------------------------------------------------------
+shape = model_config.to_dict()
+for changeable in ('dropout', 'z_loss'):
+    del shape[changeable]
+identity = {  # what a checkpoint must have in common with the run that continues it
+    'model': shape,
+    'data': train_data.fingerprint,
+    'optimizer': optimizer,
+    'global_batch_size': global_batch_size,
+    'seed': seed,
+}
+step = 0
+if found is not None:
+    saved, there = checkpoint.read_state(found), checkpoint.read_index(found)
+    checkpoint.check_identity(saved['identity'], identity)
+    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
+    step = outer.resume(  # what there is besides; train_ddp.py and train_fsdp.py save no more than that
+        saved, lambda tensors: checkpoint.read_tensors(found, {key: tensors[key] for key in tensors if key in there})
+    )
+    scalers = saved.get('scalers', [saved['scaler']])
+    scaler.load_state_dict(scalers[replica % len(scalers)])
+    if step >= max_iters and outer.is_mid_round(step):
+        raise ValueError(
+            f'max_iters={max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
+        )
+diloco_check.refuse_different_weights(outer)
+
+# --- LOG --------------------------------------------------------------------------------------------------------------
+started_at = saved['step'] if found and (eval_only or verify) else step  # those two cut no rows
+log = telemetry.Log(out_dir, rank, started_at, max_iters, config, explicit)
+log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
+log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
+log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+log.say('\n'.join(notes))
+log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
+log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
+log.say('\n'.join(mesh_lines))
+log.say(diloco_check.advice((max_iters - step) / inner_steps, outer_momentum))
+
+
+# --- EVALUATION -------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate():
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    model.eval()
+    nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
+    for x, y in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
+        _, ce_sum = model(x, y)
+        nats_and_tokens += torch.stack((ce_sum.double(), (y >= 0).sum()))
+    dist.all_reduce(nats_and_tokens)
+    model.train()
+    for module in model.modules():  # without a backward pass what forward left gathered would stay so
+        if hasattr(module, 'reshard'):
+            module.reshard()
+    nats, tokens = nats_and_tokens.tolist()
+    bits_per_byte = {}
+    if val_data.bytes_per_token:
+        bits_per_byte = {'val_bpb': nats / tokens / math.log(2) / val_data.bytes_per_token}
+    return {'val_loss': nats / tokens, **bits_per_byte}
+
+
+def backward(at):
+    """The gradient of this replica's share of step `at`, for --verify."""
+    batches = data.batches(
+        train_data, seed, at * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+    )
+    for micro_step in range(accumulation_steps):
+        model.set_requires_gradient_sync(accumulate == 'sharded' or micro_step == accumulation_steps - 1)
+        model.set_is_last_backward(micro_step == accumulation_steps - 1)
+        (model(*next(batches))[0] * world_size / tokens_per_step).backward()
+    batches.close()
+
+
+if verify:
+    outer.restart_from_anchors()
+    passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
+    guard.leave(0 if passed else 1)
+if eval_only:
+    with outer.outer_parameters():
+        log.row(step, evaluate())
+    log.close()
+    dist.destroy_process_group()
+    guard.leave()
+
+# --- LOOP -------------------------------------------------------------------------------------------------------------
+if cpu_offload == 'optimizer':
+    offload.keep_state_on_host(opt)
+train_batches = data.batches(
+    train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+)
+stop_request = guard.StopRequest(out_dir)
+saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group)
+# model() returns a sum over this rank's tokens, and gradients are averaged over the ranks of a replica: this makes it
+# the mean of the replica's tokens, shard_size / (tokens_per_step / num_replicas).
+loss_scale = world_size / tokens_per_step
+
+
+def save():
+    """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
+    scalers = [None] * num_replicas
+    dist.all_gather_object(scalers, scaler.state_dict(), group=whole_mesh.get_group('replica'))
+    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers}
+    position |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
+    state, tensors = {**position, 'identity': identity, 'config': config}, outer.tensors(outer.is_mid_round(step))
+    saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
+
+
+if found is not None and step < saved['step']:
+    log.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
+    save()
+    saver.wait()
+    guard.on_rank_0(checkpoint.discard, found)
+planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if plan else None  # measures the link
+journal = telemetry.Journal(log)
+gc.collect()
+gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
+while step < max_iters:
+    lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
+    for group in opt.param_groups:
+        group['lr'] = lr
+    if dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+        torch.manual_seed((seed * 1_000_003 + step) * world_size + rank)
+    meter.begin_step()
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(accumulation_steps):
+        meter.mark('data')
+        x, y = next(train_batches)  # (batch_size, block_size) each
+        # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+        last_micro_step = micro_step == accumulation_steps - 1
+        model.set_requires_gradient_sync(accumulate == 'sharded' or last_micro_step)
+        model.set_is_last_backward(last_micro_step)
+        meter.mark('forward')
+        loss_sum, ce_sum = model(x, y)
+        meter.mark('backward')
+        scaler.scale(loss_sum * loss_scale).backward()
+        step_loss += ce_sum
+    meter.mark('update')
+    scaler.unscale_(opt)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad(set_to_none=True)
+    step += 1
+    meter.end_step()
+
+    last_step = step == max_iters
+    round_ends = last_step or step % inner_steps == 0
+    evaluating = last_step or (eval_interval and step % eval_interval == 0)
+    saving = last_step or (checkpoint_interval and step % checkpoint_interval == 0)
+    row = {}
+    if evaluating and outer.is_mid_round(step):
+        row['diloco/inner_val_loss'] = evaluate()['val_loss']  # of the replicas, each on its part of the text
+    if outer.has_work(step, last_step):
+        with meter.part('outer'):
+            for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
+                outer.land(fragment, step)
+            for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
+                outer.send(fragment, step, last=last_step)
+    if planner:
+        planner.after_step()
+    if step % log_interval == 0 or step == 1 or last_step:
+        dist.all_reduce(step_loss, group=shard_group)
+        row |= {'loss': step_loss.item() * num_replicas / tokens_per_step, 'lr': lr, **meter.interval()}
+        row['grad_norm'] = grad_norm.full_tensor().item()
+        if fsdp_impl == 'manual':
+            row.update(model.communication())
+        if not (round_ends or evaluating or saving):
+            journal.show(step, row)
+    if round_ends:
+        row.update(outer.health())
+    if evaluating:
+        with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
+            row.update(evaluate())
+    if row:
+        journal.keep(step, {'tokens': step * tokens_per_step, **row})
+    stopping = False
+    if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
+        stopping = journal.write(round_ends and stop_request.seen())  # a file STOP in out_dir: save and leave
+    if saving or stopping:
+        save()
+    if stopping:
+        break
+
+# --- END --------------------------------------------------------------------------------------------------------------
+saver.wait()
+if planner:
+    planner.compare()
+if rank == 0 and step == max_iters:
+    checkpoint.mark_done(out_dir, max_iters)
+elif rank == 0:
+    stop_request.obeyed(step)
+log.say(f'{"done" if step == max_iters else "stopped as asked"}: {step} of {max_iters} steps, checkpoints in {out_dir}')
+log.close()
+train_batches.close()
+dist.destroy_process_group()
+guard.leave()
