@@ -573,6 +573,7 @@ class Outer:
         fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
         fragment.anchor.zero_()
         own, self.dtype = self.dtype, dtype
+        self.reset_health()
         began = time.perf_counter()
         self.send(fragment, step=0, last=True)
         if self.on_cuda:

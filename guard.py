@@ -61,11 +61,13 @@ def report(error, out_of_memory_advice=None):
     if is_out_of_memory(error):
         advice = out_of_memory_advice() if out_of_memory_advice else 'lower batch_size or block_size'
         line = f'{prefix} error: out of memory{peak_memory()}: {first_line(error)}; {advice}'
-    elif joined := re.search(
-        r'[Tt]imed out after (\d+) seconds waiting for clients. (\d+/\d+) clients joined', str(error)
-    ):
+    elif joined := re.search(r'out after (\d+) seconds waiting for clients. (\d+/\d+) clients joined', str(error)):
         hint = 'start the others, with the same address, port and number of nodes'
         line = f'{prefix} error: only {joined[2]} processes joined within timeout_s={joined[1]}: {hint}'
+    elif address := re.search(r'out after (\d+)ms while trying to connect to \((.*?), (\d+)\)', str(error)):
+        hint = f'start the node of rank 0, or see whether {address[2]} is its address from here'
+        where = f'{address[2]}:{address[3]} within timeout_s={int(address[1]) / 1000:g}'
+        line = f'{prefix} error: nobody answers at {where}: {hint}'
     elif timed_out_after(error) is not None:
         hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
         line = f'{prefix} error: waited for another rank longer than timeout_s={timed_out_after(error):g}; {hint}'

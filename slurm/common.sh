@@ -204,6 +204,7 @@ run() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
     if ((${MIN_NODES:-nodes} < nodes)); then # the nodes that are left go on, from the last checkpoint
         nodes=$MIN_NODES:$nodes restarts=3 kill=0
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted workers would find the addresses of those before them
     fi
     say "$SLURM_NNODES x $NPROC processes, rendezvous at $head:$port, $SCRIPT $*"
 

@@ -150,7 +150,7 @@ def reference(
         last = step == steps
         for number in sorted(flying, key=lambda number: flying[number][0]):
             if flying[number][0] == step or last:
-                land(number, 0.0 if last else mix, step)
+                land(number, mix, step)
         for number, names in enumerate(fragments):
             regular = (step - (number + 1) * inner_steps // num_fragments) % inner_steps == 0
             if equal_at[number] < step if last else regular:
@@ -236,7 +236,7 @@ def go(run, first, end, last_step=None, weight=1.0, after_step=None):
         train_inner(run, step)
         last = step == last_step
         for fragment in run.outer.to_land(step, last):
-            run.outer.land(fragment, step, last)
+            run.outer.land(fragment, step)
             run.log.append(['land', fragment.index, step])
         for fragment in run.outer.to_send(step, last):
             run.outer.send(fragment, step, weight, last)
@@ -501,7 +501,7 @@ def traffic(layout):
                     for fragment in outer.to_send(step):
                         outer.send(fragment, step)
                 for fragment in outer.to_land(8, last=True):
-                    outer.land(fragment, 8, last=True)
+                    outer.land(fragment, 8)
             outer.thread.submit(modes[1].__exit__, None, None, None).result()
             calls = [call for mode in modes for call in mode.calls]
             # all-to-all: (output, input), one part of the input stays here; all-gather: (output, input)
@@ -567,7 +567,7 @@ def health_in_flight(layout):
             parameter.sub_(outer.replica + 1.0)
         outer.send(fragment, step)
         rows.append(outer.health())
-    outer.land(fragment, 31, last=True)
+    outer.land(fragment, 31)
     rows.append(outer.health())
     return {
         'squares': sum(row.get('diloco/replica_norm', 0.0) ** 2 for row in rows),

@@ -138,3 +138,34 @@ def test_ddp_sends_one_all_reduce_of_the_gradients_per_step_as_fast_as_the_link_
 
 
 # --- DiLoCo -----------------------------------------------------------------------------------------------------------
+
+
+MODEL = ['--n_layer=2', '--n_head=2', '--n_embd=128', '--block_size=32', '--batch_size=1', '--vocab_size=256']
+H, ROUNDS = 40, 4
+
+
+def rounds(link, out_dir, *keys):
+    """Rows of the round ends of a run on 2 x 1 ranks, and what a host sent per round by the interface's counters."""
+    watch = RowWatch(link, out_dir)
+    run = [*MODEL, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', '--eval_interval=0', '--log_interval=10']
+    run += [f'--inner_steps={H}', f'--max_iters={ROUNDS * H}', *keys]
+    finished = link.run('train_diloco.py', *run, timeout=200, meanwhile=watch)
+    assert 'mesh: 2 replicas x 1 shards' in finished.outputs[0]
+    rows = [row for row in metrics(out_dir) if row['step'] % H == 0]
+    assert len(rows) == ROUNDS
+    return rows, watch.bytes_per_step(H, 3 * H) * H
+
+
+def test_diloco_sends_what_the_formula_says_and_waits_once_a_round_or_hardly_at_all_when_it_overlaps(link, tmp_path):
+    streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8', '--fragment_mix=0.5']
+    blocking, overlapped = rounds(link, tmp_path / 'one'), rounds(link, tmp_path / 'two', *streaming)
+    for rows, counted in (blocking, overlapped):  # logs and torchrun's heartbeat are in the counters, too: some kB
+        assert [row['diloco/bytes'] for row in rows[1:-1]] == [rows[1]['diloco/bytes']] * (ROUNDS - 2)
+        assert rows[1]['diloco/bytes'] == pytest.approx(rows[1]['diloco/bytes_formula'], rel=0.05)
+        assert counted == pytest.approx(rows[1]['diloco/bytes_formula'], rel=0.05, abs=30_000)
+
+    (rows, _), (streamed, _) = blocking, overlapped
+    on_the_link = rows[0]['diloco/bytes_formula'] * 8 / 100e6  # seconds
+    waited = [sum(row['diloco/wait_s'] for row in of_run[1:-1]) / (ROUNDS - 2) for of_run in (rows, streamed)]
+    assert waited[0] > 0.85 * on_the_link
+    assert waited[1] < 0.5 * waited[0]  # 0.2 on a quiet machine, see the README's table
