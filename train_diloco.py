@@ -292,7 +292,7 @@ log.say('\n'.join(notes))
 log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
 log.say('\n'.join(mesh_lines))
-log.say(diloco_check.advice((max_iters - step) / inner_steps, outer_momentum))
+log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------

@@ -247,12 +247,12 @@ def fsdp_bytes(blocks, others, M):
 
 
 EVERY_20, EVERY_100 = {100: 120, 10: 80}, {100: 300, 10: 300}
-STREAMING = ['--num_fragments=4', '--exchange_dtype=int8']
+STREAMING = ['--num_fragments=4', '--exchange_dtype=int8', '--fragment_mix=0.5', '--outer_momentum=0.6']
 CASES = {
     'ddp': Case('train_ddp.py', [], 1, {100: 60, 10: 12}, ddp_bytes),
     'fsdp': Case('train_fsdp.py', [], 1, {100: 40, 10: 10}, fsdp_bytes),
-    'diloco-20': Case('train_diloco.py', ['--inner_steps=20'], 20, EVERY_20, None),
-    'diloco-100': Case('train_diloco.py', ['--inner_steps=100'], 100, EVERY_100, None),
+    'diloco-20': Case('train_diloco.py', ['--inner_steps=20', '--outer_momentum=0.6'], 20, EVERY_20, None),
+    'diloco-100': Case('train_diloco.py', ['--inner_steps=100', '--outer_momentum=0.3'], 100, EVERY_100, None),
     'streaming-20': Case('train_diloco.py', ['--inner_steps=20', *STREAMING, '--overlap_steps=4'], 20, EVERY_20, None),
     'streaming-100': Case(
         'train_diloco.py', ['--inner_steps=100', *STREAMING, '--overlap_steps=10'], 100, EVERY_100, None
@@ -275,7 +275,8 @@ def steps_on(case, mbit, arguments):
 
 
 def measure(link, case, steps, out_dir, keys):
-    """Run a case over the link; a dict: tokens_per_sec, by_clock (the same by the wall's), bytes, formula, val_loss."""
+    """Run a case over the link; a dict: tokens_per_sec, by_clock (the same by the wall's), bytes, formula, waited
+    (seconds per round, DiLoCo), val_loss."""
     warm_up = max(case.round, 4)  # steps left out
     watch = RowWatch(link, out_dir)
     keys = [*keys, *case.arguments, f'--out_dir={out_dir}', f'--max_iters={steps}']
@@ -298,8 +299,9 @@ def measure(link, case, steps, out_dir, keys):
     if case.formula:
         result['formula'] = case.formula(*weights(out_dir), len(ADDRESSES))
     else:
-        of_rounds = [row['diloco/bytes_formula'] for row in rows if 'diloco/bytes_formula' in row]
-        result['formula'] = sum(of_rounds) / len(of_rounds)
+        ends = [row for row in rows if 'diloco/wait_s' in row and row['step'] > case.round]  # from the second round on
+        result['formula'] = ends[0]['diloco/bytes_formula']
+        result['waited'] = sum(row['diloco/wait_s'] for row in ends) / len(ends)
     return result
 
 
@@ -349,8 +351,8 @@ def main(argv=None):
     keys = [f'--dataset={arguments.dataset}', f'--data_dir={Path(arguments.data_dir).resolve()}']
     keys += ['--vocab_size=2048'] if arguments.dataset == 'synthetic' else []
     keys += ['--device=cpu', '--dtype=float32', '--resume=never', '--eval_interval=0', '--checkpoint_interval=0']
-    print('| link | case | tokens/s | of unshaped | MB sent by a host per | counted | formula | validation loss |')
-    print('|---|---|---|---|---|---|---|---|', flush=True)
+    print('| link | case | tokens/s | of unshaped | MB sent by a host per | counted | formula | waited | val loss |')
+    print('|---|---|---|---|---|---|---|---|---|', flush=True)
     unshaped = {}
     with tempfile.TemporaryDirectory() as temporary, SlowLink(mbit=None) as link:
         for mbit in arguments.links:
@@ -371,6 +373,7 @@ def main(argv=None):
                 cells = [where, name, f'{rate:,.0f}', f'{rate / unshaped[name]:.1%}' if name in unshaped else '']
                 cells += ['step' if case.round == 1 else f'{case.round} steps']
                 cells += [f'{result["bytes"] / 1e6:.2f}', f'{result["formula"] / 1e6:.2f}']
+                cells += [f'{result["waited"]:.2f} s' if 'waited' in result else '']
                 cells += [f'{result["val_loss"]:.3f}' if mbit is None else '']
                 print(f'| {" | ".join(cells)} |', flush=True)
 

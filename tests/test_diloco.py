@@ -7,6 +7,7 @@ rank saw; the tests read that.
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import diloco
+import diloco_check
 import fsdp_manual
 import guard
 
@@ -1168,3 +1170,13 @@ def test_blocks_are_found_under_the_names_of_hugging_face_models_too():
         sorted([names[0], names[2], names[4]]),
         [names[1], names[3]],
     ]
+
+
+def test_a_run_of_few_rounds_is_warned_of_its_momentum_with_values_that_pass():
+    assert diloco_check.advice(10_000, 100, 0.9) == ''
+    assert diloco_check.advice(1000, 100, 0.0) == ''
+    line = diloco_check.advice(2000, 50, 0.9)
+    momentum, steps = re.search(r'--outer_momentum=([\d.]+), or --inner_steps=(\d+)', line).groups()
+    assert '40 rounds' in line and (momentum, steps) == ('0.7', '20')
+    assert diloco_check.advice(2000, 50, float(momentum)) == diloco_check.advice(2000, int(steps), 0.9) == ''
+    assert '--outer_momentum=0 --outer_lr=1' in diloco_check.advice(100, 20, 0.9)
