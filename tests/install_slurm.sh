@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Slurm, munge and shellcheck for tests/test_slurm.py, from Debian's or Ubuntu's own packages. Nothing is started.
+# Slurm, munge and shellcheck for tests/test_slurm.py, and iproute2 for tests/test_slow_link.py, from Debian's or Ubuntu's
+# own packages. Nothing is started.
 #
 #     bash tests/install_slurm.sh      # as root; returns at once when everything is there
 #
@@ -11,7 +12,7 @@ say() {
 }
 
 missing=()
-for pair in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge shellcheck:shellcheck; do
+for pair in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge shellcheck:shellcheck ip:iproute2 tc:iproute2; do
     # The daemons live in /usr/sbin, which is not in every user's PATH.
     PATH=$PATH:/usr/sbin command -v "${pair%:*}" > /dev/null || missing+=("${pair#*:}")
 done
