@@ -512,6 +512,13 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
         assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
 
 
+def test_a_run_that_goes_back_keeps_the_checkpoint_it_has_just_written(tmp_path):
+    run_ranks(1, save_steps, str(tmp_path), [10, 20, 12], 1)
+    assert os.listdir(tmp_path / 'checkpoints') == ['step_00000012']
+    run_ranks(1, save_steps, str(tmp_path), [15, 13], 2)
+    assert sorted(os.listdir(tmp_path / 'checkpoints')) == ['step_00000013', 'step_00000015']
+
+
 def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
     folder = tmp_path / 'checkpoints'
     (folder / 'step_00000009.tmp').mkdir(parents=True)  # left by a killed job

@@ -14,7 +14,7 @@ SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
 MAY_IMPORT = {'hf.py': {'model'}, 'modeling_gpt.py': {'model'}}  # the latter is copied beside exported weights
 
-LONGER = {'fsdp_manual.py': 670, 'diloco.py': 600, 'telemetry.py': 560}  # an idea in one file
+LONGER = {'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 560}  # an idea in one file
 LONGER |= {'scaling.py': 610, 'optim.py': 570, 'train_diloco.py': 460}  # tables; two loops and 14 keys of its own
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.

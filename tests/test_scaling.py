@@ -288,6 +288,24 @@ def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak
     assert 0.95 * peak < without_optimizer < 1.3 * peak
 
 
+def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
+    shape = shape_of('llama with grouped queries')
+    diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 2}
+    diloco |= {'error_feedback': False, 'exchange_dtype': 'int8'}
+
+    def parts(**changes):
+        return scaling.estimate(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
+
+    plain = parts()
+    assert plain['outer'] == 2 * plain['weights']
+    fsdp = scaling.estimate(config_of(shape, **FSDP), shape.to_dict(), 8, 'fsdp', shard_size=4)
+    assert {part: size for part, size in plain.items() if part != 'outer'} == fsdp
+    diloco['overlap_steps'] = 1
+    assert parts()['outer'] == 2.5 * plain['weights']
+    diloco.update(error_feedback=True, outer_on_host=True)
+    assert 'outer' not in parts() and parts()['host outer'] == 3.5 * plain['weights']
+
+
 def test_offloaded_states_are_counted_on_the_host():
     shape = shape_of('gpt2')
     parts = scaling.estimate(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
