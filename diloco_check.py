@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
 ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
 WARM_UP_STEPS = 3
-MOMENTUM_SPANS = 10  # a run should have so many times the rounds that its outer momentum is a mean of
 LARGEST_PROBE = 2**24  # numbers: 200 MB for a moment
 PROBE_SECONDS = 1.0  # a probe of the link that takes as long is long enough
 
@@ -177,18 +176,18 @@ class Plan:
 def advice(steps, inner_steps, outer_momentum):
     """A warning, or '' for a run that is long enough for its outer momentum.
 
-    The momentum mu is a mean over 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as
-    they went in a round: 7 times with 0.7 and 0.9. Ten such spans are what it takes to work off what the first rounds
-    gave it (measured with 10 to 200 rounds, see the README).
+    The momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they
+    went in a round: 7 times with 0.7 and 0.9. How many rounds it takes to work off what the first ones gave it grows
+    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (see the README).
     """
     rounds = steps / inner_steps
-    if outer_momentum == 0 or rounds * (1 - outer_momentum) >= MOMENTUM_SPANS - 1e-6:
+    if outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
         return ''
-    lower = max(0.0, math.floor(10 * (1 - MOMENTUM_SPANS / rounds) + 1e-6) / 10)
-    shorter = int(steps * (1 - outer_momentum) / MOMENTUM_SPANS + 1e-6)
+    lower = math.floor(10 * (1 - math.sqrt(4 / rounds)) + 1e-6) / 10
+    shorter = int(steps * (1 - outer_momentum) ** 2 / 4 + 1e-6)
     return (
         f'warning: {rounds:.0f} rounds are few for outer_momentum={outer_momentum}, they will overshoot: use '
-        + (f'--outer_momentum={lower}' if lower else '--outer_momentum=0 --outer_lr=1')
+        + (f'--outer_momentum={lower}' if lower > 0 else '--outer_momentum=0 --outer_lr=1')
         + (f', or --inner_steps={shorter}' if shorter else '')
     )
 

@@ -328,6 +328,7 @@ def parse(argv):
     parser.add_argument('--short', action='store_true', help='as few steps as give a figure: three rounds')
     parser.add_argument('--dataset', default='synthetic', help='as for the train scripts; synthetic = random tokens')
     parser.add_argument('--data_dir', default='data')
+    parser.add_argument('--batch', type=int, default=8, help='sequences per step, of both hosts (default: %(default)s)')
     parser.add_argument('--out_dir', help="keep the runs' files here (default: a temporary folder)")
     arguments = parser.parse_args(argv)
     arguments.cases = arguments.cases.split(',')
@@ -349,6 +350,7 @@ def main(argv=None):
     arguments = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all `with` blocks
     keys = [f'--dataset={arguments.dataset}', f'--data_dir={Path(arguments.data_dir).resolve()}']
+    keys += [f'--global_batch_size={arguments.batch}', f'--batch_size={arguments.batch // 2}']
     keys += ['--vocab_size=2048'] if arguments.dataset == 'synthetic' else []
     keys += ['--device=cpu', '--dtype=float32', '--resume=never', '--eval_interval=0', '--checkpoint_interval=0']
     print('| link | case | tokens/s | of unshaped | MB sent by a host per | counted | formula | waited | val loss |')
