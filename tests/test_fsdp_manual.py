@@ -656,7 +656,7 @@ def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):
         children = Path(f'/proc/{launcher.pid}/task/{launcher.pid}/children').read_text().split()
         (frozen,) = [pid for pid in children if b'\0LOCAL_RANK=1\0' in Path(f'/proc/{pid}/environ').read_bytes()]
         os.kill(int(frozen), signal.SIGSTOP)
-        wait_for(lambda: '\n[0] ' in (tmp_path / 'console').read_text(), seconds=30)  # a step, and timeout_s
+        wait_for(lambda: '\n[0] ' in (tmp_path / 'console').read_text(), seconds=90)  # a step, and timeout_s
         os.kill(int(frozen), signal.SIGKILL)  # torchrun would do that 30 s later
         assert launcher.wait(timeout=30) != 0
     finally:
