@@ -191,7 +191,7 @@ def test_both_strategies_are_measured_alike(ranks, strategy):
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_phases_add_up_to_the_total_within_2_percent(ranks, strategy):
     for row in ranks.results[0][strategy].rows:
-        phases = [row[f'time/{phase}'] for phase in telemetry.PHASES]
+        phases = [row[f'time/{phase}'] for phase in telemetry.PHASES if phase != 'outer']  # that is DiLoCo's
         assert sum(phases) == pytest.approx(row['time/total'], rel=0.02)
         assert row['time/data'] >= 4, 'two micro-steps sleep 2 ms each'
 
