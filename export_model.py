@@ -3,17 +3,23 @@ Turn a checkpoint of any train script into a folder that `transformers` loads, w
 
     python export_model.py --out_dir=out/quickstart --to=models/my-llama
     python -c "from transformers import pipeline; print(pipeline('text-generation', 'models/my-llama')('def '))"
+    python export_model.py --out_dir=out/my_lora --to=models/my-adapter --adapter    # what LoRA has trained alone
 
-gpt2, llama and qwen3 become the classes of that name. What transformers has no class for (enoki, gpt2 with bias=False,
-...) is exported with modeling_gpt.py and model.py beside the weights, and loads with trust_remote_code=True.
+A fine-tuned model (--init_from) stays what it was: its class, its config.json, and every other file of its folder. LoRA
+is merged into the weights, or else written alone, as `peft` loads it.
+Of models from scratch, gpt2, llama and qwen3 become the classes of that name. What transformers has no class for
+(enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and loads with
+trust_remote_code=True.
 The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
-It takes memory for three copies of the fp32 weights. Checkpoints of DeepSpeed and of other trainers are not read.
+It takes memory for two copies of the fp32 weights, and for three of a model from scratch. Checkpoints of DeepSpeed and
+of other trainers are not read.
 """
 
 import json
 import os
 import re
 import shutil
+import warnings
 
 from configurator import configure
 
@@ -21,19 +27,22 @@ from configurator import configure
 out_dir = 'out/quickstart'  # the run whose model is exported
 step: int | None = None  # take the checkpoint of this step; None = the newest
 to: str | None = None  # the folder to write; None = models/ and the name of out_dir
-dtype = 'float32'  # 'float32' | 'bfloat16': of the weights; float32 is what was trained, bfloat16 half of it on disk
+dtype: str | None = None  # 'float32' | 'bfloat16' | 'float16': of the weights; None = as in init_from, else float32
+adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
 max_shard_size = '5GB'  # larger weights are split into files of this size and an index
 data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
+trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
 # ----------------------------------------------------------------------------------------------------------------------
 config, _ = configure(globals())  # before `import torch`, so --help is quick
 
-os.environ.setdefault('HF_HUB_OFFLINE', '1')  # all files are here
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import guard
 import hf
+import hf_native
 from model import GPT, ModelConfig
 from tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
@@ -78,23 +87,73 @@ else:
         there = [str(int(found.rpartition('_')[2])) for found in checkpoint.checkpoints_in(os.path.dirname(path))]
         raise ValueError(f'checkpoint {path}: {damage}; take another --step, there are {", ".join(there) or "none"}')
 weights, state = checkpoint.load_weights(path)
-model_config = ModelConfig(**state['identity']['model'])
-if model_config.tie_embeddings:
-    weights['head.weight'] = weights['embed.weight']  # a checkpoint holds tied weights once
-with torch.device('meta'):
-    model = GPT(model_config).eval()  # computes in fp32, whatever the weights are stored in
-model.load_state_dict(weights, assign=True)  # no copy
-if model_config.tie_embeddings:
-    model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
-del weights
-print(f'{path}: {model_config.arch}, {model.parameter_counts()["total"]:,} parameters')
+model_facts = state['identity']['model']
+is_fine_tuned = 'transformers' in model_facts
+if adapter and not model_facts.get('lora_rank'):
+    raise ValueError(f'adapter=True: {out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
+
+# --- MODEL ------------------------------------------------------------------------------------------------------------
+transformers = hf.transformers_offline()
+transformers.logging.set_verbosity_error()  # what has to be said is said here
+transformers.logging.disable_progress_bar()
+
+
+def change_dtype(model, to):
+    """Store weights as from_pretrained would: what its class keeps in fp32 stays, and so do RoPE's frequencies."""
+    kept = set(model._keep_in_fp32_modules_strict or ()) if to != torch.float32 else set()
+    if to == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    kept = [pattern.replace('*', '.*') for pattern in kept]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
+            tensor.data = tensor.data.to(to)
+
+
+@torch.no_grad()
+def logits_of(model):
+    """(2, T, vocab_size), of the same tokens always."""
+    logits = model(some_tokens)
+    return logits if isinstance(logits, torch.Tensor) else logits.logits
+
+
+if is_fine_tuned:
+    pretrained = hf.Pretrained.of_run(out_dir, state, trust_remote_code)
+    vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
+    stored = str(pretrained.config.dtype).removeprefix('torch.')  # what config.json says of init_from
+    dtype = dtype or (stored if stored in ('bfloat16', 'float16') and not adapter else 'float32')
+    model = hf.for_inference(pretrained, weights)
+else:
+    dtype = dtype or 'float32'
+    model_config = ModelConfig(**model_facts)
+    vocab_size, block_size = model_config.vocab_size, model_config.block_size
+    if model_config.tie_embeddings:
+        weights['head.weight'] = weights['embed.weight']  # a checkpoint holds tied weights once
+    with torch.device('meta'):
+        model = GPT(model_config).eval()  # computes in fp32, whatever the weights are stored in
+    model.load_state_dict(weights, assign=True)  # no copy
+    if model_config.tie_embeddings:
+        model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
+if not adapter:
+    weights = None
+parameters = sum(parameter.numel() for parameter in model.parameters())
+print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
 
 generator = torch.Generator().manual_seed(1337)
-some_tokens = torch.randint(model_config.vocab_size, (2, min(128, model_config.block_size)), generator=generator)
-with torch.no_grad():
-    trained_logits = model(some_tokens)  # (2, T, vocab_size)
+some_tokens = torch.randint(vocab_size, (2, min(128, block_size or 128)), generator=generator)
+trained_logits = logits_of(model)
+if adapter:
+    lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}
+    lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in lora.items()}
+    model = hf.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
+    expected_logits = logits_of(model)
+elif is_fine_tuned:
+    change_dtype(model, getattr(torch, dtype))
+    change_dtype(model, torch.float32)  # the rounded numbers, but computed with in fp32
+    expected_logits = logits_of(model)
+    change_dtype(model, getattr(torch, dtype))
+else:
     model.to(getattr(torch, dtype))
-    expected_logits = model(some_tokens)
+    expected_logits = logits_of(model)
 
 # --- WRITE ------------------------------------------------------------------------------------------------------------
 
@@ -119,21 +178,19 @@ def find_tokenizer():
 def exported_weights():
     """{name: tensor} as transformers names them: views of the model's, as far as the layout allows."""
     weights = model.state_dict()
-    if hf.is_in_transformers(model_config):
-        return hf.to_transformers(weights, model_config)
-    rows = {name: hf.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
+    if is_fine_tuned:
+        return weights
+    if hf_native.is_in_transformers(model_config):
+        return hf_native.to_transformers(weights, model_config)
+    rows = {name: hf_native.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
     return {f'model.{name}': tensor[: rows[name]] for name, tensor in weights.items()}
 
 
-def write_model(folder, eot):
+def write_native(folder, eot):
     """Write config.json, generation_config.json, the weights, and the code where transformers has no class."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # what has to be said is said here
-    transformers.logging.disable_progress_bar()
     generation = {'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': eot}  # eot also starts a document
-    if hf.is_in_transformers(model_config):
-        their_config = hf.config_to_transformers(model_config)
+    if hf_native.is_in_transformers(model_config):
+        their_config = hf_native.config_to_transformers(model_config)
     else:
         for name in CUSTOM_CODE:
             shutil.copy(os.path.join(HERE, name), folder)
@@ -151,20 +208,54 @@ def write_model(folder, eot):
     theirs.tie_weights()
     theirs.generation_config = transformers.GenerationConfig(**generation)
     theirs.save_pretrained(folder, max_shard_size=max_shard_size)
-    for name in os.listdir(folder):  # safetensors keeps its files from everybody else
-        shutil.copymode(os.path.join(folder, 'config.json'), os.path.join(folder, name))
+
+
+def write_fine_tuned(folder):
+    """Write config.json and the weights, and copy what else the model's folder held: tokenizer, licence, code, ..."""
+    files = os.listdir(pretrained.folder)
+    if 'generation_config.json' in files:
+        model.generation_config = transformers.GenerationConfig()  # in its place: save_pretrained refuses some models'
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    for name in files:
+        source = os.path.join(pretrained.folder, name)
+        if os.path.isdir(source):
+            shutil.copytree(source, os.path.join(folder, name))
+        elif name != 'config.json':
+            shutil.copyfile(source, os.path.join(folder, name))
+
+
+def write_adapter(folder):
+    """Write adapter_config.json and adapter_model.safetensors, as peft names things."""
+    modules = {name.removesuffix('.lora_A') for name in lora if name.endswith('.lora_A')}
+    ends = {name.rpartition('.')[2] for name in modules}  # peft looks for what ends so ...
+    meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
+    alpha, rank = model_facts['lora_alpha'], model_facts['lora_rank']
+    keys = {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': state['config']['init_from'],
+        'r': rank,
+        'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
+        'lora_dropout': 0.0,
+        'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
+        'fan_in_fan_out': any(hf.is_conv1d(model.get_submodule(name)) for name in modules),
+        'bias': 'none',
+        'inference_mode': True,
+    }
+    checkpoint.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
+    tensors = {f'base_model.model.{name}.weight': tensor.contiguous() for name, tensor in lora.items()}
+    save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 
 
 def write_tokenizer(ours, dataset_folder, folder):
     """Write tokenizer.json and tokenizer_config.json, if they do what ours does; else print a line."""
     import tokenizers
-    import transformers
 
     if isinstance(ours, TiktokenTokenizer) and ours.name != 'bpe':  # tiktoken's own names
         encoding = ours.encoding
-        fast = hf.byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
+        fast = hf_native.byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
     elif isinstance(ours, ByteTokenizer):
-        fast = hf.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
+        fast = hf_native.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
     else:
         fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
     # The model saw no token before a text but eot: what a Hugging Face tokenizer would add there is left out.
@@ -188,18 +279,43 @@ def write_tokenizer(ours, dataset_folder, folder):
 
 def check_model(folder):
     """Load the folder as a user would, and compare. Raises RuntimeError for other weights or logits."""
-    import transformers
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype='auto', trust_remote_code=True)
+    # The code of a model from scratch is ours.
+    options = {'dtype': 'auto', 'trust_remote_code': trust_remote_code or not is_fine_tuned}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     loaded = theirs.state_dict()
     for name, tensor in exported_weights().items():
         if loaded[name].dtype != tensor.dtype or not torch.equal(loaded[name], tensor):
             raise RuntimeError(f'{name} in {folder} is not what was written')
-    with torch.no_grad():
-        logits = theirs.float().eval()(some_tokens).logits
-    largest, difference = expected_logits.abs().max(), (logits - expected_logits).abs().max()
+    if is_fine_tuned:
+        change_dtype(theirs, torch.float32)
+    else:
+        theirs.float()
+    compare_logits(theirs.eval())
+
+
+def check_adapter(folder):
+    """Read what was written, and have peft put it on the model it was trained for, where peft is installed."""
+    written = load_file(os.path.join(folder, 'adapter_model.safetensors'))
+    for name, tensor in lora.items():
+        if not torch.equal(written[f'base_model.model.{name}.weight'], tensor):
+            raise RuntimeError(f'{name} in {folder} is not what was written')
+    try:
+        import peft
+    except ImportError:
+        print('read again: weights equal; the logits were not compared, because peft is not installed here')
+        return
+    base = hf.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in lora})
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', FutureWarning)  # of transformers, for peft
+        theirs = peft.PeftModel.from_pretrained(base, folder)
+    compare_logits(theirs.eval())
+
+
+def compare_logits(theirs):
+    """Raise RuntimeError unless a model that was loaded again has the logits of the one that was written."""
+    largest, difference = expected_logits.abs().max(), (logits_of(theirs) - expected_logits).abs().max()
     if not difference <= 1e-4 * largest:
-        raise RuntimeError(f'logits of {folder} differ by up to {difference:.2g} of {largest:.2g}')
+        raise RuntimeError(f'logits of {unfinished} differ by up to {difference:.2g} of {largest:.2g}')
     equal = 'to the bit' if difference == 0 else f'within {difference:.1e} of {largest:.1f} (fp32, other order of sums)'
     rounding = (expected_logits - trained_logits).abs().max()
     rounded = '' if dtype == 'float32' else f'; the rounding to {dtype} moved them by up to {rounding:.1e}'
@@ -210,11 +326,21 @@ unfinished = f'{to}.tmp'  # only a whole and checked folder gets the name
 try:
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     os.makedirs(unfinished)
-    tokenizer, dataset_folder = find_tokenizer()
-    write_model(unfinished, tokenizer and tokenizer.eot)
-    if tokenizer:
-        write_tokenizer(tokenizer, dataset_folder, unfinished)
-    check_model(unfinished)
+    if adapter:
+        write_adapter(unfinished)
+        check_adapter(unfinished)
+    elif is_fine_tuned:
+        write_fine_tuned(unfinished)
+        check_model(unfinished)
+    else:
+        tokenizer, dataset_folder = find_tokenizer()
+        write_native(unfinished, tokenizer and tokenizer.eot)
+        if tokenizer:
+            write_tokenizer(tokenizer, dataset_folder, unfinished)
+        check_model(unfinished)
+    readable = os.path.join(unfinished, 'adapter_config.json' if adapter else 'config.json')
+    for name in os.listdir(unfinished):  # safetensors keeps its files from everybody else
+        shutil.copymode(readable, os.path.join(unfinished, name))
     checkpoint.rename_durably(unfinished, to)
 except BaseException as error:
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,262 +1,724 @@
 """
-Weights and configurations of `transformers` models, to and from the models of model.py.
+A model of `transformers` as the train scripts want it: with the methods of model.GPT, and weights that come in slices.
 
-    model_config = config_from_transformers(hf_model.config)
-    model.load_state_dict(from_transformers(hf_model, model_config))
-    hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
-    hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
+    pretrained = Pretrained.from_keys(config, explicit)  # config.json of the folder init_from; no weights yet
+    with torch.device('meta'):
+        model = for_training(pretrained, compute_dtype, device)
+    ...  # shard it, or not; model.to_empty()
+    load(model, pretrained, seed)  # each rank reads the rows it keeps
+    loss_sum, ce_sum = model(x, y)  # as model.GPT, and model(x, y, positions) of packed documents
+    line = self_test(model, pretrained, ...)  # logits are those of the folder
 
-GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM have a counterpart in model.py. The conversions copy numbers and
-compute none, so both directions are exact. Only the layout differs:
-    - queries, keys and values are one matrix here, and three there (in GPT-2 one, too)
-    - GPT-2's matrices are (in, out) there, all are (out, in) here
-    - the vocabulary is padded here: those rows are zeros on the way in, and are cut off on the way out
+Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
+and the loss are computed together in chunks (model.ChunkedCrossEntropy): logits over 150,000 tokens never exist whole.
+
+LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
 """
 
+import functools
+import json
+import os
 import re
+import shutil
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import GPT, ModelConfig
+from model import SAVED_OPS, ChunkedCrossEntropy
 
-# Modules here -> modules there, first those of the root, then those of a block.
-GPT2_MODULES = {
-    'embed': 'transformer.wte',
-    'pos_embed': 'transformer.wpe',
-    'final_norm': 'transformer.ln_f',
-    'head': 'lm_head',
-    'blocks': 'transformer.h',
-    'attn_norm': 'ln_1',
-    'attn.qkv': 'attn.c_attn',
-    'attn.proj': 'attn.c_proj',
-    'mlp_norm': 'ln_2',
-    'mlp.up': 'mlp.c_fc',
-    'mlp.down': 'mlp.c_proj',
-}
-LLAMA_MODULES = {  # of qwen3, too
-    'embed': 'model.embed_tokens',
-    'final_norm': 'model.norm',
-    'head': 'lm_head',
-    'blocks': 'model.layers',
-    'attn_norm': 'input_layernorm',
-    'attn.qkv': 'self_attn.{}_proj',  # q, k, v
-    'attn.q_norm': 'self_attn.q_norm',
-    'attn.k_norm': 'self_attn.k_norm',
-    'attn.proj': 'self_attn.o_proj',
-    'mlp_norm': 'post_attention_layernorm',
-    'mlp.gate': 'mlp.gate_proj',
-    'mlp.up': 'mlp.up_proj',
-    'mlp.down': 'mlp.down_proj',
-}
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
+KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
+LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
+# What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
+AFTER_HEAD = ('final_logit_softcapping', 'logit_scale', 'logits_scaling', 'lm_head_multiplier', 'output_multiplier')
+OF_NATIVE_MODELS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim')
+OF_NATIVE_MODELS += ('vocab_size', 'bias', 'tie_embeddings', 'rope_theta', 'attention_gate')
+VOLATILE = ('transformers_version', '_name_or_path', 'dtype', 'torch_dtype', 'use_cache')  # in config.json
+MASKS = {'full_attention', 'sliding_attention', 'linear_attention'}  # that causal_attention() knows
+ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 
-def from_transformers(source, model_config):
-    """The state dict of GPT(model_config), from a transformers model or its state dict.
-
-    It is fp32 whatever the source is: these become the master weights, and Adam's moments take their dtype.
-    Raises ValueError if a weight is missing, left over or of another shape than model_config says.
-    """
-    theirs = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
-    embedding = their_names('embed.weight', model_config)[0]
-    if model_config.tie_embeddings and embedding in theirs:  # not every checkpoint repeats a tied weight
-        theirs.setdefault('lm_head.weight', theirs[embedding])
-    with torch.device('meta'):
-        expected = GPT(model_config).state_dict()  # names and shapes, without memory
-
-    ours = {}
-    for name, parameter in expected.items():
-        missing = [their_name for their_name in their_names(name, model_config) if their_name not in theirs]
-        if missing:
-            raise ValueError(f'the transformers model has no {missing[0]}, which {model_config.arch} needs for {name}')
-        pieces = [theirs.pop(their_name).detach().float() for their_name in their_names(name, model_config)]
-        tensor = torch.cat([piece.T for piece in pieces] if is_transposed(name, model_config) else pieces)
-        shape = torch.Size(unpadded_shape(name, parameter.shape, model_config))
-        if tensor.shape != shape:
-            raise ValueError(
-                f'{name}: expected the shape {tuple(shape)}, the transformers model has {tuple(tensor.shape)}'
-            )
-        padding = parameter.shape[0] - shape[0]
-        ours[name] = torch.cat((tensor, tensor.new_zeros(padding, *shape[1:]))) if padding else tensor.contiguous()
-    if theirs:
-        raise ValueError(f'{model_config.arch} has no place for {next(iter(theirs))} of the transformers model')
-    return ours
-
-
-def to_transformers(state_dict, model_config):
-    """The state dict of the transformers model, from that of GPT(model_config); dtypes stay.
-
-    Raises ValueError for what transformers lacks, see is_in_transformers.
-    """
-    theirs = {}
-    for name, tensor in state_dict.items():
-        tensor = tensor[: unpadded_shape(name, tensor.shape, model_config)[0]]
-        names = their_names(name, model_config)
-        rows = [tensor.shape[0]]
-        if len(names) == 3:
-            kv_rows = model_config.n_kv_head * model_config.head_dim
-            rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
-        for their_name, piece in zip(names, tensor.split(rows), strict=True):
-            theirs[their_name] = (piece.T if is_transposed(name, model_config) else piece).contiguous()
-    return theirs
-
-
-def their_names(name, model_config):
-    """'blocks.0.attn.qkv.weight' -> ['transformer.h.0.attn.c_attn.weight']; with llama the names of q, k and v."""
-    if not is_in_transformers(model_config):
-        raise ValueError(f'transformers has no model like {model_config}')
-    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
-    module, kind = name.rsplit('.', 1)  # kind: weight or bias
-    if module.startswith('blocks.'):
-        _, number, inner = module.split('.', 2)
-        theirs = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
-    else:
-        theirs = f'{modules[module]}.{kind}'
-    return [theirs.format(letter) for letter in 'qkv'] if '{}' in theirs else [theirs]
-
-
-def is_in_transformers(model_config):
-    """Whether transformers has a class that computes the same: not enoki, nor gpt2 with bias=False (nanoGPT's), ..."""
-    if model_config.arch == 'gpt2':
-        usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
-        return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
-    if model_config.arch == 'qwen3':
-        return not model_config.bias and not model_config.attention_gate
-    return model_config.arch == 'llama'
-
-
-def is_transposed(name, model_config):
-    """GPT-2 in transformers keeps the matrices of its blocks in Conv1D modules, as (in, out)."""
-    return model_config.arch == 'gpt2' and name.endswith(('qkv.weight', 'proj.weight', 'up.weight', 'down.weight'))
-
-
-def unpadded_shape(name, shape, model_config):
-    return (model_config.vocab_size, *shape[1:]) if name in ('embed.weight', 'head.weight') else shape
-
-
-def config_from_transformers(hf_config):
-    """The ModelConfig of a GPT2Config, LlamaConfig or Qwen3Config; dropout is 0.
-
-    Raises ValueError for other models, and for the options of these that model.py does not compute.
-    """
-    arch = hf_config.model_type
-    if arch not in ('gpt2', 'llama', 'qwen3'):
-        raise ValueError(f'model_type={arch!r}: expected gpt2, llama or qwen3')
-    rope = getattr(hf_config, 'rope_parameters', None) or {}
-    biases = {getattr(hf_config, 'attention_bias', False), getattr(hf_config, 'mlp_bias', False)}
-    refusals = {  # option: whether the model needs it
-        f'rope_type={rope.get("rope_type")!r}': rope.get('rope_type', 'default') != 'default',
-        'attention_bias without mlp_bias': arch != 'gpt2' and len(biases) == 2,
-        'use_sliding_window': getattr(hf_config, 'use_sliding_window', False),
-        'scale_attn_by_inverse_layer_idx': getattr(hf_config, 'scale_attn_by_inverse_layer_idx', False),
-        'scale_attn_weights=False': not getattr(hf_config, 'scale_attn_weights', True),
-        'add_cross_attention': getattr(hf_config, 'add_cross_attention', False),
-    }
-    activation = hf_config.activation_function if arch == 'gpt2' else hf_config.hidden_act
-    refusals[f'activation {activation!r}'] = activation != ('gelu_new' if arch == 'gpt2' else 'silu')
-    for option, needed in refusals.items():
-        if needed:
-            raise ValueError(f'this {arch} model has {option}, which model.py does not support')
-
-    shared = {'arch': arch, 'vocab_size': hf_config.vocab_size, 'tie_embeddings': hf_config.tie_word_embeddings}
-    if arch == 'gpt2':
-        return ModelConfig(
-            n_layer=hf_config.n_layer,
-            n_head=hf_config.n_head,
-            n_embd=hf_config.n_embd,
-            mlp_hidden_dim=hf_config.n_inner,
-            block_size=hf_config.n_positions,
-            norm_eps=hf_config.layer_norm_epsilon,
-            **shared,
-        )
-    return ModelConfig(
-        n_layer=hf_config.num_hidden_layers,
-        n_head=hf_config.num_attention_heads,
-        n_kv_head=hf_config.num_key_value_heads,
-        head_dim=hf_config.head_dim,
-        n_embd=hf_config.hidden_size,
-        mlp_hidden_dim=hf_config.intermediate_size,
-        block_size=hf_config.max_position_embeddings,
-        bias=biases == {True},
-        rope_theta=rope['rope_theta'],
-        norm_eps=hf_config.rms_norm_eps,
-        **shared,
-    )
-
-
-def config_to_transformers(model_config):
-    """The GPT2Config, LlamaConfig or Qwen3Config of a ModelConfig, without special tokens: theirs would be others.
-
-    Raises ValueError for what transformers lacks, see is_in_transformers.
-    """
+def transformers_offline():
+    """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
+    os.environ.setdefault('HF_HUB_OFFLINE', '1')
     import transformers
 
-    if not is_in_transformers(model_config):
-        raise ValueError(f'transformers has no model like {model_config}')
-    shared = {
-        'vocab_size': model_config.vocab_size,
-        'tie_word_embeddings': model_config.tie_embeddings,
-        'bos_token_id': None,
-        'eos_token_id': None,
-    }
-    if model_config.arch == 'gpt2':
-        return transformers.GPT2Config(
-            n_layer=model_config.n_layer,
-            n_head=model_config.n_head,
-            n_embd=model_config.n_embd,
-            n_inner=model_config.mlp_hidden_dim,
-            n_positions=model_config.block_size,
-            layer_norm_epsilon=model_config.norm_eps,
-            embd_pdrop=model_config.dropout,
-            attn_pdrop=model_config.dropout,
-            resid_pdrop=model_config.dropout,
-            **shared,
-        )
-    if model_config.arch == 'llama':
-        shared['mlp_bias'] = model_config.bias
-    kind = {'llama': transformers.LlamaConfig, 'qwen3': transformers.Qwen3Config}[model_config.arch]
-    return kind(
-        num_hidden_layers=model_config.n_layer,
-        num_attention_heads=model_config.n_head,
-        num_key_value_heads=model_config.n_kv_head,
-        head_dim=model_config.head_dim,
-        hidden_size=model_config.n_embd,
-        intermediate_size=model_config.mlp_hidden_dim,
-        max_position_embeddings=model_config.block_size,
-        attention_bias=model_config.bias,
-        attention_dropout=model_config.dropout,
-        rope_parameters={'rope_type': 'default', 'rope_theta': model_config.rope_theta},
-        rms_norm_eps=model_config.norm_eps,
-        **shared,
+    return transformers
+
+
+# --- what is fine-tuned -----------------------------------------------------------------------------------------------
+
+
+class Pretrained:
+    """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
+    model.ModelConfig.
+
+    folder        with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
+    config        the PretrainedConfig
+    vocab_size    rows of the embedding; a tokenizer may have fewer tokens
+    arch          its model_type
+    """
+
+    def __init__(
+        self, folder, block_size=None, lora_rank=0, lora_alpha=16.0, lora_targets='all', freeze=None, dropout=0.0,
+        z_loss=0.0, trust_remote_code=False, weights_folder=None,
+    ):  # fmt: skip
+        """lora_targets: 'all' linear layers of the blocks, or ends of their names, 'q_proj,v_proj'. freeze: regular
+        expression. Raises ValueError where folder holds no causal language model, or not one for block_size."""
+        self.folder, self.weights_folder = str(folder), weights_folder or str(folder)
+        self.lora_rank, self.lora_alpha, self.lora_targets, self.freeze = lora_rank, lora_alpha, lora_targets, freeze
+        self.dropout, self.z_loss, self.trust_remote_code = dropout, z_loss, trust_remote_code
+        transformers = transformers_offline()
+        if not os.path.exists(os.path.join(folder, 'config.json')):
+            raise ValueError(
+                f'{folder}: no config.json; `python download_model.py --model={folder}` says what is amiss'
+            )
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            reason = ' '.join(str(error).split())[:300]
+            raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
+        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
+        self.arch = self.config.model_type
+        if not own_code and self.arch not in known:
+            raise ValueError(f'{folder}: model_type={self.arch!r} is no causal language model of transformers')
+        text = self.config.get_text_config()
+        self.vocab_size = text.vocab_size
+        positions = getattr(text, 'max_position_embeddings', None)
+        self.block_size = block_size or positions
+        if block_size and positions and block_size > positions:
+            raise ValueError(
+                f'block_size={block_size}: {self.arch} in {folder} has {positions} positions: use '
+                f'--block_size={positions} or less'
+            )
+        if lora_rank < 0 or (lora_rank and lora_alpha <= 0):
+            raise ValueError(f'lora_rank={lora_rank}, lora_alpha={lora_alpha}: expected 0 (off) or more, and above 0')
+
+    @classmethod
+    def from_keys(cls, config, explicit):
+        """From a script's config. Raises ValueError, too, for keys that only a model from scratch has, for a folder
+        that is not there, and for one without weights that no earlier start of this run has read."""
+        set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
+        if set_here:
+            raise ValueError(
+                f'{set_here[0]}={config[set_here[0]]!r}: the model of init_from={config["init_from"]} has its own; '
+                f'leave out {", ".join(set_here)}'
+            )
+        init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
+        try:
+            source = find_folder(init_from)
+        except ValueError:
+            if not os.path.isdir(kept):
+                raise
+            source = None  # the run goes on from its checkpoints, with what it has kept of the folder
+        if source and not os.path.isdir(kept) and not config['dry_run']:
+            Weights(source)  # there are some
+        keys = ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets', 'freeze', 'dropout', 'z_loss')
+        options = {key: config[key] for key in (*keys, 'trust_remote_code')}
+        return cls(source or kept, weights_folder=source or init_from, **options)
+
+    @classmethod
+    def of_run(cls, out_dir, state, trust_remote_code=False):
+        """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
+        folder = os.path.join(out_dir, KEPT)
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f'{folder} is missing, which has the configuration and tokenizer of the model: copy it back'
+            )
+        saved = state['identity']['model']
+        options = {key: saved[key] for key in ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets')}
+        return cls(folder, trust_remote_code=trust_remote_code, **options)
+
+    def keep_files(self, out_dir):
+        """Copy configuration, tokenizer and licence into out_dir, once: then the run needs init_from no more. For
+        rank 0."""
+        kept = os.path.join(out_dir, KEPT)
+        if os.path.isdir(kept) or os.path.abspath(self.folder) == os.path.abspath(kept):
+            return
+        shutil.rmtree(f'{kept}.tmp', ignore_errors=True)
+        os.makedirs(f'{kept}.tmp')
+        for name in os.listdir(self.folder):
+            path = os.path.join(self.folder, name)
+            is_weights = name.endswith(('.safetensors', '.bin', '.pth', '.pt', '.gguf', '.index.json'))
+            if os.path.isfile(path) and not is_weights and os.path.getsize(path) <= LARGEST_KEPT:
+                if not name.startswith(('.', 'download.')):
+                    shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
+        os.rename(f'{kept}.tmp', kept)
+
+    def empty_model(self, **options):
+        """The transformers model without its weights: parameters and buffers as the context says, best on meta."""
+        transformers = transformers_offline()
+        options |= {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
+        return transformers.AutoModelForCausalLM.from_config(self.config, **options)
+
+    def to_dict(self):
+        """What decides shapes and numbers: for the log, for scaling.py, and for the identity of a checkpoint."""
+        return dict(self.facts)
+
+    @functools.cached_property
+    def facts(self):
+        text = self.config.get_text_config()
+        heads = getattr(text, 'num_attention_heads', 1)
+        with torch.device('meta'):
+            model = for_training(self)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        of_blocks = {name for block in model.blocks for name in names_in(model, block)}
+        first = {name: shapes[name] for name in names_in(model, model.blocks[0])}
+        return {
+            'arch': self.arch,
+            'n_layer': len(model.blocks),
+            'n_head': heads,
+            'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
+            'head_dim': getattr(text, 'head_dim', None) or text.hidden_size // heads,
+            'n_embd': text.hidden_size,
+            'mlp_hidden_dim': getattr(text, 'intermediate_size', None) or 4 * text.hidden_size,
+            'vocab_size': self.vocab_size,
+            'block_size': self.block_size,
+            'dropout': self.dropout,
+            'z_loss': self.z_loss,
+            'bias': any(name.endswith('bias') for name in shapes),
+            'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
+            'attention_gate': False,
+            'lora_rank': self.lora_rank,
+            'lora_alpha': self.lora_alpha,
+            'lora_targets': self.lora_targets,
+            'freeze': self.freeze,
+            'trainable': sum(p.numel() for p in model.parameters() if p.requires_grad),
+            'root_shapes': {name: shape for name, shape in shapes.items() if name not in of_blocks},
+            'block_shapes': first,
+            'transformers': {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE},
+        }
+
+
+def find_folder(init_from):
+    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME).
+
+    Raises ValueError with the command that fetches it.
+    """
+    if os.path.isdir(init_from):
+        return init_from
+    if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
+        transformers_offline()
+        import huggingface_hub
+
+        try:
+            return huggingface_hub.snapshot_download(init_from, local_files_only=True)
+        except (OSError, ValueError):  # its LocalEntryNotFoundError is both
+            pass
+    hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
+    raise ValueError(
+        f'init_from={init_from}: no such folder, and no model of that name in the cache of the Hugging Face hub; where '
+        f'there is internet: `python download_model.py --model={hub_id}`, then --init_from=models/NAME'
     )
 
 
-def byte_level_bpe(ranks, specials, pattern=None):
-    """A tokenizers.Tokenizer that does what tiktoken does with the same parts.
+# --- the model --------------------------------------------------------------------------------------------------------
 
-    ranks: {bytes of a token: id}, lower ids are merged first. specials: {text: id}. pattern: the regular expression
-    that splits a text into words; None = do not split.
+
+class ForTraining:
+    """What a train script asks of a model, mixed in front of the class that transformers has for it."""
+
+    def forward(self, x, y=None, positions=None):
+        """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
+
+        positions (B, T): restart at 0 with each packed document; attention then stays within documents.
+        """
+        options = {'use_cache': False}
+        if positions is not None:
+            options['position_ids'] = positions
+            if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
+                options['attention_mask'] = mask_of_documents(positions)
+        head = self.get_output_embeddings()
+        # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
+        casting = self.compute_dtype != head.weight.dtype
+        with torch.autocast(x.device.type, self.compute_dtype, enabled=casting):
+            if y is None or not self.has_plain_head:
+                logits = super().forward(x, **options).logits
+                if y is None:
+                    return logits
+                targets, vocab_size = y.flatten(), logits.shape[-1]
+                return loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
+            hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
+        options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
+
+    def _apply(self, *args, **kwargs):
+        """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
+        super()._apply(*args, **kwargs)
+        for (first, attribute), *others in self.ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[attribute]
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            fill_buffers(self, self.device_of_buffers)
+        return self
+
+    def checkpoint_activations(self, mode):
+        """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
+        if mode not in ('none', 'full', 'selective'):
+            raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
+        if mode == 'none':
+            return
+        options = {'use_reentrant': False, 'preserve_rng_state': self.draws_noise}
+        if mode == 'selective':
+            options['context_fn'] = lambda: create_selective_checkpoint_contexts(SAVED_OPS)
+        for block in self.blocks:
+            block.forward = checkpointed(block.forward, options)
+
+    def parameter_counts(self):
+        """As model.GPT.parameter_counts; trainable: without frozen ones."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        embedding = sum(table.numel() for table in tables)
+        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return {'total': total, 'embedding': embedding, 'non_embedding': total - embedding, 'trainable': trainable}
+
+    def flops_per_token(self):
+        """As model.GPT.flops_per_token, but a frozen weight costs 4 and not 6: it has no gradient of its own."""
+        counts, head = self.parameter_counts(), self.get_output_embeddings().weight
+        tied = any(module.weight is head for module in self.modules() if isinstance(module, nn.Embedding))
+        in_matmuls = counts['non_embedding'] + tied * head.numel()
+        frozen = counts['total'] - counts['trainable']
+        frozen -= sum(
+            p.numel() for p in self.get_input_embeddings().parameters() if not p.requires_grad and p is not head
+        )
+        return 6 * in_matmuls - 2 * frozen + self.flops_of_attention
+
+
+def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
+    """The transformers model of a Pretrained with the methods of ForTraining, on meta under torch.device('meta').
+
+    device: where it will compute; buffers go there even when the shards are kept on the host.
+    Raises ValueError for LoRA targets and frozen parameters that the model does not have.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    transformers = transformers_offline()
+    transformers.AttentionInterface.register(ATTENTION, causal_attention)
+    config = pretrained.config
+    for name in list(vars(config)):  # a dropout of pretraining is not this run's
+        if re.search(r'dropout|_pdrop$', name) and isinstance(getattr(config, name), float):
+            setattr(config, name, pretrained.dropout)
+    model = pretrained.empty_model()
+    masks = set(getattr(config.get_text_config(), 'layer_types', None) or ())
+    if model.config._attn_implementation == 'sdpa' and masks <= MASKS:
+        model.set_attn_implementation(ATTENTION)
+    places = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    model.ties = [of_parameter for of_parameter in places.values() if len(of_parameter) > 1]
+    model.blocks = find_blocks(model)
+    model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
+    model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0
+    head, text = model.get_output_embeddings(), config.get_text_config()
+    changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
+    model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
+    model.has_plain_head &= model.base_model is not model  # it is where a class names none
+    heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
+    head_dim = getattr(text, 'head_dim', None) or text.hidden_size // heads
+    model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
+    model.__class__ = type(type(model).__name__, (ForTraining, type(model)), {})
+    model.train()
+    freeze(model, pretrained)
+    return model
 
-    letters = bytes_to_unicode()
-    spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
-    # tiktoken joins the neighbours whose union has the lowest id: every way to split a token is a merge, in that order.
-    merges = [
-        (spelled[token[:cut]], spelled[token[cut:]])
-        for token in sorted(ranks, key=ranks.get)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    vocabulary = {spelled[token]: number for token, number in ranks.items()} | specials
-    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    if pattern:
-        # `{1,3}+` is possessive for tiktoken, which matters little, but one or more such repetitions for this library.
-        pattern = re.sub(r'(\{\d*,\d*\})\+', r'\1', pattern)
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in specials])
-    return bpe
+
+def find_blocks(model):
+    """The blocks of a transformers model in their order: of the classes that _no_split_modules names, or else the
+    longest list of modules of one class."""
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    named = set(model._no_split_modules or ())
+    found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
+    found = found or [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+    if not found:
+        raise ValueError(
+            f'{type(model).__name__} has no list of blocks that could be sharded: train it with train_ddp.py'
+        )
+    return max(found, key=len)
+
+
+def names_in(model, module):
+    """Names of the parameters of one of the model's modules."""
+    own = set(module.parameters())
+    return [name for name, parameter in model.named_parameters() if parameter in own]
+
+
+def checkpointed(forward, options):
+    """A block's forward that keeps its input alone, and computes again in backward."""
+
+    def forward_and_forget(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return forward_and_forget
+
+
+def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
+    """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
+
+    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU bf16
+    is slow in here: fp32 inside takes 0.6 of the time.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    T, dtype = query.shape[2], query.dtype
+    if sliding_window and sliding_window < T:
+        near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
+        attention_mask = near[None, None] if attention_mask is None else attention_mask & near
+    if query.device.type == 'cpu':
+        query, key, value = query.float(), key.float(), value.float()
+    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return output.to(dtype), None
+
+
+def mask_of_documents(positions):
+    """Which token may see which, (B, 1, T, T) bool: those before it in its document; positions (B, T) restart there."""
+    starts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    document = starts.cumsum(1)  # (B, T)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def loss_of_logits(logits, targets, vocab_size, z_loss):
+    """What ChunkedCrossEntropy returns, from logits (N, V) that a model has made in its own way."""
+    logits, valid = logits[:, :vocab_size].float(), targets >= 0
+    ce_sum = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+    loss_sum = ce_sum + z_loss * ((torch.logsumexp(logits, -1) ** 2) * valid).sum() if z_loss else ce_sum
+    return loss_sum, ce_sum.detach()
+
+
+def fill_buffers(model, device):
+    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies.
+
+    transformers has a rule for each in _init_weights(). Raises RuntimeError for one that it leaves alone.
+    """
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                unset = torch.empty_like(module._buffers[name], device=device)
+                module._buffers[name] = unset.fill_(torch.nan) if unset.is_floating_point() else unset.zero_()
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+        for name in module._non_persistent_buffers_set:
+            if module._buffers[name] is not None and module._buffers[name].isnan().any():
+                raise RuntimeError(f'transformers does not say how to fill buffer {name} of {type(module).__name__}')
+
+
+# --- LoRA and frozen parts --------------------------------------------------------------------------------------------
+
+
+class LoRA:
+    """Mixed in front of a Linear, or of GPT-2's Conv1D, which then has lora_A (rank, in) and lora_B (out, rank)."""
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
+
+
+def freeze(model, pretrained):
+    """Add LoRA, and mark what is not trained: with LoRA all but that, and what pretrained.freeze matches."""
+    if pretrained.lora_rank:
+        model.requires_grad_(False)
+        for module in lora_modules(model, pretrained.lora_targets):
+            inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
+            for name, shape in (
+                ('lora_A', (pretrained.lora_rank, inputs)),
+                ('lora_B', (outputs, pretrained.lora_rank)),
+            ):
+                module.register_parameter(name, nn.Parameter(torch.empty(shape, device=module.weight.device)))
+            module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
+            module.__class__ = type(f'LoRA{type(module).__name__}', (LoRA, type(module)), {})
+    if pretrained.freeze:
+        try:
+            frozen = [p for name, p in model.named_parameters() if re.search(pretrained.freeze, name)]
+        except re.error as error:
+            raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
+        if not frozen:
+            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter; they are {some_names(model)}')
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
+
+
+def lora_modules(model, targets):
+    """The linear layers of the blocks that lora_targets means. Raises ValueError for a target that is not there."""
+    linear = {}
+    for block in model.blocks:
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear) or is_conv1d(module):
+                linear.setdefault(name, []).append(module)
+    if targets == 'all':
+        return [module for modules in linear.values() for module in modules]
+    chosen = []
+    for target in targets.split(','):
+        found = [name for name in linear if f'.{name}'.endswith(f'.{target.strip()}')]
+        if not found:
+            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(linear))}')
+        chosen += found
+    return [module for name in dict.fromkeys(chosen) for module in linear[name]]
+
+
+def is_conv1d(module):
+    """GPT-2's linear layer, with its weight as (in, out)."""
+    return type(module).__name__ in ('Conv1D', 'LoRAConv1D')
+
+
+def some_names(model):
+    names = [name for name, _ in model.named_parameters()]
+    return f'{", ".join(names[:3])}, ... {names[-1]}'
+
+
+def merge_lora(model, weights, pretrained):
+    """Weights without lora_A and lora_B: W + (alpha / rank) B A in place of W. model: of the class, for its layers."""
+    merged = {name: tensor for name, tensor in weights.items() if not name.endswith(('.lora_A', '.lora_B'))}
+    for name in weights:
+        if name.endswith('.lora_A'):
+            module = name.removesuffix('.lora_A')
+            update = weights[f'{module}.lora_B'] @ weights[name] * (pretrained.lora_alpha / pretrained.lora_rank)
+            if is_conv1d(model.get_submodule(module)):
+                update = update.T
+            merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
+    return merged
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
+
+    def __init__(self, folder):
+        """Raises ValueError where there are none, with the command that checks or fetches them."""
+        self.folder, self.files = folder, {}
+        advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
+        if not os.path.isdir(folder):
+            raise ValueError(f'init_from={folder}: its weights are needed to start, and it is not there; {advice}')
+        if os.path.exists(os.path.join(folder, INDEX)):
+            with open(os.path.join(folder, INDEX), encoding='utf-8') as file:
+                self.where = json.load(file)['weight_map']
+        elif os.path.exists(os.path.join(folder, SINGLE)):
+            self.where = None  # all in one file, which is not opened yet
+        else:
+            pickles = [name for name in os.listdir(folder) if name.endswith(('.bin', '.pth', '.pt'))]
+            unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
+            raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
+        absent = sorted(
+            {name for name in (self.where or {}).values() if not os.path.exists(os.path.join(folder, name))}
+        )
+        if absent:
+            raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
+
+    def names(self):
+        if self.where is None:
+            self.where = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
+        return self.where
+
+    def open(self, name):
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self.files:
+            path = os.path.join(self.folder, name)
+            try:
+                self.files[name] = safe_open(path, framework='pt')
+            except SafetensorError as error:
+                raise ValueError(
+                    f'{path}: damaged ({error}); `python download_model.py --model={self.folder}` names what differs'
+                ) from error
+        return self.files[name]
+
+    def read(self, name, rows=slice(None)):
+        """Some rows of a tensor, or all of it, as it is stored."""
+        file = self.open(self.names()[name])
+        whole = file.get_slice(name)
+        return whole[rows] if whole.get_shape() else file.get_tensor(name)
+
+    def shape(self, name):
+        return tuple(self.open(self.names()[name]).get_slice(name).get_shape())
+
+    def find(self, model):
+        """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
+        base model, as GPT-2's do, and hold a tied weight under any of its names."""
+        there, prefix, found, lacking = self.names(), model.base_model_prefix + '.', {}, []
+        for name, aliases in tensors_to_load(model).items():
+            candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
+            match = next((candidate for candidate in candidates if candidate in there), None)
+            if match is not None:
+                found[name] = match
+            elif not name.endswith(('.lora_A', '.lora_B')):
+                lacking.append(name)
+        return found, lacking
+
+
+def tensors_to_load(model):
+    """{name: all its names} of parameters and of the buffers that files hold."""
+    names = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            module, _, attribute = name.rpartition('.')
+            if attribute not in model.get_submodule(module)._non_persistent_buffers_set:
+                names.setdefault(tensor, []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def local_rows(tensor):
+    """(what this rank holds of a parameter, a plain tensor; the rows of the whole that these are)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), slice(None)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor._local_tensor.detach(), slice(offset[0], offset[0] + shape[0])
+
+
+@torch.no_grad()
+def load(model, pretrained, seed=0):
+    """Fill a model with the weights of its folder, as fp32, whatever they are stored in; sharded or not. Collective.
+
+    Each rank reads the rows that it keeps. Where transformers stores weights under other names than it computes with
+    (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model and sends it on.
+    LoRA's A is uniform within 1 / sqrt(in), a function of (seed, name), and B is 0.
+    Raises ValueError for a tensor of another shape than the configuration says.
+    """
+    weights = Weights(pretrained.weights_folder)
+    found, lacking = weights.find(model)
+    whole = whole_state(pretrained) if lacking else None
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for name in tensors_to_load(model):
+        local, rows = local_rows(tensors[name])
+        if name.endswith('.lora_B'):
+            local.zero_()
+        elif name.endswith('.lora_A'):
+            local.copy_(initial_lora(name, tensors[name].shape, seed)[rows])
+        elif lacking:
+            local.copy_(from_rank_0(whole and whole[name], tensors[name])[rows])
+        elif weights.shape(found[name]) != tuple(tensors[name].shape):
+            raise ValueError(
+                f'{pretrained.weights_folder}: {found[name]} has the shape {weights.shape(found[name])}, config.json '
+                f'asks for {tuple(tensors[name].shape)}'
+            )
+        elif local.numel():
+            local.copy_(weights.read(found[name], rows))
+
+
+def initial_lora(name, shape, seed):
+    digest = int.from_bytes(f'{seed} {name}'.encode(), 'little') % (2**63 - 25)
+    generator = torch.Generator().manual_seed(digest)
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+
+
+def whole_state(pretrained):
+    """The state dict as transformers loads it, on rank 0; None on the others."""
+    if dist.get_rank() != 0:
+        return None
+    transformers = transformers_offline()
+    options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code}
+    return transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options).state_dict()
+
+
+def from_rank_0(tensor, like):
+    """A whole tensor of rank 0, on every rank, in host memory."""
+    whole = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.to(like.dtype).contiguous()
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+def for_inference(pretrained, weights):
+    """The class's own model, not ForTraining, with `weights` {name: tensor} of a checkpoint; LoRA is merged. Moves
+    nothing and casts nothing."""
+    with torch.device('meta'):
+        model = pretrained.empty_model()
+    missing, unexpected = model.load_state_dict(merge_lora(model, weights, pretrained), strict=False, assign=True)
+    assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
+    model.tie_weights()
+    assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
+    fill_buffers(model, 'cpu')
+    return model.eval()
+
+
+# --- self-test --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def self_test(model, raw_model, pretrained, loaded, packed, device):
+    """Prove on a few tokens that the model computes what its folder says; returns a line for the log. Collective.
+
+    model: as it is called, wrapped or sharded; raw_model: with ForTraining's attributes. loaded: the weights are the
+    folder's, so the logits must be, too: rank 0 computes them with transformers' own class, a block of the files at a
+    time. packed: attention must stay within documents.
+    Raises RuntimeError on every rank: to train on would waste the run.
+    """
+    T = min(32, pretrained.block_size)
+    tokens = torch.randint(pretrained.vocab_size, (1, T), generator=torch.Generator().manual_seed(1))
+    x = tokens.to(device)
+    y = x.roll(-1, 1)
+    facts, problems = [], []
+    tolerance = 1e-4 if raw_model.compute_dtype == torch.float32 else 0.1  # of a norm; wrong frequencies give about 1
+    model.eval()
+    logits = model(x).float()  # (1, T, V)
+    ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
+    if not abs(ce - expected_ce) <= tolerance * expected_ce:
+        problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
+    facts.append('the loss is that of the logits')
+    if packed:
+        half = T // 2
+        positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
+        other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
+        second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
+        if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
+            problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
+        facts.append('packed documents do not see each other')
+    for module in model.modules():  # without a backward pass what forward left gathered would stay so
+        if hasattr(module, 'reshard'):
+            module.reshard()
+    model.train()
+    if loaded:
+        difference = [None]
+        if dist.get_rank() == 0:
+            expected = reference_logits(pretrained, tokens)
+            difference = [((logits.cpu() - expected).norm() / expected.norm()).item()]
+        dist.broadcast_object_list(difference, device=torch.device('cpu'))
+        if not difference[0] <= tolerance:
+            problems.append(
+                f'logits differ from those of {pretrained.weights_folder} by {difference[0]:.2g} of their norm'
+            )
+        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference[0]:.1g} of their norm)')
+    if problems:
+        raise RuntimeError(f'self-test: {"; ".join(problems)}')
+    return f'self-test: {"; ".join(facts)}'
+
+
+def reference_logits(pretrained, tokens):
+    """Logits (B, T, V) in fp32 on the host, by transformers' class as it is, with one block in memory at a time."""
+    weights = Weights(pretrained.weights_folder)
+    with torch.device('meta'):
+        model = pretrained.empty_model()
+    found, lacking = weights.find(model)
+    if lacking:
+        transformers = transformers_offline()
+        options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code}
+        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
+        return model.eval()(tokens, use_cache=False).logits
+    aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
+    fill_buffers(model, 'cpu')
+
+    def fetch(module, prefix, wanted):
+        """Give a module its tensors, or only their shapes back."""
+        for name, inner in module.named_modules(prefix=prefix):
+            for of_module in (inner._parameters, inner._buffers):
+                for attribute, tensor in of_module.items():
+                    if tensor is None or attribute in inner._non_persistent_buffers_set:
+                        continue
+                    value = weights.read(found[aliases[f'{name}.{attribute}']]).float() if wanted else tensor.to('meta')
+                    of_module[attribute] = nn.Parameter(value, False) if of_module is inner._parameters else value
+
+    blocks = find_blocks(model)
+    inside = {inner for block in blocks for inner in block.modules()}
+    for name, module in model.named_modules():
+        if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+            module.register_forward_pre_hook(lambda module, args, name=name: fetch(module, name, True))
+            module.register_forward_hook(lambda module, args, output, name=name: fetch(module, name, False))
+    return model.eval()(tokens, use_cache=False).logits

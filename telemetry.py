@@ -40,6 +40,7 @@ CONSOLE = {
     'loss': ' | loss {:.4f}',
     'diloco/replica_loss': ' | loss {:.4f} in replica 0',
     'val_loss': ' | val loss {:.4f}',
+    'val_ppl': ', perplexity {:.4g}',
     'val_bpb': ', {:.3f} bits/byte',
     'diloco/inner_val_loss': ' (replicas {:.4f})',
     'lr': ' | lr {:.2e}',
@@ -489,7 +490,8 @@ def cut_rows(path, start_step):
 
 def header(config, explicit):
     """What runs: command, code, versions, machine, and every key, with * where it was set on purpose; lines of text."""
-    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in config.items())
+    keys = {key: value for key, value in config.items() if not isinstance(value, dict)}  # a checkpoint has those, too
+    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
     lines = [
         f'command: {" ".join([Path(sys.executable).name, *sys.argv])} ({os.environ.get("WORLD_SIZE", "1")} processes)',
         f'code: {code_version(Path(__file__).resolve().parent)}',

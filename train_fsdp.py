@@ -43,6 +43,8 @@ batch_size = 8  # sequences per rank per micro-step: what must fit into memory
 global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
 block_size = 1024  # tokens per sequence
 # model
+init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
+trust_remote_code = False  # run the Python that came with init_from
 arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
 heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
 n_layer = 12  # transformer blocks
@@ -57,10 +59,18 @@ bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact 
 tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
 rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
 attention_gate = False  # qwen3: sigmoid gate on the attention output
+freeze: str | None = (
+    None  # init_from: parameters with a match of this regular expression in their names stay as they are
+)
+# lora
+lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
+lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
+lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
 # optimizer
 optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
+num_epochs: float | None = None  # passes over the training data: sets max_iters
 weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
 beta1 = 0.9  # Adam: decay of the first moment
 beta2 = 0.95  # Adam: decay of the second moment
@@ -105,11 +115,13 @@ import checkpoint
 import data
 import fsdp_manual
 import guard
+import hf
 import offload
 import optim
 import scaling
 import telemetry
 from model import GPT, ModelConfig
+from tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
@@ -128,9 +140,18 @@ global_batch_size = global_batch_size or batch_size * world_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
 shard_size = scaling.ranks_per_shard_group(config, world_size)  # ranks that hold one copy of the model between them
 tokens_per_step = global_batch_size * block_size
+pretrained = None if init_from == 'scratch' else hf.Pretrained.from_keys(config, explicit)
+vocab_size = pretrained.vocab_size if pretrained else vocab_size
 train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
 val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
 vocab_size = vocab_size or train_data.vocab_size
+if pretrained:
+    check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
+elif train_data.is_packed:
+    raise ValueError(f'dataset={dataset} holds conversations, for a model that knows language: give its --init_from')
+if num_epochs is not None:
+    max_iters = scaling.iterations_of_epochs(num_epochs, train_data.n_windows, global_batch_size)
+    config.update(max_iters=max_iters)
 config.update(global_batch_size=global_batch_size, vocab_size=vocab_size)
 filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
 config.update(filled)
@@ -144,7 +165,7 @@ config.update(
     lr_decay_iters=lr_decay_iters,
     min_lr=min_lr,
 )
-model_config = ModelConfig.from_keys(config)  # fills from the architecture what is None
+model_config = pretrained or ModelConfig.from_keys(config)  # fills from the architecture what is None
 config.update(model_config.to_dict())
 if dry_run:
     if rank == 0:
@@ -162,12 +183,14 @@ if 'RANK' in os.environ:
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
+if pretrained:
+    guard.on_rank_0(pretrained.keep_files, out_dir)  # from here on the run does not need init_from
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    raw_model = GPT(model_config, compute_dtype)
+    raw_model = hf.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
 raw_model.checkpoint_activations(activation_checkpointing)
 if compile:
     for block in raw_model.blocks:
@@ -196,9 +219,11 @@ else:
         fully_shard(list(unit), reshard_after_forward=zero_stage == 3, **sharding)
     model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
 
-# --- WEIGHTS: fp32 masters, a pure function of (seed, name) -----------------------------------------------------------
+# --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
 raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
-if found is None:
+if found is None and pretrained:
+    hf.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
+elif found is None:
     with torch.no_grad():
         for name, parameter in raw_model.named_parameters():
             value = raw_model.initial_value(name, parameter, seed, device)
@@ -237,7 +262,9 @@ log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_siz
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
 log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
-log.say(f'resuming {found} at step {step}' if found else 'starting from scratch')
+log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
+if pretrained:
+    log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -246,9 +273,9 @@ def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
-    for x, y in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
-        _, ce_sum = model(x, y)
-        nats_and_tokens += torch.stack((ce_sum.double(), (y >= 0).sum()))
+    for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
+        _, ce_sum = model(*batch)
+        nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
     for module in model.modules():  # without a backward pass what forward left gathered would stay so
@@ -258,7 +285,7 @@ def evaluate():
     bits_per_byte = {}
     if val_data.bytes_per_token:
         bits_per_byte = {'val_bpb': nats / tokens / math.log(2) / val_data.bytes_per_token}
-    return {'val_loss': nats / tokens, **bits_per_byte}
+    return {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700)), **bits_per_byte}
 
 
 if eval_only:
@@ -276,8 +303,6 @@ train_batches = data.batches(
 stop_request = guard.StopRequest(out_dir)
 saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
 meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token())
-# model() returns a sum over this rank's tokens and the ranks' gradients are averaged: this makes it the global mean.
-loss_scale = world_size / tokens_per_step
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 while step < max_iters:
@@ -286,17 +311,20 @@ while step < max_iters:
         group['lr'] = lr
     if dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
         torch.manual_seed((seed * 1_000_003 + step) * world_size + rank)
+    # model() returns a sum over this rank's targets and ranks' gradients are averaged: this makes it the global mean.
+    targets = data.count_targets(train_data, seed, step * global_batch_size, global_batch_size)
+    loss_scale = world_size / targets
     meter.begin_step()
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
         meter.mark('data')
-        x, y = next(train_batches)  # (batch_size, block_size) each
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
         last_micro_step = micro_step == accumulation_steps - 1
         model.set_requires_gradient_sync(accumulate == 'sharded' or last_micro_step)
         model.set_is_last_backward(last_micro_step)
         meter.mark('forward')
-        loss_sum, ce_sum = model(x, y)
+        loss_sum, ce_sum = model(*batch)
         meter.mark('backward')
         scaler.scale(loss_sum * loss_scale).backward()
         step_loss += ce_sum
@@ -314,7 +342,7 @@ while step < max_iters:
     stopping = stop_request.agreed()  # a file STOP in out_dir: save and leave
     if step % log_interval == 0 or step == 1 or last_step:
         dist.all_reduce(step_loss)
-        row = {'loss': step_loss.item() / tokens_per_step, 'lr': lr, **meter.interval()}
+        row = {'loss': step_loss.item() / targets, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
         if fsdp_impl == 'manual':
             row.update(model.communication())
