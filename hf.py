@@ -15,7 +15,9 @@ and the loss are computed together in chunks (model.ChunkedCrossEntropy): logits
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
 """
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -37,7 +39,8 @@ LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies ha
 AFTER_HEAD = ('final_logit_softcapping', 'logit_scale', 'logits_scaling', 'lm_head_multiplier', 'output_multiplier')
 OF_NATIVE_MODELS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim')
 OF_NATIVE_MODELS += ('vocab_size', 'bias', 'tie_embeddings', 'rope_theta', 'attention_gate')
-VOLATILE = ('transformers_version', '_name_or_path', 'dtype', 'torch_dtype', 'use_cache')  # in config.json
+DROPOUT = re.compile(r'dropout|_pdrop$')
+VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{DROPOUT.pattern}')  # keys of config.json
 MASKS = {'full_attention', 'sliding_attention', 'linear_attention'}  # that causal_attention() knows
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
@@ -164,6 +167,7 @@ class Pretrained:
     def facts(self):
         text = self.config.get_text_config()
         heads = getattr(text, 'num_attention_heads', 1)
+        of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -176,7 +180,7 @@ class Pretrained:
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
             'head_dim': getattr(text, 'head_dim', None) or text.hidden_size // heads,
             'n_embd': text.hidden_size,
-            'mlp_hidden_dim': getattr(text, 'intermediate_size', None) or 4 * text.hidden_size,
+            'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
             'vocab_size': self.vocab_size,
             'block_size': self.block_size,
             'dropout': self.dropout,
@@ -191,7 +195,7 @@ class Pretrained:
             'trainable': sum(p.numel() for p in model.parameters() if p.requires_grad),
             'root_shapes': {name: shape for name, shape in shapes.items() if name not in of_blocks},
             'block_shapes': first,
-            'transformers': {key: value for key, value in self.config.to_dict().items() if key not in VOLATILE},
+            'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
 
 
@@ -279,14 +283,11 @@ class ForTraining:
 
     def flops_per_token(self):
         """As model.GPT.flops_per_token, but a frozen weight costs 4 and not 6: it has no gradient of its own."""
-        counts, head = self.parameter_counts(), self.get_output_embeddings().weight
-        tied = any(module.weight is head for module in self.modules() if isinstance(module, nn.Embedding))
-        in_matmuls = counts['non_embedding'] + tied * head.numel()
-        frozen = counts['total'] - counts['trainable']
-        frozen -= sum(
-            p.numel() for p in self.get_input_embeddings().parameters() if not p.requires_grad and p is not head
-        )
-        return 6 * in_matmuls - 2 * frozen + self.flops_of_attention
+        head = self.get_output_embeddings().weight
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        in_matmuls = {parameter for parameter in self.parameters() if parameter not in tables or parameter is head}
+        flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
+        return flops + self.flops_of_attention
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
@@ -299,7 +300,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
     config = pretrained.config
     for name in list(vars(config)):  # a dropout of pretraining is not this run's
-        if re.search(r'dropout|_pdrop$', name) and isinstance(getattr(config, name), float):
+        if DROPOUT.search(name) and isinstance(getattr(config, name), float):
             setattr(config, name, pretrained.dropout)
     model = pretrained.empty_model()
     masks = set(getattr(config.get_text_config(), 'layer_types', None) or ())
@@ -370,9 +371,11 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     if sliding_window and sliding_window < T:
         near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
         attention_mask = near[None, None] if attention_mask is None else attention_mask & near
-    if query.device.type == 'cpu':
+    on_cpu = query.device.type == 'cpu'
+    if on_cpu:
         query, key, value = query.float(), key.float(), value.float()
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    with torch.autocast('cpu', enabled=False) if on_cpu else contextlib.nullcontext():  # it would undo that
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output.to(dtype), None
 
 
@@ -605,8 +608,8 @@ def load(model, pretrained, seed=0):
 
 
 def initial_lora(name, shape, seed):
-    digest = int.from_bytes(f'{seed} {name}'.encode(), 'little') % (2**63 - 25)
-    generator = torch.Generator().manual_seed(digest)
+    digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
     return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
 
 
@@ -662,7 +665,8 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
-    facts.append('the loss is that of the logits')
+    whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
+    facts.append(f'the loss is that of the logits{whole}')
     if packed:
         half = T // 2
         positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
