@@ -2,14 +2,15 @@
 Where text comes from: the standard library, files and folders, datasets saved to disk, streams of the datasets library.
 
     source = find_source('stdlib')                      # what it is: its parts, their sizes, a fingerprint
-    for unit in units(source): ...                      # half a MB of it at a time, in order, for one worker
-    for unit in units(source, start=unit.next): ...     # go on behind a unit
+    source = find_source('my_texts/')                   # any tree of files
+    source = stream_source(stream, description)         # a dataset of the hub
 
-A text file is one document; so is each row of a .jsonl, .parquet or .arrow file. Memory is bounded: units() hands out
-stretches of files, or a few rows. Reading the stretches and parsing them is left to documents(), which runs in workers.
+documents.py reads what is found here. A source of conversations (source.chat) has rows with `messages`, or with
+`prompt` and `completion`.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
-HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
-ROWS_AT_ONCE = 128  # of columnar files: half a MB where a document has 4 kB
+FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
+
+CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -35,40 +36,10 @@ class Part(NamedTuple):
     """A stretch of a source that is read in one go."""
 
     path: str  # of a stream: the number of its shard
-    kind: str  # 'text', 'jsonl', 'parquet', 'arrow', 'stream'
+    kind: str  # 'text', 'jsonl', 'json', 'yaml', 'parquet', 'arrow', 'stream'
     start: int = 0  # of a text file: first byte, and the one behind the last
     end: int = 0
     split: str | None = None  # where it is settled beforehand
-
-
-class Piece(NamedTuple):
-    """A document, a stretch of a long one, or lines of JSON: bytes, or where they lie in a file."""
-
-    origin: str  # the file, also for messages
-    length: int
-    data: bytes | None = None  # None = to be read from the file
-    start: int = 0
-    document_start: int = 0
-    ends_document: bool = True
-    split: str | None = None
-    is_jsonl: bool = False
-
-    def read(self):
-        """Its bytes."""
-        return _read_stretch(self.origin, self.start, self.length) if self.data is None else self.data
-
-    def head_of(self, document):
-        """The first bytes of the document that `document` is a stretch of."""
-        if self.start != self.document_start and not self.is_jsonl:
-            # 3 bytes more, for a character that is cut off would be mended to another.
-            document = _mended(_read_stretch(self.origin, self.document_start, HEAD_BYTES + 3))
-        return document[:HEAD_BYTES]
-
-
-class Unit(NamedTuple):
-    pieces: list
-    work: int  # bytes read, rows for a stream: the progress bar adds them up to source.total
-    next: tuple  # (part, offset) at which the next unit starts
 
 
 @dataclass
@@ -78,35 +49,43 @@ class Source:
     description: dict
     parts: list
     total: int | None  # bytes, rows for a stream; None = not known
-    text_field: str = 'text'
+    text_field: str | None = None
+    chat: bool = False  # its rows are conversations
     skipped: list = field(default_factory=list)  # 'file: reason'
     stream: object = None  # datasets.IterableDataset
+
+    def columns(self, names):
+        """Those of a columnar file's or stream's columns that are read."""
+        return [name for name in CHAT_FIELDS if name in names] if self.chat else [self.text_field or 'text']
 
 
 # --- finding a source -------------------------------------------------------------------------------------------------
 
 
-def find_source(dataset, text_field='text', split='train', tail_fraction=None):
+def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None):
     """The Source that `dataset` names: 'stdlib', or the path of a file, a folder, or a folder written by save_to_disk.
 
-    split: which one of the saved folder. tail_fraction: cut a text file in two, so that its end is the split 'val'.
-    Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it.
+    text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
+    folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
+    conversations; None = when the first row is one, and neither text_field nor a field 'text' says otherwise.
+    Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it, or when
+    rows lack the field.
     """
     if dataset == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
         version = '.'.join(map(str, sys.version_info[:3]))
-        return _files_source(f"Python {version}'s standard library", root, stdlib_files(root), text_field)
+        return _files_source(f"Python {version}'s standard library", root, stdlib_files(root), text_field, None, chat)
     path = Path(dataset)
     if path.is_dir() and ((path / 'dataset_dict.json').exists() or (path / 'state.json').exists()):
-        return _files_source(dataset, path, _saved_files(path, split), text_field)
+        return _files_source(dataset, path, _saved_files(path, split), text_field, None, chat)
     if path.is_dir():
         files = sorted(file for file in path.rglob('*') if not file.is_dir())
         files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(path).parts)]
         if not files:
             raise FileNotFoundError(f'dataset={dataset}: this folder holds no files')
-        return _files_source(dataset, path, files, text_field)
+        return _files_source(dataset, path, files, text_field, None, chat)
     if path.exists():
-        return _files_source(dataset, path.parent, [path], text_field, tail_fraction)
+        return _files_source(dataset, path.parent, [path], text_field, tail_fraction, chat)
     raise FileNotFoundError(
         f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of the '
         f'Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
@@ -126,7 +105,8 @@ def stdlib_files(root):
 
 def kind_of(path):
     """How a file is read: by its name; what is not known is text."""
-    kinds = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.parquet': 'parquet', '.arrow': 'arrow'}
+    kinds = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.yaml': 'yaml', '.yml': 'yaml'}
+    kinds |= {'.parquet': 'parquet', '.arrow': 'arrow'}
     return kinds.get(Path(path).suffix.lower(), 'text')
 
 
@@ -143,10 +123,9 @@ def _saved_files(folder, split):
     return [folder / file['filename'] for file in state['_data_files']]
 
 
-def _files_source(name, root, files, text_field, tail_fraction=None):
+def _files_source(name, root, files, text_field, tail_fraction, chat):
     """A Source of local files; those that cannot be read are left out, and named."""
-    parts, skipped = [], []
-    digest = hashlib.sha256()
+    found, skipped = [], []
     for file in files:
         kind = kind_of(file)
         try:
@@ -154,12 +133,26 @@ def _files_source(name, root, files, text_field, tail_fraction=None):
         except OSError as error:
             skipped.append(f'{file}: {error.strerror}')
             continue
-        problem = _problem_with(kind, start, end)
+        problem, row = _problem_with(kind, start, end), None
+        if size and not problem:
+            problem, row = _first_row(file, kind)
         if problem and size:
             skipped.append(f'{file}: {problem}')
         elif size:
-            digest.update(f'{file.relative_to(root).as_posix()} {size} {content}\n'.encode('utf-8', 'surrogateescape'))
-            parts.append(Part(str(file), kind, 0, size))
+            found.append((file, kind, size, content, row))
+            if chat is None and row is not None and (kind != 'json' or holds_conversations(row)):
+                chat = _takes_conversations(row, text_field)
+    parts = []
+    digest = hashlib.sha256()
+    for file, kind, size, content, row in found:
+        if chat and (kind in ('text', 'yaml') or (row is not None and not _has_chat_fields(row))):
+            fields = f'; it has: {", ".join(row)}' if row else ''
+            skipped.append(f'{file}: no conversations (messages, or prompt and completion){fields}')
+            continue
+        if not chat and row is not None and kind != 'json' and (text_field or kind != 'jsonl'):
+            check_text_field(file, row, text_field or 'text')
+        digest.update(f'{file.relative_to(root).as_posix()} {size} {content}\n'.encode('utf-8', 'surrogateescape'))
+        parts.append(Part(str(file), kind, 0, size))
     if not parts:
         raise ValueError(f'dataset={name}: nothing to read in it: {"; ".join(skipped[:3]) or "all files are empty"}')
     description = {
@@ -170,7 +163,7 @@ def _files_source(name, root, files, text_field, tail_fraction=None):
     }
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
-    return Source(description, parts, description['bytes'], text_field, skipped)
+    return Source(description, parts, description['bytes'], text_field, bool(chat), skipped)
 
 
 def _fingerprint(path):
@@ -192,11 +185,90 @@ def _fingerprint(path):
 
 def _problem_with(kind, start, end):
     """Why a file of this kind cannot be read, from its first and last bytes; None when it can."""
-    if kind in ('text', 'jsonl'):
+    if kind in ('text', 'jsonl', 'json', 'yaml'):
+        if kind == 'yaml' and importlib.util.find_spec('yaml') is None:
+            return 'needs PyYAML: pip install pyyaml'
         return 'binary, it holds zero bytes' if b'\0' in start[:8192] else None
     if kind == 'parquet':
         return None if start[:4] == b'PAR1' == end[-4:] else 'damaged: parquet begins and ends with PAR1'
     return None if start[:4] == b'\xff\xff\xff\xff' else 'not a stream of Arrow record batches'
+
+
+def _first_row(path, kind):
+    """(why the file cannot be read or None, {field: value} of its first row or None where it has no rows).
+
+    Of columnar files, and of the first element of a .json file, which has rows only if those are conversations.
+    """
+    if kind in ('parquet', 'arrow'):
+        return _fields_of_columns(path, kind)
+    if kind == 'jsonl':
+        with open(path, 'rb') as file:
+            for line in file.readlines(FIRST_BYTES):
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):  # left out when it is read, too
+                    continue
+                if isinstance(row, dict):
+                    return None, row
+        return f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes', None
+    if kind == 'json':
+        with open(path, 'rb') as file:
+            head = file.read(FIRST_BYTES).decode('utf-8-sig', 'replace').lstrip()
+        if '"messages"' in head or '"prompt"' in head:
+            try:
+                row, _ = json.JSONDecoder().raw_decode(head[head[0] == '[' :].lstrip())
+            except (ValueError, RecursionError):
+                return None, None
+            if isinstance(row, dict):
+                return None, row
+    return None, None
+
+
+def _fields_of_columns(path, kind):
+    """What _first_row returns for a columnar file, with values of the right kind in place of those of the row."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if kind == 'parquet':
+            schema = pyarrow.parquet.read_schema(path)
+        else:
+            with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+                schema = stream.schema
+    except (ValueError, OSError) as error:  # pyarrow's errors are among them
+        return f'damaged: {" ".join(str(error).split())[:200]}', None
+    return None, {field.name: _example_of(field.type) for field in schema}
+
+
+def _example_of(kind):
+    """A value of the Python type that an Arrow type gives, as far as holds_conversations() looks at it."""
+    import pyarrow
+
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return []
+    return '' if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) else None
+
+
+def _has_chat_fields(row):
+    """Whether these are the names of a conversation's fields."""
+    return 'messages' in row or ('prompt' in row and 'completion' in row)
+
+
+def holds_conversations(row):
+    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
+    if isinstance(row.get('messages'), list):
+        return True
+    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
+
+
+def _takes_conversations(row, text_field):
+    """Whether rows like this one are read as conversations where the user has not said it."""
+    if text_field is not None or not holds_conversations(row):
+        return False
+    if isinstance(row.get('text'), str):
+        print("rows have a field 'text' beside a conversation, and it is read: --chat=True takes the conversation")
+        return False
+    return True
 
 
 def _cut_tail(part, fraction):
@@ -221,245 +293,25 @@ def check_text_field(path, fields, text_field):
         raise ValueError(f'{path}: has no field {text_field!r}, choose with --text_field; it has: {", ".join(fields)}')
 
 
-def stream_source(stream, description, text_field):
+def stream_source(stream, description, text_field=None, chat=None):
     """The Source of a datasets.IterableDataset; it reads one shard, usually one file of the hub, after the other.
 
-    description: as Source has it. Raises ValueError when the text field is missing.
+    description: as Source has it. text_field, chat: as find_source has them. Raises ValueError when a field is missing.
     """
-    check_text_field(description['name'], stream.column_names or list(next(iter(stream))), text_field)
+    names = stream.column_names
+    if names is None or (chat is None and text_field is None and _has_chat_fields(names)):
+        row = next(iter(stream))
+        names = list(row)
+        chat = _takes_conversations(row, text_field) if chat is None else chat
+    if not chat:
+        check_text_field(description['name'], names, text_field or 'text')
+    elif not _has_chat_fields(names):
+        raise ValueError(
+            f'{description["name"]}: no conversations (messages, or prompt and completion); it has: {", ".join(names)}'
+        )
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
-    return Source(
-        description, parts, n_rows, text_field, stream=stream.select_columns([text_field]).with_format('arrow')
-    )
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def units(source, start=(0, 0)):
-    """Yield the Units of a source in order, from the position `start`: a Unit's `next`. Memory: a few MB."""
-    pieces, size, work = [], 0, 0
-    for number in range(start[0], len(source.parts)):
-        part = source.parts[number]
-        first_offset = start[1] if number == start[0] else 0
-        for new_pieces, next_offset, new_work in READERS[part.kind](source, part, first_offset):
-            pieces += new_pieces
-            size += sum(piece.length for piece in new_pieces)
-            work += new_work
-            if size >= UNIT_BYTES:
-                yield Unit(pieces, work, (number, next_offset))
-                pieces, size, work = [], 0, 0
-    if pieces:
-        yield Unit(pieces, work, (len(source.parts), 0))
-
-
-# A reader yields (pieces, offset behind them, work done). It starts at an offset that it once yielded, or at 0.
-
-
-def _read_stretch(path, start, length):
-    with open(path, 'rb') as file:
-        file.seek(start)
-        return file.read(length)
-
-
-def _read_text(source, part, offset):
-    """A text file, in pieces that end where words do. Offset: bytes from part.start."""
-    position = part.start + offset
-    while position < part.end:
-        length = part.end - position
-        if length > UNIT_BYTES:
-            window = position + UNIT_BYTES - CUT_WINDOW
-            length = window + cut_point(_read_stretch(part.path, window, CUT_WINDOW)) - position
-        is_last = position + length == part.end
-        piece = Piece(part.path, length, None, position, part.start, is_last, part.split)
-        position += length
-        yield [piece], position - part.start, length
-
-
-def _read_jsonl(source, part, offset):
-    """Whole lines, about a unit of them at a time. Offset: bytes."""
-    with open(part.path, 'rb') as file:
-        check_text_field(part.path, _fields_of_first_row(file), source.text_field)
-        while offset < part.end:
-            file.seek(offset + UNIT_BYTES)
-            file.readline()
-            length = min(file.tell(), part.end) - offset
-            yield [Piece(part.path, length, None, offset, is_jsonl=True)], offset + length, length
-            offset += length
-
-
-def _fields_of_first_row(file):
-    """Field names of the first line of a .jsonl file that is a JSON object."""
-    for line in file.readlines(UNIT_BYTES):
-        try:
-            row = json.loads(line)
-        except ValueError:  # left out when it is read, too
-            continue
-        if isinstance(row, dict):
-            return row
-    raise ValueError(f'{file.name}: expected a JSON object on each line, found none in the first {UNIT_BYTES:,} bytes')
-
-
-def _read_parquet(source, part, offset):
-    """Rows, streamed: a row group can be the whole file. Offset: rows."""
-    import pyarrow.parquet
-
-    # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
-    with pyarrow.parquet.ParquetFile(part.path, buffer_size=UNIT_BYTES, pre_buffer=False) as file:
-        check_text_field(part.path, file.schema_arrow.names, source.text_field)
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        n_rows = sum(group.num_rows for group in groups)
-        n_bytes = sum(group.total_byte_size for group in groups)
-        row = first = 0  # the row group that holds row `offset`, and its first row
-        while first < len(groups) and row + groups[first].num_rows <= offset:
-            row += groups[first].num_rows
-            first += 1
-        batches = file.iter_batches(
-            _rows_per_unit(n_rows, n_bytes), range(first, len(groups)), [source.text_field], use_threads=False
-        )
-        yield from _rows(batches, row, offset, part.path, part.end / max(1, n_rows))
-
-
-def _read_arrow(source, part, offset):
-    """Rows of a stream of Arrow record batches, read rather than mapped: mapped pages count as memory. Offset: rows."""
-    import pyarrow
-
-    with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-        check_text_field(part.path, stream.schema.names, source.text_field)
-        columns = (batch.select([source.text_field]) for batch in stream)
-        position = 0
-        for pieces, row, _ in _rows((piece for batch in columns for piece in _slices(batch)), 0, offset, part.path, 0):
-            yield pieces, row, file.tell() - position
-            position = file.tell()
-
-
-def _read_stream(source, part, offset):
-    """Rows of one shard of a dataset of the hub. Offset: rows."""
-    shard = source.stream.shard(num_shards=len(source.parts), index=int(part.path))
-    tables = (shard.skip(offset) if offset else shard).iter(batch_size=ROWS_AT_ONCE)
-    batches = (batch for table in tables for batch in table.to_batches())
-    yield from _rows(batches, offset, offset, f'{source.description["name"]}, shard {part.path}', 1)
-
-
-READERS = {
-    'text': _read_text,
-    'jsonl': _read_jsonl,
-    'parquet': _read_parquet,
-    'arrow': _read_arrow,
-    'stream': _read_stream,
-}
-
-
-def _rows_per_unit(n_rows, n_bytes):
-    """How many rows are about a unit; no more than ROWS_AT_ONCE, for equal texts take no bytes in a parquet file."""
-    return max(1, min(ROWS_AT_ONCE, UNIT_BYTES * n_rows // max(1, n_bytes)))
-
-
-def _slices(batch):
-    """A record batch in slices of about a unit."""
-    step = _rows_per_unit(len(batch), batch.nbytes)
-    return (batch.slice(row, step) for row in range(0, len(batch), step))
-
-
-def _rows(batches, row, offset, origin, work_per_row):
-    """What a reader yields, from row `offset` on, of one-column record batches; the first batch begins at `row`."""
-    import pyarrow
-
-    batches = iter(batches)
-    while True:
-        try:
-            batch = next(batches, None)
-        except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
-            raise OSError(f'{origin}: cannot be read behind row {row}: {" ".join(str(error).split())[:300]}') from error
-        if batch is None:
-            return
-        column = batch.column(0).slice(max(0, offset - row))
-        row += len(batch)
-        if not len(column):
-            continue
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
-            raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
-        rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
-        yield [Piece(origin, len(data or b''), data or b'') for data in rows], row, len(rows) * work_per_row
-
-
-# --- documents --------------------------------------------------------------------------------------------------------
-
-CUT_WINDOW = 4096
-LAST_WORD_END = re.compile(rb'.*[A-Za-z0-9](?=[ \n])', re.DOTALL)
-
-
-def cut_point(data):
-    """
-    Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
-    letter or digit that a space or line break follows. There, each of tiktoken's patterns begins a new word.
-
-    Where the last 4 kB have no such place, behind their last line break, or else before the last character.
-    """
-    window = max(0, len(data) - CUT_WINDOW)
-    word = LAST_WORD_END.match(data, window)
-    if word:
-        return word.end()
-    line_end = data.rfind(b'\n', window + 1) + 1
-    if line_end:
-        return line_end
-    cut = len(data) - 1
-    while cut > max(1, len(data) - 4) and data[cut] & 0xC0 == 0x80:  # a byte inside a character
-        cut -= 1
-    return max(1, cut)
-
-
-def cut_up(data, limit):
-    """Pieces of a document, each at most `limit` bytes."""
-    start = 0
-    while len(data) - start > limit:
-        end = start + cut_point(data[start : start + limit])
-        yield data[start:end]
-        start = end
-    yield data[start:]
-
-
-def documents(piece, text_field, notes):
-    """Yield the documents that a Piece holds, or the stretch of one: bytes, not empty, valid UTF-8.
-
-    notes: a Counter; what had to be mended or left out is counted in it, under 'file: what'. Raises OSError for a file
-    that has become shorter.
-    """
-    bytes_read = piece.read()
-    if len(bytes_read) != piece.length:
-        raise OSError(f'{piece.origin}: became shorter while it was read')
-    for data in _rows_of_jsonl(bytes_read, text_field, notes, piece.origin) if piece.is_jsonl else [bytes_read]:
-        mended = _mended(data)
-        if mended is not data:
-            notes[f'{piece.origin}: not UTF-8, what is no character became U+FFFD'] += 1
-        if mended:
-            yield mended
-        else:
-            notes[f'{piece.origin}: rows without text, left out'] += 1
-
-
-def _mended(data):
-    """The same bytes when they are UTF-8; else with U+FFFD for what is no character."""
-    try:
-        data.decode()
-        return data
-    except UnicodeDecodeError:
-        return data.decode('utf-8', 'replace').encode()
-
-
-def _rows_of_jsonl(lines, text_field, notes, origin):
-    """The text of each line as bytes; b'' where it has none."""
-    for line in lines.splitlines():
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            notes[f'{origin}: lines that are not JSON, left out'] += 1
-            continue
-        text = row.get(text_field) if isinstance(row, dict) else None
-        yield text.encode('utf-8', 'replace') if isinstance(text, str) else b''
+    source = Source(description, parts, n_rows, text_field, bool(chat))
+    source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
+    return source

@@ -7,8 +7,8 @@ Token shards on disk, the order in which a run sees them, and batches made ahead
 A split is the concatenation of its shards, cut into windows: window w has the inputs tokens[w*T : w*T + T] with
 T = block_size, and as targets the same shifted by one. Sample i of a run is one window, a pure function of (seed, i)
 whatever the number of ranks: there is no loader state to save, the step in a checkpoint says where to go on. Files are
-shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy files with
-one row of integers; meta.json, written by prepare_data.py, tells what they hold.
+shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy rows; what
+they hold is in prepare_data.py's meta.json. With masks (chats) windows hold whole conversations and batches positions.
 """
 
 import bisect
@@ -36,12 +36,9 @@ FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dt
 HEADERLESS_NAMES = ('train.bin', 'val.bin')
 # The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
-
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
-
-# A mapped file holds a file descriptor and 1,024 of them is a common limit: 100B tokens may be 1,000 shards per split.
-MAX_MAPPED_SHARDS = 256
+MAX_MAPPED_SHARDS = 256  # each holds a file descriptor, of which 1,024 is a common limit; 100B tokens: 1,000 shards
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
 
 
@@ -54,19 +51,13 @@ def write_shard(path, tokens, dtype):
     The name appears only when every byte is on disk, so a killed run leaves no half-written shard.
     Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
     """
-    tokens = np.asarray(tokens)
-    dtype = np.dtype(dtype).newbyteorder('<')
-    magic, version = FORMATS[dtype]
+    tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
     largest = np.iinfo(dtype).max
     assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
     if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
-        raise ValueError(
-            f'{path}: token ids {tokens.min()} to {tokens.max()} do not fit into {dtype.name} (0 to {largest}); '
-            f'a vocabulary above 65,536 needs uint32'
-        )
-
-    header = np.zeros(256, dtype='<i4')
-    header[:3] = magic, version, len(tokens)
+        given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
+        raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
+    header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')
     unfinished = f'{path}.tmp'
     with open(unfinished, 'wb') as file:
         file.write(header.data)
@@ -79,12 +70,10 @@ def write_shard(path, tokens, dtype):
 def read_shard(path, headerless_dtype='uint16'):
     """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
 
-    headerless_dtype: of a train.bin or val.bin without a header.
-    Raises ValueError, with the file's name, when its magic is unknown or its size is not what its header says: to read
-    beyond the end of a mapped file kills the process with SIGBUS.
+    headerless_dtype: of a train.bin or val.bin without a header. Raises ValueError, by name, for an unknown magic, or a
+    size that is not what the header says: to read beyond the end of a mapped file kills the process with SIGBUS.
     """
-    path = str(path)
-    if path.endswith('.npy'):
+    if str(path).endswith('.npy'):
         return _read_npy(path)
     with open(path, 'rb') as file:
         size = os.fstat(file.fileno()).st_size
@@ -93,17 +82,13 @@ def read_shard(path, headerless_dtype='uint16'):
         if (magic, version) == magic_and_version:
             expected = HEADER_BYTES + n_tokens * dtype.itemsize
             if size != expected:
-                raise ValueError(
-                    f'{path}: its size is {size:,} bytes, but with the {n_tokens:,} tokens of its header it takes '
-                    f'{expected:,}: half-copied or damaged; copy or prepare it again'
-                )
+                sizes = f'its size is {size:,} bytes, the {n_tokens:,} tokens of its header take {expected:,}'
+                raise ValueError(f'{path}: {sizes}: half-copied or damaged; copy or prepare it again')
             return np.memmap(path, dtype=dtype, mode='r', offset=HEADER_BYTES, shape=(n_tokens,))
     if os.path.basename(path) not in HEADERLESS_NAMES:
         known = ' or '.join(f'{magic}, {version} ({dtype.name})' for dtype, (magic, version) in FORMATS.items())
-        raise ValueError(
-            f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: copy or prepare it again '
-            f'(without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
-        )
+        mend = f'copy or prepare it again (without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
+        raise ValueError(f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: {mend}')
     dtype = np.dtype(headerless_dtype).newbyteorder('<')
     if size == 0 or size % dtype.itemsize:
         raise ValueError(f'{path}: its size, {size:,} bytes, is no whole number of {dtype.name} tokens; copy it again')
@@ -122,7 +107,6 @@ def _read_npy(path):
 
 
 # --- random numbers without state -------------------------------------------------------------------------------------
-
 
 # Of SplitMix64 (Steele, Lea and Flood 2014): the increment, 2^64 / golden ratio, whose multiples lie far apart, and the
 # first multiplier of its hash. Products of uint64 arrays wrap, as they must.
@@ -145,24 +129,19 @@ def sample_windows(indices, n_windows, seed):
     """The window that each sample of a run reads: without replacement within an epoch, reshuffled in every epoch.
 
     indices: array of sample indices, >= 0; sample i is in epoch i // n_windows. Returns int64, same shape, < n_windows.
-
-    A permutation of 100B tokens does not fit into memory, so it is computed: an unbalanced Feistel network on a grid of
-    rows x columns >= n_windows (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). A position is a
-    cell. Each round shifts its row by a hash of its column, or its column by a hash of its row (keyed by seed, epoch
-    and round); that can be undone, so no two positions meet. With ceil(sqrt(n_windows)) rows, fewer cells than rows lie
-    outside the data: what lands there goes through again until it does not (cycle walking), still a bijection.
+    A table for 100B tokens would not fit into memory, so it is computed: an unbalanced Feistel network on a grid of
+    rows x columns >= n_windows (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Positions are cells.
+    Each round shifts its row by a hash of its column, or its column by one of its row (keyed by seed, epoch, round);
+    that can be undone, so no two positions meet. With ceil(sqrt(n_windows)) rows, fewer cells than rows lie outside the
+    data: what lands there goes through again until it does not (cycle walking), still a bijection.
     """
     epochs, positions = np.divmod(np.asarray(indices, dtype=np.uint64), np.uint64(n_windows))
-    run_key = _scramble(np.array([seed % 2**64], dtype=np.uint64))
-    keys = _scramble(run_key + epochs * GOLDEN_GAMMA)
+    keys = _scramble(_scramble(np.array([seed % 2**64], dtype=np.uint64)) + epochs * GOLDEN_GAMMA)
     rows = math.isqrt(n_windows - 1) + 1
     columns = -(-n_windows // rows)
-
     windows = _shuffle_grid(positions, keys, rows, columns)
-    outside = windows >= n_windows
-    while outside.any():
+    while (outside := windows >= n_windows).any():
         windows[outside] = _shuffle_grid(windows[outside], keys[outside], rows, columns)
-        outside = windows >= n_windows
     return windows.astype(np.int64)
 
 
@@ -207,60 +186,65 @@ class TokenDataset:
     meta                  the dict of meta.json, {} without one
     fingerprint           changes when the tokens change: a resumed run must find the same ones
     bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
+    is_packed             a PackedDataset: its batches are (x, y, positions)
     """
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
         """shards: names, in order; open_shard(name): its tokens, something with a length that can be sliced."""
         self.name, self.split, self.block_size, self.vocab_size, self.meta = name, split, block_size, vocab_size, meta
-        self._shards = shards
+        self._shards, self.is_packed = shards, bool(meta.get('masked'))
         self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
         self.n_tokens = self._ends[-1]
-        self.n_windows = (self.n_tokens - 1) // block_size
-        if self.n_windows < 1:
-            raise ValueError(
-                f'block_size={block_size} is longer than the data: {block_size + 1:,} tokens make one window, split '
-                f'{split!r} of {name} has {self.n_tokens:,}; use --block_size={max(1, self.n_tokens - 1)} or less'
-            )
         facts = meta.get('splits', {}).get(split, {})
-        self.bytes_per_token = facts['bytes'] / facts['tokens'] if facts.get('bytes') and facts.get('tokens') else None
+        counted = facts.get('bytes') and facts.get('tokens') and not self.is_packed  # there not all text is learned
+        self.bytes_per_token = facts['bytes'] / facts['tokens'] if counted else None
         self.fingerprint = self._fingerprint(facts)
+        self._cut(facts)
 
-    def window(self, index):
-        """The block_size + 1 tokens of one window, int64."""
-        return self.read([index])[0]
+    def _cut(self, facts):
+        """Set n_windows."""
+        self.n_windows = (self.n_tokens - 1) // self.block_size
+        if self.n_windows < 1:
+            needed = (
+                f'block_size={self.block_size} is longer than the data: a window has {self.block_size + 1:,} tokens'
+            )
+            given = f'split {self.split!r} of {self.name} {self.n_tokens:,}'
+            raise ValueError(f'{needed}, {given}; use --block_size={max(1, self.n_tokens - 1)} or less')
 
     def read(self, windows):
         """Tokens of some windows: int64 (len(windows), block_size + 1). ValueError: an id outside the vocabulary."""
-        tokens = np.empty((len(windows), self.block_size + 1), dtype=np.int64)
-        for row, window in zip(tokens, windows, strict=True):
-            self._copy_tokens(int(window) * self.block_size, row)
+        return self._read_spans([int(window) * self.block_size for window in windows], self.block_size + 1)
+
+    def _read_spans(self, starts, length):
+        """`length` tokens from each of `starts` on: int64 (len(starts), length), all of them in the vocabulary."""
+        tokens = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(tokens, starts, strict=True):
+            self._copy_tokens(start, row)
         unsigned = tokens.view(np.uint64)  # in which a negative id of a .npy file is a huge one
         if unsigned.max(initial=0) >= self.vocab_size:
             row, column = np.argwhere(unsigned >= self.vocab_size)[0]
-            position = int(windows[row]) * self.block_size + int(column)
-            raise ValueError(
-                f'{self._shards[bisect.bisect_right(self._ends, position)]}: token id {tokens[row, column]} (token '
-                f'{position:,} of split {self.split!r}) is not below vocab_size={self.vocab_size}: give its '
-                f"tokenizer's --vocab_size, or prepare it again"
-            )
+            position = starts[row] + int(column)
+            shard = self._shards[bisect.bisect_right(self._ends, position)]
+            token = f'token id {tokens[row, column]} (token {position:,} of split {self.split!r})'
+            mend = "give its tokenizer's --vocab_size, or prepare it again"
+            raise ValueError(f'{shard}: {token} is not below vocab_size={self.vocab_size}: {mend}')
         return tokens
 
     def _copy_tokens(self, start, out):
         """Fill `out` with the tokens from `start` on, across shard borders."""
-        shard = bisect.bisect_right(self._ends, start)
-        filled = 0
+        shard, filled = bisect.bisect_right(self._ends, start), 0
         while filled < len(out):
             tokens = self._open_shard(self._shards[shard])
             begin = start + filled - (self._ends[shard] - len(tokens))  # within this shard
             piece = tokens[begin : begin + len(out) - filled]
             out[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            shard += 1
+            shard, filled = shard + 1, filled + len(piece)
 
     def _fingerprint(self, facts):
-        """Hash of the shards' own sha256 where meta.json has them; else of the length and up to 64 x 1024 tokens."""
-        digests = [shard.get('sha256') for shard in facts.get('shards', [])]
+        """Hash of the shards' and masks' own sha256 from meta.json; else of the length and up to 64 x 1024 tokens."""
+        keys = ('sha256', 'mask_sha256')[: 1 + self.is_packed]
+        digests = [shard.get(key) for shard in facts.get('shards', []) for key in keys]
         digest = hashlib.sha256(str(self.n_tokens).encode())
         if digests and all(digests):
             digest.update(' '.join(digests).encode())
@@ -272,55 +256,128 @@ class TokenDataset:
         return digest.hexdigest()[:16]
 
 
+class PackedDataset(TokenDataset):
+    """One split of conversations: a window of block_size positions holds whole ones, then padding.
+
+    A conversation of L tokens takes L - 1 positions: its tokens but the last are inputs, those but the first targets,
+    -1 where they are not learned. Of more than block_size + 1 tokens the first are kept. A mask has a byte per token of
+    its shard; bit 0: the token is learned, bit 1: it begins a conversation.
+    n_targets: int64 (n_windows,), the targets that count.
+    """
+
+    def _cut(self, facts):
+        """Read the masks (what is learned stays in memory, 1 byte per token) and pack."""
+        name, end = self.name, 0
+        mask = np.zeros(self.n_tokens + 1, dtype=np.uint8)  # one more: an end in reduceat has to be an index
+        for shard, next_end in zip(facts['shards'], self._ends, strict=True):
+            piece = np.fromfile(path := f'{name}/{shard["mask_file"]}', dtype=np.uint8)
+            if len(piece) != next_end - end or piece.max(initial=0) > 3:
+                sizes = f'its size is {len(piece):,} bytes, expected are {next_end - end:,} of 0 to 3, one per token'
+                raise ValueError(f'{path}: {sizes}; copy or prepare it again')
+            mask[end:next_end], end = piece, next_end
+        starts = np.flatnonzero(mask >= 2)
+        self._learned = mask & 1
+        whole = np.diff(starts, append=self.n_tokens)
+        lengths = np.minimum(whole, self.block_size + 1)
+        spans = np.stack((starts + 1, starts + lengths), axis=1).ravel()  # first target, end of the targets
+        learned = np.add.reduceat(self._learned, spans, dtype=np.int64)[::2] * (lengths > 1)
+        kept = np.flatnonzero(learned)
+        n_cut, n_dropped = np.count_nonzero(whole > lengths), len(starts) - len(kept)
+        line = f'{name}: {n_cut:,} of {len(starts):,} chats ({self.split}) are cut to {self.block_size + 1:,} tokens'
+        line += f', {n_dropped:,} dropped with nothing learned left; --block_size={whole.max(initial=2) - 1} keeps all'
+        if not len(kept):
+            raise ValueError(line)
+        if n_cut or n_dropped:
+            _say_once(line)
+        order, bins = pack(lengths[kept] - 1, self.block_size)
+        self.n_windows = int(bins.max()) + 1
+        windows = sample_windows(bins, self.n_windows, seed=0)  # or evaluation, of the first, would see the longest
+        kept = kept[order[np.argsort(windows, kind='stable')]]
+        self._starts, self._lengths = starts[kept], lengths[kept]
+        self._borders = np.searchsorted(np.sort(windows), np.arange(self.n_windows + 1))
+        self.n_targets = np.add.reduceat(learned[kept], self._borders[:-1])
+
+    def read(self, windows):
+        """Inputs, targets and positions of some windows: int64 (3, len(windows), block_size); see batches()."""
+        batch, count = np.empty((3, len(windows), self.block_size), dtype=np.int64), np.arange(self.block_size)
+        for (x, y, positions), window in zip(batch.swapaxes(0, 1), windows, strict=True):
+            spans, begin = slice(*self._borders[window : window + 2]), 0
+            for start, length in zip(self._starts[spans].tolist(), self._lengths[spans].tolist(), strict=True):
+                tokens, end = self._read_spans([start], length)[0], begin + length - 1
+                x[begin:end], positions[begin:end] = tokens[:-1], count[: length - 1]
+                y[begin:end] = np.where(self._learned[start + 1 : start + length], tokens[1:], -1)
+                begin = end
+            x[begin:], y[begin:], positions[begin:] = 0, -1, count[: self.block_size - begin]
+        return batch
+
+
+def pack(sizes, capacity):
+    """(items, bins): the items by decreasing size, and the bin of each. sizes: array of 1 to capacity.
+
+    Best fit decreasing: an item goes where the least room is left for it. Items of one size keep their order.
+    """
+    order = np.argsort(-sizes, kind='stable')
+    bins, unused = [], itertools.count()
+    free = [[] for _ in range(capacity + 1)]  # [room]: the bins that have it
+    rooms = 0  # bit r is set where free[r] holds any: a search takes a shift, not a loop
+    for size in sizes[order].tolist():
+        fitting = rooms >> size
+        room = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity  # the lowest bit
+        bins.append(free[room].pop() if fitting else next(unused))
+        rooms &= -1 if free[room] else ~(1 << room)
+        free[room - size].append(bins[-1])
+        rooms |= 1 << room - size
+    return order, np.array(bins)
+
+
+def count_targets(dataset, seed, first_sample, n_samples):
+    """Targets with y >= 0 in the samples first_sample .. first_sample + n_samples - 1 of a run, exactly."""
+    if not dataset.is_packed:
+        return n_samples * dataset.block_size
+    return int(dataset.n_targets[sample_windows(first_sample + np.arange(n_samples), dataset.n_windows, seed)].sum())
+
+
 def open_dataset(data_dir, dataset, split, block_size, vocab_size=None):
-    """Open a split ('train' or 'val') of the folder data_dir/dataset; no token is read but a few for the fingerprint.
+    """Open a split ('train' or 'val') of the folder data_dir/dataset; a PackedDataset if its meta.json says "masked".
 
     vocab_size: None takes the dataset's. dataset='synthetic': random tokens, a pure function of their position.
-    Returns a TokenDataset. Raises FileNotFoundError for a dataset, split or shard that is not there, ValueError for a
-    damaged shard, a token id that is known to be outside the vocabulary, and data shorter than block_size.
+    No token is read but a few for the fingerprint. Raises FileNotFoundError for a dataset, split or file that is not
+    there, ValueError for a damaged one, an id known to be outside the vocabulary, data that block_size does not fit.
     """
     if block_size < 1 or (vocab_size is not None and vocab_size < 1):
         raise ValueError(f'block_size={block_size}, vocab_size={vocab_size}: expected 1 or more')
     if dataset == 'synthetic':
         tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
         return TokenDataset(dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
-
-    folder = Path(data_dir) / dataset
+    folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
     if not folder.is_dir():
         found = sorted({path.parent.name for end in ('bin', 'npy') for path in Path(data_dir).glob(f'*/*.{end}')})
-        raise FileNotFoundError(
-            f'dataset={dataset}: there is no {folder}; make it with {_prepare_command(data_dir, dataset)}; '
-            f'{data_dir} holds: {", ".join(found) or "no dataset"}'
-        )
+        holds = f'{data_dir} holds: {", ".join(found) or "no dataset"}'
+        raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; make it with {command}; {holds}')
     meta = _read_meta(folder)
     if not meta and (folder / 'unfinished.json').exists():  # prepare_data.py's, until it writes meta.json
-        raise ValueError(f'{folder}: half prepared; finish it with the same {_prepare_command(data_dir, dataset)}')
+        raise ValueError(f'{folder}: half prepared; finish it with the same {command}')
     facts = meta.get('splits', {}).get(split, {})
     allowed = vocab_size or meta.get('vocab_size', math.inf)
     if facts.get('max_token', -1) >= allowed:
-        raise ValueError(
-            f'{folder}: split {split!r} has token id {facts["max_token"]}, not below vocab_size={allowed}; without '
-            f'--vocab_size the dataset says it: {meta.get("vocab_size")}'
-        )
+        given = f'{folder}: split {split!r} has token id {facts["max_token"]}, not below vocab_size={allowed}'
+        raise ValueError(f'{given}; without --vocab_size the dataset says it: {meta.get("vocab_size")}')
     if 'vocab_size' not in meta:
         assumed = f'vocab_size={vocab_size} as given' if vocab_size else f"GPT-2's vocab_size={GPT2_VOCAB_SIZE}"
-        _say_once(
-            f'{folder}: no meta.json with a vocab_size; assuming {assumed}, and uint16 where a file has no header '
-            f'(for other tokens give --vocab_size; a meta.pkl is never opened, for it can run code)'
-        )
+        aside = 'for other tokens give --vocab_size; a meta.pkl is never opened, for it can run code'
+        _say_once(f'{folder}: no vocab_size in a meta.json; assuming {assumed}, and uint16 without a header ({aside})')
     vocab_size = vocab_size or meta.get('vocab_size', GPT2_VOCAB_SIZE)
     lengths = {str(folder / shard['file']): shard['tokens'] for shard in facts.get('shards', [])}
 
     def open_shard(path):
         tokens = read_shard(path, meta.get('dtype', 'uint16'))
-        if len(tokens) != lengths.get(path, len(tokens)):
-            raise ValueError(
-                f'{path}: its size is {len(tokens):,} tokens, meta.json says {lengths[path]:,}; prepare both again'
-            )
+        if (n := lengths.get(path, len(tokens))) != len(tokens):
+            raise ValueError(f'{path}: its size is {len(tokens):,} tokens, meta.json says {n:,}; prepare both again')
         return tokens.view(np.ndarray)  # a plain array: slicing an np.memmap takes four times as long
 
     shards = _find_shards(folder, split, meta)
-    return TokenDataset(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
+    kind = PackedDataset if meta.get('masked') else TokenDataset
+    return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
 
 
 def _read_meta(folder):
@@ -329,33 +386,32 @@ def _read_meta(folder):
     if not path.exists():
         return {}
     with open(path, encoding='utf-8') as file:
-        text = file.read()
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f'{path}: not a JSON object ({error}); prepare the dataset again') from error
+        try:
+            return dict(json.load(file))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f'{path}: not a JSON object ({error}); prepare the dataset again') from error
 
 
 def _find_shards(folder, split, meta):
     """Paths of a split's shards in order: those that meta.json lists, or those with the split in their names."""
     if 'splits' in meta:
-        names = [shard['file'] for shard in meta['splits'].get(split, {}).get('shards', [])]
-        absent = [name for name in names if not (folder / name).exists()]
+        shards = meta['splits'].get(split, {}).get('shards', [])
+        names = [shard['file'] for shard in shards]
+        files = names + [shard['mask_file'] for shard in shards if meta.get('masked')]
+        absent = [name for name in files if not (folder / name).exists()]
         if absent:
-            raise FileNotFoundError(
-                f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} are missing, first '
-                f'{absent[0]}; copy or prepare the dataset again'
+            listed = (
+                f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} files are missing'
             )
+            raise FileNotFoundError(f'{listed}, first {absent[0]}; copy or prepare the dataset again')
     else:
         word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
         names = [name for name in os.listdir(folder) if name.endswith(('.bin', '.npy')) and word.search(name.lower())]
         # Digits compare as numbers: train_10 comes after train_9.
         names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
     if not names:
-        here = ', '.join(sorted(os.listdir(folder))[:10]) or 'nothing'
-        raise FileNotFoundError(
-            f'{folder}: no split {split!r} ({split}_*.bin), it holds {here}; prepare it again, with a --val_fraction'
-        )
+        here = f'it holds {", ".join(sorted(os.listdir(folder))[:10]) or "nothing"}'
+        raise FileNotFoundError(f'{folder}: no split {split!r}, {here}; prepare it again, with a --val_fraction')
     return [str(folder / name) for name in names]
 
 
@@ -363,9 +419,8 @@ def _prepare_command(data_dir, dataset):
     """The command that makes a dataset of this name, as far as the name tells."""
     arguments = f'--dataset=FILE_FOLDER_OR_HUB_NAME --name={dataset}'
     if known := re.fullmatch(r'(stdlib|fineweb-10BT|fineweb-100BT|fineweb-edu-10BT)-(.+)', dataset):
-        source, tokenizer = known.groups()
-        tokenizer = re.sub(r'^bpe(\d+)$', r'bpe --vocab_size=\1', tokenizer)
-        arguments = f'--dataset={source} --tokenizer={tokenizer}'
+        tokenizer = re.sub(r'^bpe(\d+)$', r'bpe --vocab_size=\1', known[2])
+        arguments = f'--dataset={known[1]} --tokenizer={tokenizer}'
     return f'`python prepare_data.py {arguments} --data_dir={data_dir}`'
 
 
@@ -383,13 +438,12 @@ def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, wo
     """Endless iterator over this rank's training batches, one (x, y) per micro-step; close() it when done.
 
     x, y: int64 (batch_size, block_size) on `device`; y is x one token later, and may hold -1 where no loss is counted.
+    Of a packed dataset (x, y, positions): these begin at 0 with each conversation, which attention must not leave.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the samples
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
     prefetch: batches that a background thread makes ahead; an error in it is raised by next() in its turn.
     """
-    assert global_batch_size % (batch_size * world_size) == 0, (
-        f'global_batch_size={global_batch_size} is no multiple of batch_size={batch_size} x {world_size} ranks'
-    )
+    assert global_batch_size % (batch_size * world_size) == 0, f'{global_batch_size=}, {batch_size=}, {world_size=}'
     per_rank = global_batch_size // world_size
     steps_at_once = max(1, SAMPLES_AT_ONCE // per_rank)
 
@@ -407,11 +461,10 @@ def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, wo
 def eval_batches(dataset, n_sequences, batch_size, rank, world_size, device):
     """Iterator over this rank's share of the windows 0 .. min(n_sequences, n_windows) - 1, the same ones every time.
 
-    Every rank gets the same number of batches (x, y), because a sharded model's forward is a collective. Rows that no
-    window is left for have y = -1, which the loss ignores: all ranks together see each window once.
+    Every rank gets the same number of batches, made as in batches(), because a sharded model's forward is a collective.
+    Rows that no window is left for have y = -1, which the loss ignores: all ranks together see each window once.
     """
-    n_sequences = min(n_sequences, dataset.n_windows)
-    per_round = batch_size * world_size
+    n_sequences, per_round = min(n_sequences, dataset.n_windows), batch_size * world_size
 
     def host_batches():
         for first in range(rank * batch_size, -(-n_sequences // per_round) * per_round, per_round):
@@ -421,36 +474,33 @@ def eval_batches(dataset, n_sequences, batch_size, rank, world_size, device):
 
 
 def _host_batch(dataset, windows, batch_size, device):
-    """Inputs and targets: int64 (2, batch_size, block_size) on the host, with filler where no window is left.
+    """Inputs, targets (and positions): int64 (2 or 3, batch_size, block_size) on the host, with filler rows at the end.
 
     numpy does the copying: a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
-    batch = torch.empty((2, batch_size, dataset.block_size), dtype=torch.int64, pin_memory=pinned)
-    inputs, targets = batch.numpy()
-    tokens = dataset.read(windows)
-    inputs[: len(tokens)], inputs[len(tokens) :] = tokens[:, :-1], 0
-    targets[: len(tokens)], targets[len(tokens) :] = tokens[:, 1:], -1
+    batch = torch.empty((2 + dataset.is_packed, batch_size, dataset.block_size), dtype=torch.int64, pin_memory=pinned)
+    rows = dataset.read(windows)
+    if not dataset.is_packed:
+        rows = rows[:, :-1], rows[:, 1:]
+    for part, of_windows, filler in zip(batch.numpy(), rows, (0, -1, np.arange(dataset.block_size)), strict=False):
+        part[: len(windows)], part[len(windows) :] = of_windows, filler
     return batch
 
 
 class Prefetcher:
-    """Iterator over (x, y) on `device`, from an iterator over host batches that a background thread runs ahead.
+    """Iterator over (x, y, ...) on `device`, from an iterator over host batches that a background thread runs ahead.
 
     The thread ends when the iterator is exhausted, closed or garbage-collected, and before the interpreter shuts down.
     It works in bursts, when half of its batches are used up: Python runs one thread at a time, so the training loop
     waits for it, and a step has emptied the caches: one batch of 12 x 64 takes 400 us then, each further one 30 us.
-
     On CUDA the copy is queued on the current stream, so whatever uses x and y comes after it. For 8 sequences of 2048
     tokens that is 2 x 8 x 2048 x 8 bytes = 262 KB, some 10 us of PCIe: a second stream would save nothing. The pinned
-    memory of a batch is not rewritten during its copy: torch's allocator of pinned memory records an event with each
-    such copy and hands the block out again only when that has passed.
+    memory is not rewritten during its copy: torch's allocator records an event with it, and waits for that to pass.
     """
 
     def __init__(self, host_batches, device, depth=8):
-        self._device = torch.device(device)
-        self._burst = max(1, depth // 2)
-        self._taken = 0
+        self._device, self._burst, self._taken = torch.device(device), max(1, depth // 2), 0
         # SimpleQueue because close() may run inside garbage collection: its put() is reentrant, queue.Queue's is not.
         self._ready = queue.SimpleQueue()  # host batches, then None at the end, or an exception
         self._tickets = queue.SimpleQueue()  # how many more batches to make; 0 = stop
@@ -473,7 +523,7 @@ class Prefetcher:
             self._taken += 1
             if self._taken % self._burst == 0:
                 self._tickets.put(self._burst)
-            return tuple(batch.to(self._device, non_blocking=True))  # (x, y), each contiguous
+            return tuple(batch.to(self._device, non_blocking=True))  # each contiguous
         self.close()
         raise batch or StopIteration
 

@@ -21,7 +21,8 @@ HUB_NAMES = {  # short name -> (repository, configuration)
 def is_hub_name(dataset):
     """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
     folder, _, file = dataset.partition('/')
-    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.jsonl', '.parquet'))
+    endings = ('.txt', '.md', '.json', '.jsonl', '.ndjson', '.yaml', '.yml', '.parquet', '.arrow')
+    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(endings)
     return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
 
 

@@ -3,10 +3,15 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
 
     python prepare_data.py                                           # the standard library, with a BPE trained on it
     python prepare_data.py --dataset=input.txt --tokenizer=bytes     # one file: its end is the validation split
-    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # a folder of text, .jsonl or .parquet
+    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .md, .json(l), .yaml, .parquet
+    python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune a model: its tokenizer
+    python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Qwen3-0.6B    # instruction data: rows of messages
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
     python prepare_data.py --dataset=fineweb-10BT --download_only    # on a login node, for a later run without network
     python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
+
+Rows with `messages`, or `prompt` and `completion`, are written by the tokenizer's chat template, and the loss counts on
+the assistant's tokens only: they are marked in train_000000.mask. One conversation is printed, with what is learned.
 
 This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on. The shards are the
 same bytes with and without such a break, and for any number of processes.
@@ -17,7 +22,8 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 # text
 dataset = 'stdlib'  # stdlib, a file or folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, or OWNER/NAME on the hub
-text_field = 'text'  # the field with the text, in .jsonl, .parquet, and datasets of the hub or saved by save_to_disk
+text_field: str | None = None  # the field with the text, of rows; None = 'text', or all strings of a .jsonl row without
+chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
 source_config: str | None = None  # configuration of a hub dataset; None = its only one
 source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
 # tokens
@@ -54,10 +60,13 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+import chat as chats
 import corpus
+import documents as reading
 import guard
 import hub
 from shard_writer import ShardWriter
@@ -68,6 +77,7 @@ guard.report_errors(lambda: 'lower num_proc')
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
 SAVE_SECONDS = 10  # the work that a kill can cost
 ENCODE_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
+EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
@@ -92,6 +102,7 @@ def start_worker():
     """Ctrl-C is for the parent; when that ends, however it ends, so does the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # there is a process per core
+    os.environ['HF_HUB_OFFLINE'] = '1'  # a worker reads files; what streams from the hub is the parent
 
     def follow_parent():
         multiprocessing.parent_process().join()
@@ -106,9 +117,15 @@ def tokenizer_of_worker(folder):
     return load_tokenizer(tokenizer, folder)
 
 
-def warm_up(folder):
+@functools.cache
+def chat_encoder_of_worker(folder):
+    """The chat template with its tokenizer, likewise."""
+    return chats.ChatEncoder(tokenizer, tokenizer_of_worker(folder).eot)
+
+
+def warm_up(folder, is_chat):
     """Load the tokenizer before the first unit comes."""
-    tokenizer_of_worker(folder)
+    chat_encoder_of_worker(folder) if is_chat else tokenizer_of_worker(folder)
 
 
 def hash_of(head):
@@ -127,10 +144,26 @@ def dtype_for(vocab_size):
     return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
 
 
+class Encoded(NamedTuple):
+    """What a unit gives to a split."""
+
+    tokens: np.ndarray  # uint16 or uint32
+    documents: int  # that end in it; of conversations, the examples
+    text_bytes: int
+    flags: np.ndarray | None = None  # of conversations: uint8, LEARNED and FIRST
+    longest: int = 0  # tokens of the longest conversation
+
+
+def as_shards_hold_it(tokens, encoder):
+    """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
+    assert tokens.max() < encoder.vocab_size, f'{tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
+    return tokens.astype(dtype_for(encoder.vocab_size))
+
+
 def encode_unit(pieces, val_below, folder):
     """A unit's tokens, made in a worker; behind each document stands the end-of-text token.
 
-    Returns ({split: (tokens, documents that end in it, bytes of text)}, notes); tokens: uint16 or uint32 array.
+    Returns ({split: Encoded}, notes).
     """
     encoder = tokenizer_of_worker(folder)
     end_of_text = np.array([encoder.eot], dtype=np.uint32)
@@ -138,19 +171,43 @@ def encode_unit(pieces, val_below, folder):
     stretches = collections.defaultdict(list)  # split -> texts, None behind each document
     text_bytes = collections.Counter()
     for piece in pieces:
-        for document in corpus.documents(piece, text_field, notes):
+        for document in reading.documents(piece, text_field, notes):
             split = split_of(piece, document, val_below)
             text_bytes[split] += len(document)
-            stretches[split] += [data.decode() for data in corpus.cut_up(document, ENCODE_BYTES)]
+            stretches[split] += [data.decode() for data in reading.cut_up(document, ENCODE_BYTES)]
             stretches[split] += [None] * piece.ends_document
 
     result = {}
     for split, texts in stretches.items():
         encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
         tokens = np.concatenate([end_of_text if text is None else next(encoded) for text in texts])
-        # Checked here, because astype() turns 128,000 into the uint16 62,464 without a word.
-        assert tokens.max() < encoder.vocab_size, f'{tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
-        result[split] = tokens.astype(dtype_for(encoder.vocab_size)), texts.count(None), text_bytes[split]
+        result[split] = Encoded(as_shards_hold_it(tokens, encoder), texts.count(None), text_bytes[split])
+    return result, notes
+
+
+def encode_conversations(pieces, val_below, folder):
+    """The same for conversations: their examples one behind the other, with a flag for each token that is learned."""
+    encoder, chat_encoder = tokenizer_of_worker(folder), chat_encoder_of_worker(folder)
+    notes = collections.Counter()
+    examples = collections.defaultdict(list)  # split -> (ids, flags, text)
+    for piece in pieces:
+        for document in reading.documents(piece, None, notes, chats.conversation_of):
+            split = split_of(piece, document, val_below)
+            try:
+                examples[split] += chat_encoder.examples(document.decode())
+            except ValueError as reason:
+                notes[f'{piece.origin}: {reason}, left out'] += 1
+
+    result = {}
+    for split, found in examples.items():
+        tokens, flags, texts = zip(*found, strict=True)
+        result[split] = Encoded(
+            as_shards_hold_it(np.concatenate(tokens), encoder),
+            len(found),
+            sum(len(text.encode()) for text in texts),
+            np.concatenate(flags),
+            max(map(len, tokens)),
+        )
     return result, notes
 
 
@@ -164,11 +221,12 @@ pool.submit(os.getpid).result()
 
 
 def encoded_units(units, val_below, folder):
-    """(unit, result of encode_unit) for every unit, in order; at most two units per worker are under way."""
+    """(unit, what encode_unit returns) for every unit, in order; at most two units per worker are under way."""
+    encode = encode_conversations if source.chat else encode_unit
     under_way = collections.deque()
     try:
         for unit in units:
-            under_way.append((unit._replace(pieces=None), pool.submit(encode_unit, unit.pieces, val_below, folder)))
+            under_way.append((unit._replace(pieces=None), pool.submit(encode, unit.pieces, val_below, folder)))
             if len(under_way) > 2 * num_proc:
                 unit, future = under_way.popleft()
                 yield unit, future.result()
@@ -197,11 +255,20 @@ if 'vocab_size' in explicit and tokenizer != 'bpe':
     raise ValueError(f'vocab_size={vocab_size} is for --tokenizer=bpe, {tokenizer} has its own: leave it out')
 tokenizer_facts = describe(tokenizer, vocab_size)
 
+if chat and text_field is not None:
+    raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={text_field}')
 if hub.is_hub_name(dataset):
-    source = corpus.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field)
+    source = corpus.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field, chat)
 else:
     tail_fraction = val_fraction if val_rule == 'tail' and val_fraction else None
-    source = corpus.find_source(dataset, text_field, source_split, tail_fraction)
+    source = corpus.find_source(dataset, text_field, source_split, tail_fraction, chat)
+chat_template = chats.template_of(tokenizer) if source.chat and os.path.isdir(tokenizer) else None
+if source.chat and not chat_template:
+    raise ValueError(
+        f'dataset={dataset} holds conversations, and tokenizer={tokenizer} has no chat template: give the folder of a '
+        f'chat model, as with --tokenizer=models/Qwen3-0.6B (python download_model.py --model=Qwen/Qwen3-0.6B), or '
+        f'--chat=False to learn all strings as text'
+    )
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
@@ -227,6 +294,7 @@ settings = {  # what decides the tokens
     'val_fraction': val_fraction,
     'seed': seed,
     'shard_tokens': shard_tokens,
+    'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
 }
 
 
@@ -236,6 +304,8 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
+    if 'chat_template' not in found['settings'] and text_field is None:  # made when text_field was 'text' by default
+        found['settings']['text_field'] = None
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
         refuse(
@@ -264,8 +334,17 @@ def print_summary(meta):
             f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {totals["documents"]:,} documents, '
             f'shards: {len(totals["shards"])}'
         )
+        if meta.get('masked'):
+            share = totals['learned_tokens'] / totals['tokens']
+            print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
+            print(f'the longest conversation has {totals["longest"]:,} tokens')
+    command = 'python train_ddp.py'
+    if meta.get('masked') or os.path.exists(os.path.join(tokenizer, 'config.json')):  # of a model that can learn it
+        family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(tokenizer)).lower() else 'llama'
+        recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
+        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={tokenizer}'
     place = '' if data_dir == 'data' else f' --data_dir={data_dir}'
-    print(f'{folder}\nnext: python train_ddp.py --dataset={name}{place}')
+    print(f'{folder}\nnext: {command} --dataset={name}{place}')
 
 
 def lock_folder():
@@ -280,7 +359,7 @@ def lock_folder():
 
 def remove_leftovers():
     """Delete what a complete dataset does not need."""
-    for path in [folder / STATE_FILE, *folder.glob('*.partial')]:
+    for path in [folder / STATE_FILE, *folder.glob('*.partial'), *folder.glob('*.tmp'), *folder.glob('*.bin.tokens')]:
         path.unlink(missing_ok=True)
 
 
@@ -305,7 +384,7 @@ if was_there:
             state, is_resumed = found, True
             print(f'{folder}: going on behind the first {tokens_written:,} tokens')
         else:  # killed before the first tokens counted: start over
-            for path in [*folder.glob('*.bin'), *folder.glob('*.partial')]:
+            for path in [path for kind in ('bin', 'mask', 'partial') for path in folder.glob(f'*.{kind}')]:
                 path.unlink()
     elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
         refuse('holds token files that this script has not written')
@@ -315,9 +394,10 @@ if was_there:
 
 def documents_of_source():
     """(piece, document) of the whole source, in this process; for long documents, of each stretch."""
-    for unit in corpus.units(source):
+    conversation_of = chats.conversation_of if source.chat else None
+    for unit in reading.units(source):
         for piece in unit.pieces:
-            for document in corpus.documents(piece, text_field, collections.Counter()):
+            for document in reading.documents(piece, text_field, collections.Counter(), conversation_of):
                 yield piece, document
 
 
@@ -347,8 +427,9 @@ val_below = state['val_below']
 if val_rule == 'tail':
     rule_in_words = f'the last {val_fraction:%} of the bytes of the text'
 else:
+    what = 'conversations, as JSON,' if source.chat else 'documents'
     rule_in_words = (
-        f'documents whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {corpus.HEAD_BYTES:,} '
+        f'{what} whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {reading.HEAD_BYTES:,} '
         f'bytes, digest_size=8, salt={seed} as 16 bytes, little-endian'
     )
 
@@ -360,7 +441,7 @@ def bpe_sample():
     left = BPE_SAMPLE_BYTES
     for piece, document in documents_of_source():
         if split_of(piece, document, val_below) == 'train':
-            yield from (data.decode() for data in corpus.cut_up(document, ENCODE_BYTES))
+            yield from (data.decode() for data in reading.cut_up(document, ENCODE_BYTES))
             left -= len(document)
             if left <= 0:
                 return
@@ -368,6 +449,11 @@ def bpe_sample():
 
 if tokenizer != 'bpe':
     encoder = load_tokenizer(tokenizer, folder)  # may fail: before anything is written
+    if source.chat:
+        try:
+            pool.submit(warm_up, folder, True).result()  # likewise
+        except ValueError as error:
+            raise ValueError(str(error)) from error
 if not is_resumed:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -388,42 +474,8 @@ print(f'tokenizer {tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; vali
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 for _ in range(num_proc):
-    pool.submit(warm_up, folder)
+    pool.submit(warm_up, folder, source.chat)
 import data  # here, for it imports torch, which takes a second; meanwhile the workers load the tokenizer
-
-
-class Progress:
-    """One line: rewritten in a terminal, else printed every 30 seconds."""
-
-    def __init__(self):
-        self.start = self.shown = time.perf_counter()
-        self.first_work = state['work']
-        self.tokens = self.bytes = 0  # of this run
-
-    def rates(self):
-        seconds = time.perf_counter() - self.start
-        return f'{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f}M tokens/s'
-
-    def show(self):
-        now = time.perf_counter()
-        in_terminal = sys.stderr.isatty()
-        if now - self.shown < (0.2 if in_terminal else 30):
-            return
-        self.shown = now
-        line = f'{self.tokens:,} tokens, {self.rates()}'
-        if source.total:
-            done = min(1, state['work'] / source.total)
-            work = max(1, state['work'] - self.first_work)  # of this run
-            seconds_left = (now - self.start) * (source.total - state['work']) / work
-            minutes, seconds = divmod(max(0, int(seconds_left)), 60)
-            line = (
-                f'[{"#" * int(20 * done):20}] {done:4.0%}, ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}, {line}'
-            )
-        print(f'\r{line}\x1b[K' if in_terminal else line, end='' if in_terminal else '\n', file=sys.stderr, flush=True)
-
-    def clear(self):
-        if sys.stderr.isatty():
-            print('\r\x1b[K', end='', file=sys.stderr, flush=True)
 
 
 def save_state():
@@ -437,31 +489,34 @@ def save_state():
 
 
 writers = {
-    split: ShardWriter(folder, split, dtype, shard_tokens, data.write_shard, state['splits'].get(split))
+    split: ShardWriter(folder, split, dtype, shard_tokens, data.write_shard, state['splits'].get(split), source.chat)
     for split in (['train', 'val'] if val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
-progress = Progress()
+progress = reading.Progress(source.total, state['work'])
 saved_at, saved_shards = time.perf_counter(), 0
-for unit, (encoded, new_notes) in encoded_units(corpus.units(source, state['position']), val_below, folder):
-    for split, (tokens, documents, text_bytes) in encoded.items():
-        writers[split].add(tokens, documents, text_bytes)
-        progress.tokens += len(tokens)
-        progress.bytes += text_bytes
+for unit, (encoded, new_notes) in encoded_units(reading.units(source, state['position']), val_below, folder):
+    for split, part in encoded.items():
+        writers[split].add(*part)
+        progress.tokens += len(part.tokens)
+        progress.bytes += part.text_bytes
     notes.update(new_notes)
     state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
     shards = sum(len(writer.totals['shards']) for writer in writers.values())
     if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
         save_state()
         saved_at, saved_shards = time.perf_counter(), shards
-    progress.show()
+    progress.show(state['work'])
 progress.clear()
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
-        raise ValueError(f'{facts["name"]} left no text for split {split!r}: give more text or another --val_fraction')
+        reasons = f' ({"; ".join(note for note, _ in notes.most_common(2))})' if notes else ''
+        raise ValueError(
+            f'{facts["name"]} left no text for split {split!r}{reasons}: give more text or another --val_fraction'
+        )
     writer.finish()
 meta = {
     'format_version': 1,
@@ -470,6 +525,7 @@ meta = {
     'vocab_size': encoder.vocab_size,
     'eot_token': encoder.eot,
     'dtype': dtype.name,
+    **({'masked': True} if source.chat else {}),
     'splits': {split: writer.totals for split, writer in writers.items()},
     'val_fraction': val_fraction,
     'val_rule': rule_in_words,
@@ -480,5 +536,14 @@ write_json(folder / 'meta.json', meta)  # last: with it, the dataset is complete
 remove_leftovers()
 for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')
+if len(notes) > 10:
+    print(f'{len(notes) - 10:,} more such lines: the first hundred are in {folder}/meta.json')
+if source.chat:
+    shard = meta['splits']['train']['shards'][0]
+    tokens = np.array(data.read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
+    flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
+    marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
+    print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
+    print(chats.marked_text(tokens, flags, encoder.decode, *marks))
 print(f'{progress.rates()} with {num_proc} processes, reading and writing included')
 print_summary(meta)

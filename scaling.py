@@ -6,11 +6,13 @@ Arithmetic before a run: batches, parameters, memory per rank, FLOPs, disk. `--d
     python scaling.py --heads=8 --arch=enoki  # sizes, steps and learning rates by the published rules; or --ladder
 
 Nothing is allocated and torch is not imported: every figure follows from the keys. `config` is a script's resolved
-config (dtype 'bfloat16' rather than 'auto'), `model` is ModelConfig.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes.
+config (dtype 'bfloat16' rather than 'auto'), `model` is to_dict() of a ModelConfig, or of an hf.Pretrained, which has
+the shapes of its parameters in it. Sizes are bytes, 1 GB = 1e9 bytes.
 """
 
 import argparse
 import math
+from fractions import Fraction
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -42,6 +44,13 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
             f'{world_size} ranks: use --global_batch_size={" or ".join(map(str, nearest))}, or another batch_size'
         )
     return steps
+
+
+def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
+    """Optimizer steps for num_epochs passes over n_windows sequences. ValueError: num_epochs is not above 0."""
+    if not 0 < num_epochs < math.inf:
+        raise ValueError(f'num_epochs={num_epochs}: expected a number above 0')
+    return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.1 * 30 is above 3
 
 
 def batch_line(batch_size, accumulation_steps, world_size, block_size):
@@ -114,6 +123,8 @@ def check_rounds(config):
 
 def block_shapes(model):
     """{name: shape} of the parameters of one block, as in model.py; C is the width, D the dimension of a head."""
+    if is_from_transformers(model):
+        return model['block_shapes']
     C, D, hidden = model['n_embd'], model['head_dim'], model['mlp_hidden_dim']
     query_heads = model['n_head'] * (2 if model['attention_gate'] else 1)
     shapes = norm_shapes(model, 'attn_norm', C)
@@ -129,6 +140,8 @@ def block_shapes(model):
 
 def root_shapes(model):
     """{name: shape} of the parameters outside of the blocks; a tied head is the embedding and counts once."""
+    if is_from_transformers(model):
+        return model['root_shapes']
     table = (padded_vocab_size(model), model['n_embd'])
     shapes = {'embed.weight': table}
     if model['arch'] == 'gpt2':
@@ -148,16 +161,24 @@ def norm_shapes(model, name, width):
     return {f'{name}.weight': (width,)} | ({f'{name}.bias': (width,)} if has_bias else {})
 
 
+def is_from_transformers(model):
+    """Whether the shapes came with the model. All of them but GPT-2 are taken to compute as a Llama does."""
+    return 'root_shapes' in model
+
+
 def has_rms_norm(model):
     """RMSNorm and SwiGLU instead of LayerNorm and GELU."""
-    return model['arch'] in ('llama', 'qwen3')
+    return model['arch'] in ('llama', 'qwen3') or (is_from_transformers(model) and model['arch'] != 'gpt2')
 
 
 def has_qk_norm(model):
-    return model['arch'] in ('enoki', 'qwen3')
+    of_block = model.get('block_shapes')
+    return any('q_norm' in name for name in of_block) if of_block else model['arch'] in ('enoki', 'qwen3')
 
 
 def padded_vocab_size(model):
+    if is_from_transformers(model):
+        return model['vocab_size']
     return math.ceil(model['vocab_size'] / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -166,31 +187,39 @@ def count(shapes, shard_size=1):
     return sum(math.ceil(shape[0] / shard_size) * math.prod(shape[1:]) for shape in shapes.values())
 
 
+# The first part with a word that is in a parameter's name, here or in transformers, has it.
+WORDS_OF_PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
+WORDS_OF_PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
+
+
 def parameter_parts(model):
     """{part: number of parameters}, exact, and 'total'. A norm within the attention counts as a norm."""
     parts = dict.fromkeys(('embedding', 'attention', 'mlp', 'norms', 'head'), 0)
     for shapes, copies in ((root_shapes(model), 1), (block_shapes(model), model['n_layer'])):
         for name, shape in shapes.items():
-            if 'norm' in name:
-                part = 'norms'
-            elif 'embed' in name:
-                part = 'embedding'
-            else:
-                part = {'attn': 'attention', 'mlp': 'mlp', 'head': 'head'}[name.split('.')[0]]
-            parts[part] += copies * math.prod(shape)
+            part = next((part for part, words in WORDS_OF_PARTS.items() if any(w in name for w in words)), 'other')
+            parts[part] = parts.get(part, 0) + copies * math.prod(shape)
     return parts | {'total': sum(parts.values())}
+
+
+def trainable_parameters(model):
+    """All, or those that LoRA and `freeze` leave to be trained."""
+    return model.get('trainable') or parameter_parts(model)['total']
 
 
 def flops_per_token(model):
     """
     FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
 
-    PaLM (arXiv 2204.02311, appendix B), no discount for causal attention. The head counts as a matmul, tied or not.
+    PaLM (arXiv 2204.02311, appendix B), no discount for causal attention. The head counts as a matmul, tied or not. A
+    frozen weight takes 4 instead of 6: it gets no gradient. (The embedding is taken to be among the frozen ones.)
     """
     parts = parameter_parts(model)
     head = padded_vocab_size(model) * model['n_embd']
     in_matmuls = parts['total'] - parts['embedding'] - parts['head'] + head
-    return 6 * in_matmuls + 12 * model['n_layer'] * model['n_head'] * model['head_dim'] * model['block_size']
+    frozen = max(0, in_matmuls - trainable_parameters(model))
+    attention = 12 * model['n_layer'] * model['n_head'] * model['head_dim'] * model['block_size']
+    return 6 * in_matmuls - 2 * frozen + attention
 
 
 # --- RULES ------------------------------------------------------------------------------------------------------------
@@ -328,8 +357,8 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
 
     weights       fp32 masters: whole under ddp, 1/shard_size under fsdp
-    gradients     fp32, like the weights; whole while fsdp accumulates without communication
-    optimizer     fp32 moments
+    gradients     fp32, like the weights; whole while fsdp accumulates without communication; none of frozen weights
+    optimizer     fp32 moments, none of frozen weights
     outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
     gathered      fsdp: whole weights in the compute dtype
     reduction     fsdp: gradients on their way into the reduce-scatter
@@ -350,12 +379,13 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     compute = BYTES[config['dtype']]
     n_layer, block, root = model['n_layer'], block_shapes(model), root_shapes(model)
     whole = count(root) + n_layer * count(block)
+    trainable = trainable_parameters(model)
     activations, logits = activation_bytes(config, model, casts_weights=strategy == 'ddp' and compute < FP32)
     if strategy == 'ddp':
         return {
             'weights': FP32 * whole,
-            'gradients': FP32 * whole,  # the buckets of the all-reduce: .grad are views of them
-            'optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * whole,
+            'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
+            'optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * trainable,
             'activations': activations,
             'logits': logits,
         }
@@ -364,21 +394,22 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
         shard_size = world_size // config['num_replicas']
     shard_size = shard_size or ranks_per_shard_group(config, world_size)
     shard = count(root, shard_size) + n_layer * count(block, shard_size)
+    trained = shard * trainable // whole  # as if frozen weights were spread evenly
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     accumulates_whole = config['accumulate'] == 'unsharded' and micro_steps > 1
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
         f'{host}weights': FP32 * shard,
-        f'{host}gradients': FP32 * shard,
-        f'{host_of_moments}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * shard,
+        f'{host}gradients': FP32 * trained,
+        f'{host_of_moments}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * trained,
     }
     if strategy == 'diloco':
-        outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * shard
-        outer += FP32 * shard // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
+        outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * trained
+        outer += FP32 * trained // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if accumulates_whole:
-        parts['gradients'] = FP32 * whole  # each unit's turns into its shard when the last micro-step reduces it
+        parts['gradients'] = FP32 * trainable  # each unit's turns into its shard when the last micro-step reduces it
     # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
     # unit after it.
     at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
@@ -386,10 +417,10 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter. The root comes last, when
     # the activations are gone.
-    in_reduction = compute + FP32
+    of_block, of_root = ((compute + FP32) * count(shapes) * trainable // whole for shapes in (block, root))
     return parts | {
         'gathered': compute * (count(root) + blocks_gathered * count(block)),
-        'reduction': max(in_reduction * count(block), in_reduction * count(root) - activations - logits),
+        'reduction': max(of_block, of_root - activations - logits),
         'activations': activations,
         'logits': logits,
     }
@@ -401,20 +432,20 @@ def activation_bytes(config, model, casts_weights):
 
     casts_weights: autograd keeps a copy in the compute dtype of every weight that a matmul has cast.
     """
-    compute = BYTES[config['dtype']]
-    on_cpu = not config['device'].startswith('cuda')
+    on_cpu, compute, residual, _ = bytes_per_number(config, model, casts_weights)
     tokens = config['batch_size'] * config['block_size']
     width, hidden, vocab = model['n_embd'], model['mlp_hidden_dim'], padded_vocab_size(model)
 
     weight_copies = compute * count(block_shapes(model)) if casts_weights else 0
-    all_of_block = tokens * kept_per_token(config, model) + weight_copies
+    all_of_block = tokens * kept_per_token(config, model, casts_weights) + weight_copies
     kept_of_block = {
         'none': all_of_block,
-        'selective': tokens * kept_selectively_per_token(config, model),
-        'full': tokens * compute * width,  # its input
+        'selective': tokens * kept_selectively_per_token(config, model, casts_weights),
+        'full': tokens * residual * width,  # its input
     }[config['activation_checkpointing']]
-    final_norm = tokens * norm_input_bytes(width, compute, model, on_cpu)
-    input_mask = tokens * width * (compute if on_cpu else 1) if model['dropout'] else 0
+    final_norm = tokens * norm_input_bytes(width, residual, model, on_cpu)
+    has_input_mask = model['dropout'] and not (is_from_transformers(model) and has_rms_norm(model))
+    input_mask = tokens * width * (compute if on_cpu else 1) if has_input_mask else 0
     kept = model['n_layer'] * kept_of_block + final_norm + input_mask
 
     # The loss (model.ChunkedCrossEntropy) takes a chunk of tokens at a time: its logits, its log-probabilities in fp32
@@ -439,16 +470,27 @@ def activation_bytes(config, model, casts_weights):
     return kept + max(0, in_backward - freed), logits
 
 
-def kept_per_token(config, model):
+def bytes_per_number(config, model, casts_weights):
     """
-    Bytes per token that one block of model.py keeps for backward when nothing is recomputed.
+    (on_cpu, compute, residual, attention): bytes per number in matmuls, in the residual stream and within attention.
+    On CPUs attention is in fp32. Under ddp transformers models run in autocast: there it is not, and the residual
+    stream, a sum with the fp32 embedding, is.
+    """
+    compute, on_cpu = BYTES[config['dtype']], not config['device'].startswith('cuda')
+    autocast = casts_weights and is_from_transformers(model)
+    return on_cpu, compute, FP32 if autocast else compute, FP32 if on_cpu and not autocast else compute
+
+
+def kept_per_token(config, model, casts_weights=False):
+    """
+    Bytes per token that one block keeps for backward when nothing is recomputed.
 
     CUDA: attention in the compute dtype, and the flash kernel keeps q, k, v, its output and a logsumexp per row, with
     dropout too. CPU: attention in fp32, in a flash kernel only without dropout; RMSNorm is made of several operations.
     """
-    compute = BYTES[config['dtype']]
-    on_cpu = not config['device'].startswith('cuda')
-    attention = FP32 if on_cpu else compute  # dtype of the attention: model.py has it in fp32 on CPUs
+    if is_from_transformers(model):
+        return kept_by_transformers_per_token(config, model, casts_weights)
+    on_cpu, compute, _, attention = bytes_per_number(config, model, casts_weights)
     width, hidden = model['n_embd'], model['mlp_hidden_dim']
     queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
     gates = queries if model['attention_gate'] else 0
@@ -473,23 +515,53 @@ def kept_per_token(config, model):
     return size
 
 
-def kept_selectively_per_token(config, model):
+def kept_by_transformers_per_token(config, model, casts_weights):
+    """
+    The same of a block of transformers, whose norms, RoPE and activations are several operations on CUDA, too: as
+    saved_tensors_hooks shows, in bf16 and (in autocast), with C = width,
+    RMSNorm        4 C + 4 input in fp32, 2 C (4 C) divided by its norm, 2 C result (one for each of 3 + 2 matmuls)
+    LayerNorm      2 C (4 C) input, mean and deviation, 2 C result
+    norms of q, k  as RMSNorm without the result
+    attention      rotated q and k, v, output and a logsumexp per head; where it is in fp32 the output in bf16, too
+    MLP            SwiGLU: gate, silu(gate), up, product. gelu_new: x, tanh, 1 + tanh, x / 2, product
+    Not counted: cos and sin, one for all blocks; with a mask (chats) a copy of it, and of k and v for each query head.
+    Frozen norms (LoRA) keep no numbers divided by the norm: up to a sixth less.
+    """
+    on_cpu, compute, residual, attention = bytes_per_number(config, model, casts_weights)
+    width, hidden = model['n_embd'], model['mlp_hidden_dim']
+    queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
+    results = 5 if has_rms_norm(model) and residual != compute else 2
+    size = 2 * norm_input_bytes(width, residual, model, on_cpu) + results * compute * width
+    if has_qk_norm(model):
+        size += (FP32 + compute) * (queries + keys) + FP32 * (model['n_head'] + model['n_kv_head'])
+    if model['dropout'] and on_cpu:  # no flash kernel, see kept_per_token
+        size += FP32 * (3 * queries + 3 * model['n_head'] * config['block_size']) + compute * queries
+    else:
+        size += attention * (2 * queries + 2 * keys) + FP32 * model['n_head']
+        size += compute * queries if attention != compute else 0
+    size += compute * hidden * (4 if has_rms_norm(model) else 5)
+    if model['dropout'] and not has_rms_norm(model):  # the others have it in attention alone
+        size += 2 * width * (compute if on_cpu else 1)
+    return size
+
+
+def kept_selectively_per_token(config, model, casts_weights=False):
     """Bytes per token that one block keeps with selective checkpointing: its input and model.SAVED_OPS' results."""
-    compute = BYTES[config['dtype']]
-    on_cpu = not config['device'].startswith('cuda')
-    attention = FP32 if on_cpu else compute
+    on_cpu, compute, residual, attention = bytes_per_number(config, model, casts_weights)
     queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
     gates = queries if model['attention_gate'] else 0
     matmuls = queries + gates + 2 * keys + 2 * model['n_embd']  # qkv, and the projections back to the residual stream
     matmuls += model['mlp_hidden_dim'] * (2 if has_rms_norm(model) else 1)
-    size = compute * (model['n_embd'] + matmuls)
+    size = residual * model['n_embd'] + compute * matmuls
     if not (model['dropout'] and on_cpu):
         size += attention * queries + FP32 * model['n_head']
     return size
 
 
 def norm_input_bytes(width, compute, model, on_cpu):
-    """Bytes per token that a norm over the residual stream keeps of its input."""
+    """Bytes per token that a norm over the residual stream, of `compute` bytes per number, keeps of its input."""
+    if has_rms_norm(model) and is_from_transformers(model):  # the input in fp32, and divided by its norm
+        return (FP32 + compute) * width + FP32
     if has_rms_norm(model) and on_cpu:  # no fused kernel: the input in fp32, and divided by its norm
         return 2 * FP32 * width + FP32
     return compute * width + 2 * FP32  # the input, its mean and standard deviation
@@ -521,6 +593,8 @@ def out_of_memory_advice(config, world_size):
         state_keys += ['set --zero_stage=3'] if config['zero_stage'] != 3 else []
         state_keys += ['set --accumulate=sharded'] if config['accumulate'] != 'sharded' else []
         state_keys += ['set --cpu_offload=params'] if config['cpu_offload'] == 'none' else []
+    if largest in ('optimizer', 'gradients') and is_from_transformers(config) and not config['lora_rank']:
+        state_keys.insert(0, 'set --lora_rank=16')  # neither exists of frozen weights
     from_batch = largest in ('activations', 'logits')
     return f'{need}: ' + ', or '.join(batch_keys + state_keys if from_batch else state_keys + batch_keys)
 
@@ -535,19 +609,20 @@ def report(config, model, world_size, strategy='ddp', shard_size=None):
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = flops_per_token(model)
-    copies = 1 + OPTIMIZER_MOMENTS[config['optimizer']]  # of every parameter
+    trainable = trainable_parameters(model)
+    checkpoint = FP32 * (parameters['total'] + OPTIMIZER_MOMENTS[config['optimizer']] * trainable)
     if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
-        copies = 2 + copies * config['num_replicas']
-    checkpoint = FP32 * copies * parameters['total']
+        checkpoint = FP32 * 2 * trainable + checkpoint * config['num_replicas']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
-    lines = [f'model: {model["arch"]}']
+    lines = [f'model: {model["arch"]}' + (f' of {config.get("init_from")}' if is_from_transformers(model) else '')]
     lines += [f'  {name:22}{model[name]:>16,}' for name in names]
     if config.get('heads'):
         lines += ['', f'rules of heads={config["heads"]} (parameters without norms)']
         lines += [f'  {name:22}{value:>16}' for name, value in rule_rows({**config, **model}).items()]
-    lines += ['', f'parameters (vocabulary padded to {padded_vocab_size(model):,})']
-    lines += [f'  {part:22}{number:>16,}' for part, number in parameters.items()]
+    padding = '' if is_from_transformers(model) else f' (vocabulary padded to {padded_vocab_size(model):,})'
+    parameters |= {'trainable': trainable} if trainable < parameters['total'] else {}
+    lines += ['', f'parameters{padding}', *(f'  {part:22}{number:>16,}' for part, number in parameters.items())]
     lines.append(f'  {"attention and mlp":22}{parameters["attention"] + parameters["mlp"]:>16,}')
 
     lines += ['', f'memory per rank at the peak of a step, in GB ({strategy}, {world_size} ranks, {config["dtype"]})']

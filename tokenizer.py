@@ -6,6 +6,7 @@ Text to token ids and back.
     tokenizer = load_tokenizer('bpe', 'data/stdlib-bpe2048')    # trained by prepare_data.py, lies with the dataset
     tokenizer = load_tokenizer('models/some_model')             # a Hugging Face folder with tokenizer.json
     tokenizer = tokenizer_of('data/stdlib-bpe2048')             # the one a dataset was made with
+    check_same_tokenizer('data/mine', 'models/some_model')      # whether a dataset is made for a model
 
 Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
 encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it
@@ -16,6 +17,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +26,11 @@ import numpy as np
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
+# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English.
+SAMPLE_TEXT = (
+    "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
+    + __doc__
+)
 
 # How GPT-2 splits text into words before merging, as tiktoken writes it (possessive, so faster; the same words).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -75,6 +82,8 @@ class FileTokenizer:
 
         self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
+        self.tokenizer.no_truncation()  # the file may ask for either
+        self.tokenizer.no_padding()
         self.name = Path(path).parent.name
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
         self.eot = self.tokenizer.token_to_id(eot)
@@ -127,6 +136,51 @@ def tokenizer_of(dataset_folder):
     return load_tokenizer(facts['name'], dataset_folder)
 
 
+def check_same_tokenizer(dataset_folder, model_folder):
+    """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
+
+    The same file is the same tokenizer; else the ids of a sample text and of end-of-text are compared, for newer
+    versions of transformers write the same tokenizer in another way. A dataset that does not tell its tokenizer, as one
+    without meta.json or 'synthetic', is not checked. Raises ValueError, too, for a model's folder without
+    tokenizer.json, and when the dataset's own tokenizer cannot be loaded.
+    """
+    path = Path(dataset_folder) / 'meta.json'
+    meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    facts = meta.get('tokenizer') if isinstance(meta, dict) else None
+    if not isinstance(facts, dict) or 'name' not in facts:
+        return
+    if not (Path(model_folder) / 'tokenizer.json').exists():
+        raise ValueError(
+            f'{model_folder} has no tokenizer.json, so the dataset cannot be compared with it: '
+            f'`python download_model.py --model={model_folder}` says what is missing'
+        )
+    file, eot = _hugging_face_files(model_folder)
+    if facts.get('sha256') == hashlib.sha256(file.read_bytes()).hexdigest():
+        return
+    ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
+    if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
+        difference = f'gives other tokens than that of {model_folder}'
+    elif ours.eot != theirs.eot:
+        difference = f'ends documents with the token {ours.eot}, that of {model_folder} with {theirs.eot} ({eot})'
+    elif meta.get('masked') and (moved := _tokens_elsewhere(ours, theirs)):  # a chat template's are among them
+        difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
+    else:
+        return
+    source = meta.get('source')
+    source = source.get('name', '') if isinstance(source, dict) else ''
+    source = source if re.fullmatch(r'[\w./-]+', source) else '...'  # "Python 3.12's standard library" is no path
+    raise ValueError(
+        f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare the text for this model: '
+        f'`python prepare_data.py --dataset={source} --tokenizer={model_folder}`'
+    )
+
+
+def _tokens_elsewhere(ours, theirs):
+    """Texts of the added tokens of a FileTokenizer that have another id in another, or none."""
+    added = ours.tokenizer.get_added_tokens_decoder()
+    return [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
+
+
 def describe(name, vocab_size):
     """What tells this tokenizer from others before it is loaded or trained: a dict for meta.json.
 
@@ -155,13 +209,37 @@ def _hugging_face_files(folder):
             f'tokenizer={folder}: there is no tokenizer.json in this folder; AutoTokenizer.from_pretrained(...)'
             f'.save_pretrained({str(folder)!r}) of transformers writes one'
         )
-    config = path.with_name('tokenizer_config.json')
-    eot = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.exists() else END_OF_TEXT
-    if isinstance(eot, dict):  # an AddedToken, written out
-        eot = eot['content']
+    eot = _end_of_text_of(path)
     if not eot:
-        raise ValueError(f'tokenizer={folder}: {config.name} names no eos_token, and every document must end with it')
+        raise ValueError(
+            f'tokenizer={folder}: tokenizer_config.json names no eos_token, and every document must end with it'
+        )
     return path, eot
+
+
+def _end_of_text_of(path):
+    """The text of the end-of-text token, as the files beside tokenizer.json name it; None where they do not."""
+    if not path.with_name('tokenizer_config.json').exists():
+        return END_OF_TEXT
+    for name in ('tokenizer_config.json', 'special_tokens_map.json'):
+        token = _read_key(path.with_name(name), 'eos_token')
+        token = token[0] if isinstance(token, list) and token else token
+        token = token.get('content') if isinstance(token, dict) else token  # an AddedToken, written out
+        if token:
+            return token
+    for name in ('generation_config.json', 'config.json'):  # by their ids; Llama 3's are a list
+        token = _read_key(path.with_name(name), 'eos_token_id')
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(path)).id_to_token(token)
+    return None
+
+
+def _read_key(path, key):
+    """What a JSON file has under that key; None without it, or without the file."""
+    return json.loads(path.read_text(encoding='utf-8')).get(key) if path.exists() else None
 
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class CreatesAFile:
 
 def whole(dataset):
     """All tokens that a dataset's windows cover, in order."""
-    inputs = [dataset.window(index)[:-1] for index in range(dataset.n_windows)]
-    return np.concatenate([*inputs, dataset.window(dataset.n_windows - 1)[-1:]])
+    inputs = [dataset.read([index])[0, :-1] for index in range(dataset.n_windows)]
+    return np.concatenate([*inputs, dataset.read([dataset.n_windows - 1])[0, -1:]])
 
 
 def prefetch_threads():
@@ -159,7 +159,7 @@ def test_windows_run_across_shards_and_cover_every_token_once(tmp_path, dtype):
         dataset = data.open_dataset(tmp_path, 'set', 'train', block_size)
         assert (dataset.n_tokens, dataset.n_windows) == (417, 416 // block_size)
         assert np.array_equal(whole(dataset), tokens[: dataset.n_windows * block_size + 1])
-        assert dataset.window(0).dtype == np.int64
+        assert dataset.read([0]).dtype == np.int64
 
 
 def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
@@ -323,7 +323,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read_and_named(tmp_p
             np.save(folder / 'train_000002.npy', tokens)
             dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
         with pytest.raises(ValueError, match=rf'train_000002.npy: token id {wrong} .*vocab_size={VOCAB_SIZE}'):
-            dataset.window(window)
+            dataset.read([window])
 
 
 # --- the order of samples ---------------------------------------------------------------------------------------------
@@ -396,9 +396,9 @@ def test_the_order_of_100_billion_tokens_takes_no_memory_and_no_time():
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def hashes(x, y):
+def hashes(*parts):
     """One hash per row of a batch."""
-    return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.cat((x, y), dim=1)]
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.cat(parts, dim=1)]
 
 
 def samples_of_steps(dataset, steps, world_size, batch_size, first_step=0, global_batch_size=8):
@@ -478,10 +478,255 @@ def test_synthetic_tokens_are_uniform_fixed_and_differ_between_splits(tmp_path):
     small = data.open_dataset(tmp_path, 'synthetic', 'train', 1000, vocab_size=10)
     counts = np.bincount(small.read(range(100)).ravel(), minlength=10)
     assert len(counts) == 10 and np.abs(counts - 10_010).max() < 500  # 5 x sqrt(100,100 x 0.1 x 0.9) = 475
-    assert np.array_equal(train.window(5), data.open_dataset(tmp_path, 'synthetic', 'train', 64).window(5))
-    assert train.window(5)[-1] == train.window(6)[0]
-    assert not np.array_equal(train.window(5), data.open_dataset(tmp_path, 'synthetic', 'val', 64).window(5))
+    assert np.array_equal(train.read([5]), data.open_dataset(tmp_path, 'synthetic', 'train', 64).read([5]))
+    assert train.read([5])[0, -1] == train.read([6])[0, 0]
+    assert not np.array_equal(train.read([5]), data.open_dataset(tmp_path, 'synthetic', 'val', 64).read([5]))
     assert list(tmp_path.iterdir()) == []
+
+
+# --- chats: masks and packing -----------------------------------------------------------------------------------------
+
+
+def chats_of(lengths, seed=0):
+    """[(tokens, learned), ...]: conversations of these lengths; 0.4 of their tokens are learned, and the last."""
+    rng = np.random.default_rng(seed)
+    chats = [(rng.integers(0, VOCAB_SIZE, n), rng.random(n) < 0.4) for n in lengths]
+    for _, learned in chats:
+        learned[-1] = True
+    return chats
+
+
+def make_chats(folder, chats, shard_lengths=None):
+    """A masked dataset of the conversations as split train, in shards of these lengths; its meta.json as a dict."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = np.concatenate([tokens for tokens, _ in chats])
+    mask = np.concatenate([learned + 2 * (np.arange(len(learned)) == 0) for _, learned in chats]).astype(np.uint8)
+    borders = np.cumsum(shard_lengths or [len(tokens)])
+    assert borders[-1] == len(tokens)
+    shards = []
+    pieces = zip(np.split(tokens, borders)[:-1], np.split(mask, borders)[:-1], strict=True)
+    for number, (piece, bits) in enumerate(pieces):
+        path = folder / f'train_{number:06}.bin'
+        data.write_shard(path, piece, np.uint16)
+        bits.tofile(path.with_suffix('.mask'))
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, path.with_suffix('.mask'))]
+        shard = {'file': path.name, 'tokens': len(piece), 'sha256': digests[0]}
+        shards.append(shard | {'mask_file': path.with_suffix('.mask').name, 'mask_sha256': digests[1]})
+    split = {'tokens': len(tokens), 'bytes': 3 * len(tokens), 'documents': len(chats), 'shards': shards}
+    split |= {'learned_tokens': int((mask & 1).sum()), 'longest': max(len(tokens) for tokens, _ in chats)}
+    meta = {
+        'name': folder.name,
+        'vocab_size': VOCAB_SIZE,
+        'dtype': 'uint16',
+        'masked': True,
+        'splits': {'train': split},
+    }
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return meta
+
+
+def as_learned(tokens, learned):
+    """The (inputs, targets) that a conversation should become."""
+    return tuple(tokens[:-1].tolist()), tuple(np.where(learned[1:], tokens[1:], -1).tolist())
+
+
+def conversations_in(batches):
+    """All (inputs, targets) of batches, cut where positions restart; padding, without a target, is left out."""
+    found = []
+    for x, y, positions in zip(*(torch.cat(part).numpy() for part in zip(*batches, strict=True)), strict=True):
+        starts = np.flatnonzero(positions == 0)
+        assert starts[0] == 0
+        for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
+            assert np.array_equal(positions[begin:end], np.arange(end - begin))
+            if (y[begin:end] >= 0).any():
+                found.append((tuple(x[begin:end].tolist()), tuple(y[begin:end].tolist())))
+            else:
+                assert not x[begin:end].any() and end == len(x)  # padding, at the end of a window only
+    return sorted(found)
+
+
+LENGTHS = [2, 3, 65, 64, 40, 41, 17, 5, 2, 30, 12, 50, 9, 22, 23, 65, 33, 7, 7, 7, 18, 61]
+
+
+def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_positions(tmp_path):
+    """Shards that begin in the middle of conversations, one of them shorter than a conversation."""
+    chats = chats_of(LENGTHS)
+    total = sum(LENGTHS)
+    make_chats(tmp_path / 'chats', chats, [70, 3, 20, 200, total - 293])
+    expected = sorted(as_learned(*chat) for chat in chats)
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    assert (dataset.is_packed, dataset.n_tokens, dataset.bytes_per_token) == (True, total, None)
+    assert (dataset.vocab_size, dataset.meta['masked']) == (VOCAB_SIZE, True)
+    assert dataset.n_windows == -(-(total - len(LENGTHS)) // 64)  # here the fewest that can hold them
+    n = dataset.n_windows
+    for first in (0, 5 * n):
+        batches = data.batches(dataset, 7, first, n, n, 0, 1, 'cpu')
+        epoch = [next(batches)]
+        batches.close()
+        assert all(part.dtype == torch.int64 and part.shape == (n, 64) and part.is_contiguous() for part in epoch[0])
+        assert conversations_in(epoch) == expected
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+def test_evaluation_on_chats_sees_the_first_windows_once_and_filler_learns_nothing(tmp_path, world_size):
+    chats = chats_of(LENGTHS)
+    make_chats(tmp_path / 'chats', chats)
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    of_ranks = [list(data.eval_batches(dataset, 10**6, 2, rank, world_size, 'cpu')) for rank in range(world_size)]
+    assert len({len(of_rank) for of_rank in of_ranks}) == 1
+    assert conversations_in([batch for of_rank in of_ranks for batch in of_rank]) == sorted(
+        as_learned(*chat) for chat in chats
+    )
+    for x, y, positions in data.eval_batches(dataset, 1, 2, 0, 1, 'cpu'):  # one window and a row of filler
+        assert (y[0] >= 0).sum() == dataset.n_targets[0] and positions[1].tolist() == list(range(64))
+        assert not x[1].any() and (y[1] == -1).all()
+
+
+def test_chats_are_the_same_samples_on_any_number_of_ranks_and_when_resumed(tmp_path):
+    make_chats(tmp_path / 'chats', chats_of(LENGTHS * 3))
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    reference = samples_of_steps(dataset, 10, world_size=1, batch_size=8)
+    assert len({sample for step in reference for sample in step}) == dataset.n_windows
+    for world_size, batch_size in ((2, 4), (2, 1), (4, 2)):
+        assert samples_of_steps(dataset, 10, world_size, batch_size) == reference, (world_size, batch_size)
+    assert samples_of_steps(dataset, 4, world_size=2, batch_size=2, first_step=6) == reference[6:]
+
+
+def test_targets_are_counted_exactly_ahead_of_the_steps(tmp_path):
+    make_chats(tmp_path / 'chats', chats_of(LENGTHS * 3))
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    batches = data.batches(dataset, 7, 0, 8, 4, 0, 1, 'cpu')
+    for step in range(12):
+        learned = sum(int((next(batches)[1] >= 0).sum()) for _ in range(2))
+        assert data.count_targets(dataset, 7, 8 * step, 8) == learned
+    batches.close()
+    synthetic = data.open_dataset(tmp_path, 'synthetic', 'train', 16)
+    assert data.count_targets(synthetic, 7, 123, 10) == 160 and not synthetic.is_packed
+
+
+def test_to_count_the_targets_of_a_step_takes_less_than_a_millisecond(tmp_path):
+    make_chats(tmp_path / 'chats', chats_of([20] * 5000))
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    started = time.process_time()
+    for step in range(100):
+        data.count_targets(dataset, 7, 512 * step, 512)
+    assert (time.process_time() - started) / 100 < 1e-3
+
+
+def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_said_once(tmp_path, capsys):
+    chats = chats_of([20, 34, 35, 80, 120])
+    chats[3][1][:] = False
+    chats[3][1][33] = True  # the first token beyond block_size + 1
+    chats[4][1][:33] = True
+    make_chats(tmp_path / 'chats', chats)
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 32)
+    data.open_dataset(tmp_path, 'chats', 'train', 32)
+    said = capsys.readouterr().out
+    assert said.count('\n') == 1 and all(
+        words in said for words in ('4 of 5 chats (train) are cut to 33 tokens', '1 dropped', '--block_size=119 keeps')
+    )
+    kept = [chat for chat in chats if chat is not chats[3]]
+    expected = sorted(as_learned(tokens[:33], learned[:33]) for tokens, learned in kept)
+    assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == expected
+
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 119)
+    assert capsys.readouterr().out == ''
+    whole_chats = sorted(as_learned(*chat) for chat in chats)
+    assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == whole_chats
+
+    make_chats(tmp_path / 'long', chats[3:4])
+    with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.*--block_size=79 keeps all') as error:
+        data.open_dataset(tmp_path, 'long', 'train', 32)
+    assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'data.py'
+
+
+def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tmp_path):
+    chats = [(np.array([5, 6, 7]), np.array([True, False, True])), (np.array([8, 9]), np.array([True, True]))]
+    chats.insert(1, (np.array([3]), np.array([True])))  # one token: nothing to predict
+    make_chats(tmp_path / 'chats', chats)
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 4)
+    (x, y, positions), *_ = data.eval_batches(dataset, 1, 1, 0, 1, 'cpu')
+    assert (x[0].tolist(), y[0].tolist()) == ([5, 6, 8, 0], [-1, 7, 9, -1])
+    assert positions[0].tolist() == [0, 1, 0, 0] and dataset.n_targets.tolist() == [2]
+
+
+def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp_path):
+    """Packing begins with the longest: 100 windows of one chat each, then some of many."""
+    make_chats(tmp_path / 'chats', chats_of([60] * 100 + [8] * 900))
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    assert dataset.n_windows == 200
+    of_many = sum(
+        int((positions == 0).sum(1).max() > 2) for *_, positions in data.eval_batches(dataset, 40, 1, 0, 1, 'cpu')
+    )
+    assert 8 < of_many < 32  # 20 are expected
+
+
+def test_a_million_chats_are_packed_in_seconds_with_little_padding():
+    rng = np.random.default_rng(1)
+    shapes = {  # of conversations, in tokens
+        'lognormal': rng.lognormal(6, 0.9, 10**6),
+        'exponential': rng.exponential(500, 10**5),
+        'around a third': rng.normal(700, 150, 10**5),
+        'of one size': np.full(10**5, 500),
+    }
+    for name, sizes in shapes.items():
+        sizes = np.clip(sizes.astype(np.int64), 1, 2048)
+        started = time.process_time()
+        items, bins = data.pack(sizes, 2048)
+        assert time.process_time() - started < 5
+        assert np.array_equal(np.sort(items), np.arange(len(sizes)))
+        filled = np.bincount(bins, weights=sizes[items])
+        assert filled.max() <= 2048 and filled.mean() > 0.95 * 2048, (name, filled.mean() / 2048)
+
+
+def test_packing_follows_from_lengths_and_order_alone(tmp_path):
+    """The same lengths with other tokens and another mask, in other shards, lie in the same windows."""
+    total = sum(LENGTHS)
+    make_chats(tmp_path / 'one', chats_of(LENGTHS, seed=1))
+    make_chats(tmp_path / 'other', chats_of(LENGTHS, seed=2), [100, total - 100])
+    one, other = (data.open_dataset(tmp_path, name, 'train', 64).read(range(9)) for name in ('one', 'other'))
+    assert np.array_equal(one[2], other[2]) and not np.array_equal(one[0], other[0])
+
+
+def test_the_fingerprint_of_chats_changes_with_a_mask(tmp_path):
+    chats = chats_of(LENGTHS)
+    make_chats(tmp_path / 'one', chats)
+    make_chats(tmp_path / 'same', chats)
+    chats[3][1][5] = not chats[3][1][5]
+    make_chats(tmp_path / 'other', chats)
+    one, same, other = (data.open_dataset(tmp_path, name, 'train', 64) for name in ('one', 'same', 'other'))
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
+    total = sum(LENGTHS)
+    make_chats(tmp_path / 'chats', chats_of(LENGTHS), [100, total - 100])
+    path = tmp_path / 'chats' / 'train_000001.mask'
+    content = path.read_bytes()
+    for wrong in (content[:-1], content + b'\0', b'', content[:-1] + b'\7'):
+        path.write_bytes(wrong)
+        with pytest.raises(
+            ValueError, match=rf'train_000001.mask: its size is {len(wrong)} bytes.* {total - 100} '
+        ) as e:
+            data.open_dataset(tmp_path, 'chats', 'train', 64)
+        assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'data.py'
+    for shard in (0, 1):
+        path = path.with_name(f'train_{shard:06}.mask')
+        path.write_bytes(bytes(path.stat().st_size if shard == 0 else total - 100))
+    with pytest.raises(ValueError, match='chats: 0 of 0 chats'):  # none begins
+        data.open_dataset(tmp_path, 'chats', 'train', 64)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match='chats: meta.json lists 2 shards.*first train_000001.mask; copy or'):
+        data.open_dataset(tmp_path, 'chats', 'train', 64)
+
+
+def test_a_token_of_a_chat_outside_the_vocabulary_is_named(tmp_path):
+    chats = chats_of([10, 20, 30])
+    chats[1][0][7] = VOCAB_SIZE
+    make_chats(tmp_path / 'chats', chats)
+    dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
+    with pytest.raises(ValueError, match=rf'train_000000.bin: token id {VOCAB_SIZE} \(token 17 of split'):
+        dataset.read([0])
 
 
 # --- the background thread --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from conftest import REPO, SHARED, environment, run_script
 
 import corpus
 import data
+import documents as reading
 import hub
 import tokenizer as tokenizers
 
@@ -248,12 +249,12 @@ def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path
 
 def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
     for text in [*make_texts(5, words=5000), '中' * 9000, 'x' * 9000, '\n' * 9000, ' ' * 9000, '🙂 ' * 3000]:
-        pieces = list(corpus.cut_up(text.encode(), 1000))
+        pieces = list(reading.cut_up(text.encode(), 1000))
         assert b''.join(pieces) == text.encode() and all(0 < len(piece) <= 1000 for piece in pieces)
         for piece in pieces:
             piece.decode()
-    assert list(corpus.cut_up(b'one two three', 9)) == [b'one two', b' three']
-    assert list(corpus.cut_up(b'\xff\x80' * 600, 1000))  # no UTF-8 at all: still an end
+    assert list(reading.cut_up(b'one two three', 9)) == [b'one two', b' three']
+    assert list(reading.cut_up(b'\xff\x80' * 600, 1000))  # no UTF-8 at all: still an end
 
 
 def test_large_vocabularies_get_uint32(tmp_path):
@@ -415,8 +416,8 @@ def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
 
 
 def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, 'UNIT_BYTES', 5000)
-    monkeypatch.setattr(corpus, 'ROWS_AT_ONCE', 7)
+    monkeypatch.setattr(reading, 'UNIT_BYTES', 5000)
+    monkeypatch.setattr(reading, 'ROWS_AT_ONCE', 7)
     texts = make_texts(60)
     folder = tmp_path / 'mixed'
     folder.mkdir()
@@ -435,13 +436,13 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 
     def documents(units):
         pieces = [piece for unit in units for piece in unit.pieces]
-        return [document for piece in pieces for document in corpus.documents(piece, 'text', collections.Counter())]
+        return [document for piece in pieces for document in reading.documents(piece, 'text', collections.Counter())]
 
     for source in sources:
-        units = list(corpus.units(source))
+        units = list(reading.units(source))
         assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
         for number, unit in enumerate(units):
-            assert documents(corpus.units(source, unit.next)) == documents(units[number + 1 :])
+            assert documents(reading.units(source, unit.next)) == documents(units[number + 1 :])
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -455,10 +456,10 @@ def test_a_large_file_is_read_in_small_units(name, tmp_path):
         write_large(tmp_path / name, 20)
     before = pyarrow.total_allocated_bytes()
     total = 0
-    for unit in corpus.units(corpus.find_source(str(tmp_path / name))):
+    for unit in reading.units(corpus.find_source(str(tmp_path / name))):
         size = sum(piece.length for piece in unit.pieces)
         total += size
-        assert size < 2.1 * corpus.UNIT_BYTES
+        assert size < 2.1 * reading.UNIT_BYTES
         assert pyarrow.total_allocated_bytes() - before < 8e6
     assert total > 19e6
 
@@ -557,8 +558,12 @@ def test_a_missing_text_field_is_answered_with_the_fields_there_are(tmp_path):
     rows = [{'body': 'some text', 'id': 1}]
     (tmp_path / 'lines.jsonl').write_text(json.dumps(rows[0]))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
-    for file in ('lines.jsonl', 'rows.parquet'):
-        error = error_of(tmp_path, f'--dataset={tmp_path / file}', '--tokenizer=bytes')
+    for file, field in (
+        ('lines.jsonl', ['--text_field=text']),
+        ('rows.parquet', []),
+        ('rows.parquet', ['--text_field=text']),
+    ):
+        error = error_of(tmp_path, f'--dataset={tmp_path / file}', '--tokenizer=bytes', *field)
         assert "has no field 'text'" in error and 'it has: body, id' in error
     error = error_of(tmp_path, f'--dataset={tmp_path}/rows.parquet', '--text_field=id', '--tokenizer=bytes')
     assert "the field 'id' holds int64, not text" in error

@@ -168,20 +168,26 @@ def measure(shape, config):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
+    return measure_step(model, config)
+
+
+def measure_step(model, config):
+    """As measure(), of a model that is there."""
     optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
-    tokens = torch.randint(shape.vocab_size, (config['batch_size'], shape.block_size))
+    tokens = torch.randint(model.config.vocab_size, (config['batch_size'], config['block_size']))
     model(tokens, tokens)[0].backward()
     optimizer.step()
     parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
     with PeakMemory() as memory:  # gradients are there already, as in every micro-step but the first
-        memory.watch([*parameters, *(parameter.grad for parameter in parameters), tokens])
+        memory.watch([*parameters, *gradients, *model.buffers(), tokens])
         model(tokens, tokens)[0].backward()
     measured = {
         'weights': bytes_of(parameters),
-        'gradients': bytes_of([parameter.grad for parameter in parameters]),
+        'gradients': bytes_of(gradients),
         'optimizer': bytes_of(moments(optimizer)),
     }
-    others = measured['weights'] + measured['gradients'] + bytes_of([tokens])
+    others = measured['weights'] + measured['gradients'] + bytes_of([*model.buffers(), tokens])
     return measured | {'activations with logits': memory.peak - others}
 
 
@@ -312,6 +318,228 @@ def test_offloaded_states_are_counted_on_the_host():
     plain = scaling.estimate(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
     assert (parts['host weights'], parts['host optimizer']) == (plain['weights'], plain['optimizer'])
     assert 'weights' not in parts and parts['gathered'] == plain['gathered']
+
+
+# --- models of transformers -------------------------------------------------------------------------------------------
+
+TINY_HF = {'hidden_size': 128, 'num_attention_heads': 4, 'num_hidden_layers': 3, 'vocab_size': 1000}
+TINY_HF |= {'max_position_embeddings': 128, 'bos_token_id': None, 'eos_token_id': None}
+WITH_GROUPS = {'num_key_value_heads': 2, 'intermediate_size': 352, 'tie_word_embeddings': False}
+HF_MODELS = {  # name: (model_type, options)
+    'llama': ('llama', WITH_GROUPS),
+    'llama, tied': ('llama', WITH_GROUPS | {'tie_word_embeddings': True}),
+    'qwen2': ('qwen2', WITH_GROUPS),
+    'qwen3': ('qwen3', WITH_GROUPS | {'head_dim': 48}),
+    'gpt2': ('gpt2', {}),
+}
+
+
+@pytest.fixture(scope='module')
+def pretrained_of(tmp_path_factory):
+    """name, options -> the hf.Pretrained of a folder that has the configuration of a tiny model, and no weights."""
+    import transformers
+
+    import hf
+
+    def make(name, **options):
+        kind, changes = HF_MODELS[name]
+        folder = tmp_path_factory.mktemp('model')
+        transformers.AutoConfig.for_model(kind, **{**TINY_HF, **changes}).save_pretrained(folder)
+        return hf.Pretrained(folder, block_size=128, **options)
+
+    return make
+
+
+def model_of(pretrained, dtype='float32', sharded=False):
+    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward."""
+    import hf
+
+    torch.manual_seed(0)
+    model = hf.for_training(pretrained, getattr(torch, dtype), 'cpu')
+    model.to_empty(device='cpu')
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+            parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
+    return model
+
+
+def test_a_model_of_transformers_is_counted_by_its_shapes_without_padding():
+    import transformers
+
+    with torch.device('meta'):
+        llama = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**{**TINY_HF, **WITH_GROUPS, 'vocab_size': 1001})
+        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in llama.named_parameters()}
+    model = {
+        'arch': 'llama', 'n_layer': 3, 'n_head': 4, 'n_kv_head': 2, 'head_dim': 32, 'n_embd': 128,
+        'mlp_hidden_dim': 352, 'vocab_size': 1001, 'block_size': 128, 'tie_embeddings': False, 'dropout': 0.0,
+        'bias': False, 'attention_gate': False, 'z_loss': 0.0, 'lora_rank': 0,
+        'root_shapes': {name: shape for name, shape in shapes.items() if '.layers.' not in name},
+        'block_shapes': {name: shape for name, shape in shapes.items() if '.layers.0.' in name},
+        'trainable': llama.num_parameters(),
+    }  # fmt: skip
+    assert scaling.parameter_parts(model) == {
+        'embedding': 1001 * 128,
+        'attention': 3 * (128 + 64 + 64 + 128) * 128,
+        'mlp': 3 * 3 * 352 * 128,
+        'norms': 7 * 128,
+        'head': 1001 * 128,
+        'total': llama.num_parameters(),
+    }
+    model['root_shapes'] |= {'model.gain': (5, 2)}
+    assert scaling.parameter_parts(model)['other'] == 10
+    assert scaling.parameter_parts({**model, 'arch': 'unheard-of'}) == scaling.parameter_parts(model)
+
+
+@pytest.mark.parametrize('name', HF_MODELS)
+@pytest.mark.parametrize('lora_rank', [0, 4])
+def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, name, lora_rank):
+    pretrained = pretrained_of(name, lora_rank=lora_rank)
+    shape, model = pretrained.to_dict(), model_of(pretrained)
+    counts, parts = model.parameter_counts(), scaling.parameter_parts(shape)
+    assert (parts['total'], parts['embedding']) == (counts['total'], counts['embedding'])
+    assert 'other' not in parts and (parts['head'] == 0) == shape['tie_embeddings']
+    assert scaling.trainable_parameters(shape) == counts['trainable']
+    assert (counts['trainable'] < counts['total'] / 10) == (lora_rank > 0)
+    of_model = model.flops_per_token()  # with LoRA GPT-2's table of positions is a matter of taste: no matmul reads it
+    assert scaling.flops_per_token(shape) == pytest.approx(of_model, rel=0.01 if lora_rank else 0)
+
+
+def kept_by_a_block(model, tokens):
+    """Bytes of the storages, without parameters and buffers, that autograd keeps of the second block."""
+    known = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept, inside = {}, False
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage  # which keeps its address from being used again
+        return tensor
+
+    def enter(*_):
+        nonlocal inside
+        inside = True
+
+    def leave(*_):
+        nonlocal inside
+        inside = False
+
+    model.blocks[1].register_forward_pre_hook(enter)
+    model.blocks[1].register_forward_hook(leave)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize('name', ['llama', 'qwen2', 'qwen3', 'gpt2'])
+@pytest.mark.parametrize(('dtype', 'sharded'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
+@pytest.mark.parametrize('dropout', [0.0, 0.1])
+def test_what_a_block_of_transformers_keeps_is_predicted(pretrained_of, name, dtype, sharded, dropout):
+    pretrained = pretrained_of(name, dropout=dropout)
+    tokens = torch.randint(1000, (8, 128))
+    config = {'dtype': dtype, 'device': 'cpu', 'block_size': 128}
+    casts = dtype == 'bfloat16' and not sharded  # train_ddp.py's autocast, which keeps copies of the weights
+    predicted = tokens.numel() * scaling.kept_per_token(config, pretrained.to_dict(), casts)
+    predicted += 2 * scaling.count(pretrained.to_dict()['block_shapes']) * casts
+    measured = kept_by_a_block(model_of(pretrained, dtype, sharded), tokens)
+    assert predicted == pytest.approx(measured, rel=0.05), predicted / measured
+    on_gpu = {**config, 'device': 'cuda:0'}
+    assert scaling.kept_per_token(on_gpu, pretrained.to_dict(), casts) <= scaling.kept_per_token(
+        config, pretrained.to_dict(), casts
+    )
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype', 'checkpointing', 'lora_rank'),
+    [
+        ('llama', 'float32', 'none', 0),
+        ('llama', 'float32', 'none', 4),
+        ('llama, tied', 'bfloat16', 'full', 0),
+        ('qwen2', 'bfloat16', 'none', 0),
+        ('qwen3', 'float32', 'full', 0),
+        ('qwen3', 'float32', 'selective', 0),
+        ('gpt2', 'bfloat16', 'none', 0),
+        ('gpt2', 'float32', 'full', 0),
+    ],
+)
+def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
+    pretrained_of, name, dtype, checkpointing, lora_rank
+):
+    pretrained = pretrained_of(name, lora_rank=lora_rank)
+    config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
+    predicted = scaling.estimate(config, pretrained.to_dict(), world_size=1)
+    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
+    model = model_of(pretrained, dtype)
+    model.checkpoint_activations(checkpointing)
+    measured = measure_step(model, config)
+    for part, size in measured.items():
+        tolerance = (0.2 if lora_rank else 0.15) if part == 'activations with logits' else 0.05
+        assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
+    lora, full = (pretrained_of('llama', lora_rank=rank).to_dict() for rank in (4, 0))
+    frozen = {**full, 'trainable': full['trainable'] // 4}
+    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', **FSDP)
+    for accumulate in ('sharded', 'unsharded'):
+        config['accumulate'] = accumulate
+        all_parts, parts = (scaling.estimate(config, model, 4, 'fsdp') for model in (full, frozen))
+        for part in ('gradients', 'optimizer', 'reduction'):
+            assert parts[part] == pytest.approx(all_parts[part] / 4, rel=0.01), part
+        assert all(parts[part] == all_parts[part] for part in ('weights', 'gathered', 'activations', 'logits'))
+    of_lora = scaling.estimate(config, lora, 1, 'ddp')
+    assert of_lora['gradients'] == 4 * lora['trainable'] and of_lora['optimizer'] == 8 * lora['trainable']
+    diloco = config | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'error_feedback': False}
+    diloco |= {'exchange_dtype': 'int8', 'num_fragments': 1}
+    outer, of_all = (scaling.estimate(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
+    assert outer == pytest.approx(of_all / 4, rel=0.01)
+
+
+def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameters(pretrained_of):
+    model = pretrained_of('qwen3', lora_rank=4).to_dict()
+    config = config_of(ModelConfig(**SIZES), init_from='models/tiny', **FSDP) | model
+    for strategy in ('ddp', 'fsdp'):
+        words = ' '.join(scaling.report(config, model, 2, strategy).split())
+        total = scaling.parameter_parts(model)['total']
+        checkpoint = 4 * (total + 2 * model['trainable']) / 1e9
+        for said in (
+            'model: qwen3 of models/tiny',
+            f'total {total:,} trainable {model["trainable"]:,}',
+            f'per checkpoint {checkpoint:.3f}',
+        ):
+            assert said in words, said
+        assert 'padded' not in words
+    full = pretrained_of('qwen3').to_dict()
+    assert 'trainable' not in scaling.report(config | full, full, 2)
+
+
+def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_most(pretrained_of):
+    def advice(strategy_keys, batch_size=1, **options):
+        model = pretrained_of('llama', **options).to_dict()
+        config = config_of(ModelConfig(**SIZES), batch_size=batch_size, init_from='models/tiny', dtype='bfloat16')
+        config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
+        return scaling.out_of_memory_advice(config | model | {'block_size': 8}, 1)
+
+    assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
+    assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP)
+    assert 'lora_rank' not in advice({}, lora_rank=4)
+    native = shape_of('gpt2', n_embd=1024, block_size=8).to_dict()
+    config = config_of(
+        shape_of('gpt2'), batch_size=1, init_from='scratch', lora_rank=0, activation_checkpointing='full'
+    )
+    assert 'lora_rank' not in scaling.out_of_memory_advice(config | native, 1)
+
+
+def test_epochs_are_rounded_up_to_whole_steps():
+    assert scaling.iterations_of_epochs(3, n_windows=100, global_batch_size=8) == 38
+    assert scaling.iterations_of_epochs(2.0, 100, 8) == 25
+    assert scaling.iterations_of_epochs(0.1, 30, 1) == 3  # 0.1 * 30 is 3.0000000000000004
+    assert scaling.iterations_of_epochs(0.001, 30, 64) == 1
+    for wrong in (0, -1, float('nan'), float('inf')):
+        with pytest.raises(ValueError, match=f'num_epochs={wrong}: expected a number above 0'):
+            scaling.iterations_of_epochs(wrong, 30, 8)
 
 
 # --- what the user reads ----------------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ import requests
 import tiktoken
 from conftest import SHARED
 
-from tokenizer import END_OF_TEXT, FileTokenizer, describe, fetch_tokenizer, load_tokenizer, tokenizer_of, train_bpe
+from tokenizer import (
+    END_OF_TEXT,
+    FileTokenizer,
+    check_same_tokenizer,
+    describe,
+    fetch_tokenizer,
+    load_tokenizer,
+    tokenizer_of,
+    train_bpe,
+)
 
 TEXTS = [
     'def f(x):\n    return x + 1\n',
@@ -136,6 +145,119 @@ def test_a_folder_without_tokenizer_or_end_of_text_is_an_error(tmp_path, hugging
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
     with pytest.raises(ValueError, match="has no token '</s>'"):
         load_tokenizer(str(tmp_path))
+
+
+def llama3_files(folder, hugging_face_folder, **files):
+    """A folder with tokenizer.json and an <|eot_id|>, and JSON files of these names beside it."""
+    folder.mkdir()
+    content = json.loads((hugging_face_folder / 'tokenizer.json').read_text())
+    token = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False, 'special': True}
+    content['added_tokens'].append({'id': 600, 'content': '<|eot_id|>', **token})
+    (folder / 'tokenizer.json').write_text(json.dumps(content))
+    for name, fields in files.items():
+        (folder / f'{name}.json').write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    'files',
+    [
+        {'tokenizer_config': {'eos_token': '<|eot_id|>'}},
+        {'tokenizer_config': {'eos_token': {'content': '<|eot_id|>', '__type': 'AddedToken'}}},
+        {'tokenizer_config': {'eos_token': ['<|eot_id|>', END_OF_TEXT]}},
+        {'tokenizer_config': {}, 'special_tokens_map': {'eos_token': {'content': '<|eot_id|>'}}},
+        {'tokenizer_config': {'eos_token': None}, 'generation_config': {'eos_token_id': [600, 0]}},
+        {'tokenizer_config': {}, 'generation_config': {}, 'config': {'eos_token_id': 600}},
+    ],
+)
+def test_the_end_of_text_is_found_where_models_of_the_hub_name_it(files, hugging_face_folder, tmp_path):
+    folder = llama3_files(tmp_path / 'llama', hugging_face_folder, **files)
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eot, tokenizer.vocab_size) == (600, 601)
+    assert describe(folder, 0)['eot_text'] == '<|eot_id|>'
+
+
+def test_a_file_that_asks_for_truncation_cuts_no_text(hugging_face_folder, tmp_path):
+    content = json.loads((hugging_face_folder / 'tokenizer.json').read_text())
+    content['truncation'] = {'direction': 'Right', 'max_length': 8, 'strategy': 'LongestFirst', 'stride': 0}
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
+    assert (
+        FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT).decode(
+            FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT).encode(TEXTS[0])
+        )
+        == TEXTS[0]
+    )
+
+
+# --- a dataset for a model --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dataset(hugging_face_folder, tmp_path):
+    """A dataset folder, as far as prepare_data.py writes the tokenizer into it."""
+    folder = tmp_path / 'dataset'
+    folder.mkdir()
+    shutil.copy(hugging_face_folder / 'tokenizer.json', folder)
+    meta = {'tokenizer': describe(str(hugging_face_folder), 0), 'source': {'name': 'my_texts/'}}
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return folder
+
+
+def test_a_dataset_fits_the_model_whose_tokenizer_made_it(dataset, bpe_folder, hugging_face_folder, tmp_path):
+    check_same_tokenizer(dataset, hugging_face_folder)
+    other = tmp_path / 'written_anew'  # the same tokenizer in other bytes
+    shutil.copytree(hugging_face_folder, other)
+    content = json.loads((other / 'tokenizer.json').read_text())
+    (other / 'tokenizer.json').write_text(json.dumps(content, indent=7))
+    check_same_tokenizer(dataset, other)
+    (tmp_path / 'bpe').mkdir()
+    (tmp_path / 'bpe' / 'meta.json').write_text(json.dumps({'tokenizer': describe('bpe', 600)}))
+    shutil.copy(bpe_folder / 'tokenizer.json', tmp_path / 'bpe')
+    check_same_tokenizer(tmp_path / 'bpe', hugging_face_folder)
+
+
+def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hugging_face_folder, tmp_path):
+    other = tmp_path / 'other_model'
+    other.mkdir()
+    train_bpe(['quite another text, of which other merges come. ' * 9], 400, other / 'tokenizer.json')
+    with pytest.raises(ValueError, match='hugging_face gives other tokens than that of .*other_model') as error:
+        check_same_tokenizer(dataset, other)
+    assert f'`python prepare_data.py --dataset=my_texts/ --tokenizer={other}`' in str(error.value)
+    assert str(dataset) in str(error.value) and '\n' not in str(error.value)
+
+    ends = llama3_files(tmp_path / 'ends', hugging_face_folder, tokenizer_config={'eos_token': '<|eot_id|>'})
+    with pytest.raises(ValueError, match=r'ends documents with the token 0, that of .*ends with 600 \(<\|eot_id\|>\)'):
+        check_same_tokenizer(dataset, ends)
+    bytes_folder = tmp_path / 'bytes'
+    bytes_folder.mkdir()
+    (bytes_folder / 'meta.json').write_text('{"tokenizer": {"name": "bytes"}}')
+    with pytest.raises(ValueError, match='its tokenizer bytes gives other tokens'):
+        check_same_tokenizer(bytes_folder, hugging_face_folder)
+
+
+def test_conversations_need_the_same_special_tokens(dataset, hugging_face_folder, tmp_path):
+    with_turns = llama3_files(tmp_path / 'turns', hugging_face_folder, tokenizer_config={'eos_token': END_OF_TEXT})
+    shutil.copy(Path(with_turns) / 'tokenizer.json', dataset)
+    meta = {'tokenizer': describe(with_turns, 0)}
+    (dataset / 'meta.json').write_text(json.dumps(meta))
+    check_same_tokenizer(dataset, hugging_face_folder)
+    (dataset / 'meta.json').write_text(json.dumps({**meta, 'masked': True}))
+    with pytest.raises(ValueError, match=r'has the special token <\|eot_id\|>, which .* elsewhere or not at all'):
+        check_same_tokenizer(dataset, hugging_face_folder)
+
+
+def test_what_cannot_be_compared_is_not(dataset, hugging_face_folder, tmp_path):
+    check_same_tokenizer(tmp_path / 'data' / 'synthetic', hugging_face_folder)
+    for meta in ({}, {'tokenizer': None}, {'tokenizer': 'gpt2'}):
+        (dataset / 'meta.json').write_text(json.dumps(meta))
+        check_same_tokenizer(dataset, tmp_path / 'no_model')
+
+
+def test_a_model_without_tokenizer_is_named_with_the_command_that_checks_it(dataset, tmp_path):
+    with pytest.raises(
+        ValueError, match=r'no_model has no tokenizer.json.*`python download_model.py --model=.*no_model`'
+    ):
+        check_same_tokenizer(dataset, tmp_path / 'no_model')
 
 
 def test_a_vocabulary_below_all_bytes_is_an_error():

@@ -1,0 +1,218 @@
+"""
+Conversations as training examples: written by the tokenizer's own chat template, with the assistant's tokens marked.
+
+    conversation = conversation_of(row)                 # messages, or prompt and completion, checked: JSON text
+    encoder = ChatEncoder('models/some_model', eot)     # a Hugging Face folder with a chat template
+    for ids, flags, text in encoder.examples(conversation): ...
+    marked_text(ids, flags, decode, '[', ']')           # for people to read
+
+What is learned of an assistant's message is what the template adds to the prompt that it writes for generation: that
+very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
+INSTRUCTIONS = ('system', 'developer')
+
+# Templates that write today's date, as Llama 3.2's, would give other tokens tomorrow. They get the date that stands in
+# Llama 3.1's template: as a variable, and from the function that transformers offers them.
+DATE = '26 Jul 2024'
+DATE_FUNCTION = (
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
+    "| replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') "
+    "| replace('%H', '12') | replace('%M', '00') | replace('%S', '00') }}{%- endmacro -%}"
+)
+
+
+def conversation_of(row):
+    """A row of instruction data as JSON text of {'messages': [...]}, and 'tools', 'chat_template_kwargs' where it has
+    them; without nulls, so that it does not depend on the file format, and without what follows the last answer.
+
+    `messages`: a list of {'role', 'content', ...}; or `prompt` and `completion`, strings or such lists.
+    Raises ValueError with the reason why the row cannot be learned, without naming it.
+    """
+    if not isinstance(row, dict):
+        raise ValueError('rows that are no JSON objects')
+    row = _without_nulls(row)
+    messages = row.get('messages')
+    if messages is None:
+        if 'prompt' not in row or 'completion' not in row:
+            raise ValueError('rows with neither messages nor prompt and completion')
+        prompt, completion = (
+            [{'role': role, 'content': text}] if isinstance(text, str) else text
+            for role, text in (('user', row['prompt']), ('assistant', row['completion']))
+        )
+        messages = prompt + completion if isinstance(prompt, list) and isinstance(completion, list) else None
+    if not isinstance(messages, list):
+        raise ValueError('rows whose messages are no list')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get('role'), str):
+            raise ValueError('rows with a message that has no role')
+        if message['role'] not in ROLES:
+            raise ValueError(f'rows with the unknown role {message["role"][:30]!r}')
+        if not isinstance(message.get('content'), (str, list)) and 'tool_calls' not in message:
+            raise ValueError('rows with a message that has no content')
+    answers = [index for index, message in enumerate(messages) if index and message['role'] == 'assistant']
+    if not answers:
+        raise ValueError("rows without an assistant's answer")
+    conversation = {'messages': messages[: answers[-1] + 1]}
+    for key, kind in (('tools', list), ('chat_template_kwargs', dict)):
+        value = row.get(key)
+        if isinstance(value, str):  # how columnar files hold what differs from row to row
+            try:
+                value = json.loads(value)
+            except ValueError:
+                pass
+        if value and not isinstance(value, kind):
+            raise ValueError(f'rows whose {key} are no {kind.__name__}')
+        if value:
+            conversation[key] = value
+    return json.dumps(conversation, ensure_ascii=False)
+
+
+def _without_nulls(value):
+    """The same without the keys that hold null: columnar files give each row the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def template_of(folder):
+    """The chat template of a Hugging Face folder as text; None where it has none."""
+    path = Path(folder) / 'chat_template.jinja'
+    if path.exists():
+        return path.read_text(encoding='utf-8')
+    path = Path(folder) / 'tokenizer_config.json'
+    template = json.loads(path.read_text(encoding='utf-8')).get('chat_template') if path.exists() else None
+    return template if isinstance(template, str) or not template else json.dumps(template)  # several, with names
+
+
+class ChatEncoder:
+    """The chat template and the tokenizer of a Hugging Face folder. eot: the id of its end-of-text token."""
+
+    def __init__(self, folder, eot):
+        from tokenizers import Tokenizer, processors
+
+        if importlib.util.find_spec('jinja2') is None:
+            raise ValueError('chat templates need jinja2 3.1.6 or newer: pip install -U jinja2')
+        import transformers
+
+        self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        # In place of the one of the file: it adds special tokens, which the template writes, and may trim spaces off
+        # the offsets.
+        self.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = [number for number, token in added if token.special]
+        self.special_tokens = tuple(token.content for _, token in added if token.special)
+        self.eot = eot
+        # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # it warns that the folder names another class
+        try:
+            self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            self.renderer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
+        except ImportError as error:  # an old jinja2
+            raise ValueError(' '.join(str(error).split())) from error
+        except Exception as error:
+            if type(error).__name__ == 'TemplateSyntaxError' or not hasattr(self, 'renderer'):
+                reason = ' '.join(str(error).split())[:200]
+                raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {reason}') from error
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+
+    def examples(self, conversation):
+        """
+        Yield (ids, flags, text) of what there is to learn in a conversation, JSON text that conversation_of() returned.
+
+        ids: uint32 array; flags: uint8 array of the same length, FIRST at its beginning and LEARNED where a token
+        belongs to an answer. text: what was tokenized.
+        It is one example, where the template writes every answer in the whole conversation as it wrote it when it came
+        last. Where not, as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. The answers
+        of a template that writes no end-of-turn token end with end-of-text, and each is an example.
+        Raises ValueError with the reason for what the template cannot write.
+        """
+        conversation = json.loads(conversation)
+        messages = conversation['messages']
+        options = conversation.get('chat_template_kwargs', {})
+        options = {**options, 'tools': conversation['tools']} if 'tools' in conversation else options
+        answers = [
+            self._answer(messages[: index + 1], options)
+            for index in range(1, len(messages))
+            if messages[index]['role'] == 'assistant'
+        ]
+        whole = answers[-1][0]
+        if all(ends and whole.startswith(text) for text, _, ends in answers):
+            yield self._encode(whole, [(start, len(text)) for text, start, _ in answers], False)
+        else:
+            for text, start, ends in answers:
+                yield self._encode(text, [(start, len(text))], not ends)
+
+    def _answer(self, messages, options):
+        """(text up to the end of the last message, where that begins, whether an end-of-turn token ends it)."""
+        prompt, shown = self._render(messages[:-1], options, True), self._render(messages, options)
+        if not shown.startswith(prompt):
+            before = self._render(messages[:-1], options)
+            if prompt.startswith(before) and shown.startswith(before):
+                # A prompt that opens the answer, as with <think>, where the answer was given without it.
+                prompt = os.path.commonprefix([prompt, shown])
+            else:
+                # A system message that is written only before the last message of the user, as by Mistral 7B v0.3.
+                others = [message for message in messages if message['role'] not in INSTRUCTIONS]
+                short_prompt = self._render(others[:-1], options, True)
+                shown = self._render(others, options)
+                if len(others) == len(messages) or not shown.startswith(short_prompt):
+                    raise ValueError('rows whose answer the chat template does not write behind its prompt')
+                shown = prompt + shown[len(short_prompt) :]
+        text = prompt + shown[len(prompt) :].rstrip()
+        return text, len(prompt), text.endswith(self.special_tokens) and len(text) > len(prompt)
+
+    def _render(self, messages, options, add_generation_prompt=False):
+        """The text that the template writes."""
+        options = {'date_string': DATE, **options, 'add_generation_prompt': add_generation_prompt}
+        try:
+            template = self.renderer.get_chat_template(None, options.get('tools'))
+            options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
+            return self.renderer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # a template may raise anything
+            reason = ' '.join(str(error).split())[:100]
+            raise ValueError(f'rows that the chat template refuses ({reason or type(error).__name__})') from error
+
+    def _encode(self, text, spans, add_end):
+        """(ids, flags, text): learned are the tokens that lie in the spans, also in part. But not the prompt's last
+        special token, which may take in the spaces behind it (rstrip, as Phi-3's <|assistant|>)."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        flags = np.zeros(len(ids), dtype=np.uint8)
+        special = np.isin(ids, self.special_ids)
+        for start, end in spans:
+            flags[(ends > start) & (starts < end) & ~(special & (starts < start))] = LEARNED
+        if add_end:
+            ids, flags = np.append(ids, np.uint32(self.eot)), np.append(flags, np.uint8(LEARNED))
+        if not flags.any():
+            raise ValueError('rows of which no token is learned')
+        flags[0] |= FIRST
+        return ids, flags, text
+
+
+def marked_text(tokens, flags, decode, left, right):
+    """The first conversation of tokens with flags as text, what is learned between `left` and `right`. Long parts of it
+    are shortened. decode: from ids to text."""
+    end = next(iter(np.flatnonzero(flags[1:] & FIRST) + 1), len(tokens))
+    cuts = [0, *(np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1), end]
+    parts = []
+    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        # From two texts of the whole: some tokenizers drop the space with which a part begins.
+        text = decode(tokens[:stop])[len(decode(tokens[:start])) :]
+        text = text if len(text) <= 600 else f'{text[:400]} [...] {text[-200:]}'
+        parts.append(f'{left}{text}{right}' if flags[start] & LEARNED else text)
+    return ''.join(parts[:12]) + ' [...]' * (len(parts) > 12)
