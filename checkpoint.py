@@ -187,12 +187,16 @@ class Saver:
     async_save: save() returns once this rank's tensors have been copied into host memory; a thread writes these while
         training goes on. The memory is kept for the next save: what this rank has of parameters and optimizer state.
     say: function called on rank 0 with one line per checkpoint.
+    permanent_interval: checkpoints whose step is a multiple of it are never deleted; 0 = none.
+    go_on: after a failed save only say so; the next one comes at its time. wait(), at the end of a run, still raises.
     """
 
-    def __init__(self, out_dir, keep, async_save=False, say=print):
-        if keep < 1:
-            raise ValueError(f'keep_checkpoints={keep}: expected at least 1')
+    def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, go_on=False):
+        if keep < 1 or permanent_interval < 0:
+            given = f'keep_checkpoints={keep}, permanent_interval={permanent_interval}'
+            raise ValueError(f'{given}: expected at least 1, and 0 (none) or more')
         self.folder, self.keep = os.path.join(out_dir, 'checkpoints'), keep
+        self.permanent_interval, self.go_on, self.failure = permanent_interval, go_on, None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.say = say if self.rank == 0 else lambda line: None
         # A group of its own: the thread's collectives run beside those of training, and two threads that share a group
@@ -210,24 +214,62 @@ class Saver:
         state: JSON-able dict; 'step' is added.
         more: {key: tensor} to save besides, or in place of, model.NAME and optim.NAME.SLOT. Ranks may differ in keys.
         optimizer_key: stands for 'optim' where ranks have states of their own, as the replicas of DiLoCo.
-        Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest.
-        With async_save the next save() or wait() raises it. Older checkpoints survive a failed save.
+        Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest;
+        with async_save the next save() or wait() does. Raises ValueError for weights that are not finite. Older
+        checkpoints survive a failed save.
         """
-        self.wait()
+        self._go_on_after(self._finish_pending)
         tensors = tensors_to_save(model, optimizer, optimizer_key) | (more or {})
+        self._refuse_bad_weights(step, tensors)
         state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
         if self.thread is None:
-            self._write(step, tensors, state)
+            self._go_on_after(lambda: self._write(step, tensors, state))
         else:
             began = time.perf_counter()
             self._stage(tensors)
             self.pending = self.thread.submit(self._write, step, tensors, state, time.perf_counter() - began)
 
     def wait(self):
-        """Return when no save is being written any more. Raises what went wrong with it, as save() would."""
+        """Return when no save is being written any more. Raises what went wrong with the last one, as save() would,
+        with go_on as well: the run ends here, and nothing younger is on the disk."""
+        self._finish_pending()
+        if self.failure is not None:
+            raise self.failure
+
+    def last_good(self):
+        """Path of the newest complete checkpoint, or 'none'."""
+        return next((path for path in checkpoints_in(self.folder) if is_complete(path)), 'none')
+
+    def _finish_pending(self):
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()
+
+    def _go_on_after(self, action):
+        """Run action(). An OSError is raised; with go_on it is said, and the run goes on."""
+        try:
+            action()
+            self.failure = None
+        except OSError as error:
+            if not self.go_on:
+                raise
+            self.failure = error
+            self.say(f'WARNING: {error}; training goes on (save_errors=continue), the last one is {self.last_good()}')
+
+    def _refuse_bad_weights(self, step, tensors):
+        """Raise ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use."""
+        weights = {key: tensor for key, tensor in tensors.items() if key.startswith('model.')}
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights.values()]
+        finite = torch.stack([tensor.isfinite().all() for tensor in local]).tolist()  # one wait for the device
+        bad = [key for key, is_finite in zip(weights, finite, strict=True) if not is_finite]
+        everybodys = [None] * self.world_size
+        dist.all_gather_object(everybodys, bad[:1], group=self.group)
+        for rank, names in enumerate(everybodys):
+            if names:
+                raise ValueError(
+                    f'{names[0]} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
+                    f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
+                )
 
     def _stage(self, tensors):
         """Copy this rank's pieces into host memory. When it returns, training may change the tensors again."""
@@ -304,12 +346,13 @@ class Saver:
         self._retain(path)
 
     def _retain(self, new):
-        """Delete all but the `new` complete checkpoint and the newest others, and what killed jobs left.
+        """Delete all but the `new` complete checkpoint, permanent ones and the newest others, and leftovers of kills.
 
         The new one need not be the newest, where a run has gone back. A failure is only said.
         """
         try:
             others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
+            others = [path for path in others if not self._is_permanent(path)]
             for path in others[self.keep - 1 :]:
                 os.rename(path, f'{path}.tmp')  # half deleted, it must not look like a checkpoint
             for name in os.listdir(self.folder):
@@ -317,6 +360,9 @@ class Saver:
                     shutil.rmtree(os.path.join(self.folder, name))
         except OSError as error:
             self.say(f'WARNING: an old checkpoint cannot be deleted, trying again after the next save: {error}')
+
+    def _is_permanent(self, path):
+        return self.permanent_interval > 0 and int(path[-8:]) % self.permanent_interval == 0
 
 
 class StagedPlanner(dcp.DefaultSavePlanner):

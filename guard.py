@@ -5,13 +5,20 @@ A user's mistake is raised in this project as ValueError or OSError with a one-l
 that line. Anything else is a bug and keeps its traceback.
 """
 
+import collections
 import contextlib
 import ctypes
+import faulthandler
+import json
 import math
 import os
 import re
+import shutil
 import signal
+import statistics
+import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -81,6 +88,8 @@ def report(error, out_of_memory_advice=None):
         line = f'{prefix} error: {first_line(error)}'
     else:
         line = f'{prefix} ' + ''.join(traceback.format_exception(error))
+    if not is_lost_peer(error):
+        note_error(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
     # Not sys.stderr: init_process_group() wraps this hook and holds back what is written there until the hook returns.
     print(line, file=sys.__stderr__, flush=True)
     if 'TORCHELASTIC_ERROR_FILE' in os.environ:
@@ -191,47 +200,353 @@ def on_rank_0(decide, *arguments):
     return outcome[0]
 
 
+# --- stop requests ----------------------------------------------------------------------------------------------------
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_FILE, END_OF_JOB = 65, 66  # what is no signal, told apart from signals by numbers above theirs
+received = []  # signals, in the order in which this process got them
+
+
+def catch_signals(signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
+    """From here on these signals ask this rank to stop at a step boundary; a second one changes nothing.
+
+    Without SIGINT: until there is something to save, Ctrl-C ends the process.
+    """
+    for number in signals:
+        signal.signal(number, lambda number, frame: received.append(number))
+
+
+def end_of_slurm_job():
+    """When Slurm will end this job, in seconds of time.time(); infinity outside of a job, or where nobody says."""
+    if 'SLURM_JOB_END_TIME' in os.environ:
+        return float(os.environ['SLURM_JOB_END_TIME'])
+    if 'SLURM_JOB_ID' in os.environ:  # Slurm before 23.02 sets no such variable, but tells what is left: D-HH:MM:SS
+        command = ['squeue', '-h', '-j', os.environ['SLURM_JOB_ID'], '-o', '%L']
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            left = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+            if found := re.fullmatch(r'(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)', left):
+                days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+                return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return math.inf
+
+
 class StopRequest:
-    """A request to stop early: the file STOP in out_dir, as a job script's time-limit trap or a user leaves it there.
+    """A request to stop early: a signal to any rank, the file STOP in out_dir, or the end of the Slurm job's time.
 
     All ranks make one and call agreed() at the same step boundaries. Leaves PREEMPTED, with the step, when it is over.
     """
 
-    def __init__(self, out_dir):
+    def __init__(self, out_dir, stop_before_end_s=0):
+        """stop_before_end_s: seconds that a job needs to save and to end; 0 = do not look at the job's time."""
         import torch.distributed as dist
 
-        self.stop_file, self.marker = os.path.join(out_dir, 'STOP'), os.path.join(out_dir, 'PREEMPTED')
-        self.is_rank_0, self.looked_at, self.exchange = dist.get_rank() == 0, -math.inf, None
-        if self.is_rank_0:
+        catch_signals(SIGNALS)
+        self.out_dir, self.stop_file = out_dir, os.path.join(out_dir, 'STOP')
+        self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
+        self.ends_at = math.inf
+        if self.rank == 0:
+            self.ends_at = end_of_slurm_job() - stop_before_end_s if stop_before_end_s else math.inf
             for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
                 remove_if_there(os.path.join(out_dir, marker))
+        self._send()
 
     def agreed(self):
-        """Whether rank 0 had seen the request one step ago: the same answer on every rank, and no rank waits for it."""
+        """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it."""
+        flag, work = self.exchange
+        work.wait()  # of the step before, so it has long arrived
+        rank, cause = divmod(int(flag.item()), 128)
+        if cause:
+            what = {STOP_FILE: f'there is a file {self.stop_file}', END_OF_JOB: "the job's time is nearly over"}
+            self.reason = what.get(cause) or f'rank {rank} got {signal.Signals(cause).name}'
+        else:
+            self._send()
+        return bool(cause)
+
+    def _send(self):
+        """Start an exchange of what the ranks have seen."""
         import torch
         import torch.distributed as dist
 
-        stop = False
-        if self.exchange is not None:
-            flag, work = self.exchange
-            work.wait()  # of the step before, so it has long arrived
-            stop = bool(flag.item())
-        flag = torch.full((1,), float(self.seen()))
-        self.exchange = flag, dist.broadcast(flag, src=0, async_op=True)  # on the host, over gloo
-        return stop
+        cause = self.seen()
+        flag = torch.tensor([float(self.rank * 128 + cause if cause else 0)])
+        self.exchange = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)  # on the host, over gloo
 
     def seen(self):
-        """Whether there is a request, on rank 0; other ranks do not look."""
-        if not self.is_rank_0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
-            return False
+        """What asks this rank to stop: the number of a signal, STOP_FILE or END_OF_JOB; 0 = nothing."""
+        if received:
+            return int(received[0])
+        if self.rank != 0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
+            return 0
         self.looked_at = time.monotonic()
-        return os.path.exists(self.stop_file)
+        if time.time() > self.ends_at:
+            return END_OF_JOB
+        return STOP_FILE if os.path.exists(self.stop_file) else 0
 
     def obeyed(self, step):
         """The run stops here, saved at `step`: leave PREEMPTED in place of STOP. For rank 0."""
-        with open(self.marker, 'w') as file:
+        with open(os.path.join(self.out_dir, 'PREEMPTED'), 'w') as file:
             file.write(f'{step}\n')
         remove_if_there(self.stop_file)
+        remove_if_there(os.path.join(self.out_dir, STARTS))
+
+
+# --- repeated failures ------------------------------------------------------------------------------------------------
+
+STARTS = '.starts.json'  # from which step the run was started, and how often in a row
+
+
+def count_start(out_dir, step, max_failures):
+    """Note a start of the run from `step`. For rank 0. A checkpoint in between, or an orderly end, begins a new count.
+
+    Raises ValueError when the run has already been started max_failures times from there and has come no further:
+    another repetition would fail as well. 0 = never.
+    """
+    path = os.path.join(out_dir, STARTS)
+    starts = {'step': step, 'count': 0, 'error': ''}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        with open(path) as file:
+            before = dict(json.load(file))
+        starts = before if before.get('step') == step else starts
+    if 0 < max_failures <= starts['count']:
+        last = f'; the last error: {starts["error"]}' if starts['error'] else ''
+        raise ValueError(
+            f'out_dir={out_dir}: {starts["count"]} starts in a row from step {step} have failed before the next '
+            f'checkpoint{last}; mend that, then delete {path}, or raise --max_failures'
+        )
+    starts['count'] += 1
+    global starts_file
+    starts_file = path
+    with open(path, 'w') as file:
+        json.dump(starts, file)
+
+
+starts_file = None
+
+
+def note_error(line):
+    """Keep the error that ends this run, for the message of count_start()."""
+    if starts_file and os.path.exists(starts_file):
+        with contextlib.suppress(OSError, ValueError):
+            with open(starts_file) as file:
+                starts = json.load(file)
+            with open(starts_file, 'w') as file:
+                json.dump(starts | {'error': line[:300]}, file)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6
+
+
+class Numbers:
+    """One decision of all ranks, before each optimizer step, whether its loss and gradient can be trusted."""
+
+    def __init__(self, max_bad_steps, loss_spike_guard, say, group=None, state=None):
+        """max_bad_steps: so many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
+        SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW. say: on rank 0, called with a line.
+        group: the ranks that train together. state: of state(), from a checkpoint."""
+        import torch.distributed as dist
+
+        self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
+        if state:
+            self.skipped, self.in_a_row = state['skipped'], state['in_a_row']
+            self.losses.extend(state['losses'])
+
+    def state(self):
+        return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
+
+    def are_good(self, step, loss_sum, targets, grad_norm, has_scaler, last_good):
+        """Whether to take the optimizer step `step`; self.loss is then the mean loss. Collective; waits for the device.
+
+        loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
+        rank's part of it. has_scaler: fp16 gradients may overflow, GradScaler skips those steps itself.
+        Raises ValueError, on every rank, after max_bad_steps in a row; last_good(): where the last good checkpoint is.
+        """
+        import torch
+        import torch.distributed as dist
+
+        local = grad_norm.to_local() if hasattr(grad_norm, 'to_local') else grad_norm
+        gradient_is_bad = torch.zeros_like(loss_sum) if has_scaler else (~local.isfinite()).to(loss_sum.dtype)
+        mine = torch.stack((loss_sum.detach(), gradient_is_bad)).double()
+        everybodys = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(everybodys, mine, group=self.group)
+        everybodys = torch.stack(everybodys).tolist()  # the same numbers on every rank from here on
+        self.loss = sum(loss for loss, _ in everybodys) / targets
+        bad_loss = [rank for rank, (loss, _) in zip(self.ranks, everybodys, strict=True) if not math.isfinite(loss)]
+        bad_gradient = [rank for rank, (_, is_bad) in zip(self.ranks, everybodys, strict=True) if is_bad]
+        if bad_loss:
+            problem = f'loss not finite on {ranks_in_words(bad_loss)}'
+        elif bad_gradient:
+            problem = f'gradient not finite on {ranks_in_words(bad_gradient)}'
+        else:
+            problem = self._spike()
+        if problem is None:
+            self.losses.append(self.loss)
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row > self.max_bad_steps:
+            raise ValueError(
+                f'{problem} at step {step}, the {self.in_a_row}th bad step in a row (max_bad_steps='
+                f'{self.max_bad_steps}): the last good checkpoint is {last_good()}; go on from it with a lower '
+                '--learning_rate, or look at the data of this step'
+            )
+        self.say(f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)')
+        return False
+
+    def _spike(self):
+        if not self.loss_spike_guard or len(self.losses) < SPIKE_WINDOW:
+            return None
+        mean, sigma = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+        if self.loss <= mean + SPIKE_SIGMAS * sigma:
+            return None
+        return (
+            f'loss {self.loss:.4g} is above {mean:.4g} + {SPIKE_SIGMAS} x {sigma:.2g} of the last {SPIKE_WINDOW} steps'
+        )
+
+
+def ranks_in_words(ranks):
+    return f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {", ".join(map(str, ranks))}'
+
+
+def refuse_different_weights(named_parameters, step, last_good):
+    """Compare checksums of what all ranks should hold alike, as under DistributedDataParallel. Collective.
+
+    Raises ValueError on every rank that names ranks and the first parameter that differ from rank 0's.
+    """
+    import torch
+    import torch.distributed as dist
+
+    names, tensors = zip(*named_parameters, strict=True)
+    # Of the bits: two sums of floats may be equal where two numbers are not.
+    mine = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
+    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, mine)
+    differs = torch.stack(everybodys) != everybodys[0]  # (ranks, parameters)
+    ranks = differs.any(1).nonzero().flatten().tolist()
+    if ranks:
+        name = names[differs.any(0).nonzero()[0].item()]
+        raise ValueError(
+            f'weights of {ranks_in_words(ranks)} differ from those of rank 0 after step {step} ({name} first): memory '
+            f'or hardware of that machine; the last good checkpoint is {last_good()}'
+        )
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Ends a job in which a rank makes no progress any more, and names that rank, its phase and its stack.
+
+    watchdog.at('forward', step)    # whenever something begins: cheap, it only sets a few variables
+    with watchdog.allow('checkpoint', 1800): ...    # a phase of which nobody knows how long it takes
+
+    A thread on every rank writes what its rank is at into out_dir/.heartbeat. A rank that has been at the same for
+    0.8 timeout_s looks at the others' files. Those that wait for each other have come further than the one they wait
+    for. Before the collectives time out, which would name nobody, every rank prints who that is, and ends.
+    """
+
+    def __init__(self, out_dir, timeout_s):
+        import torch.distributed as dist
+
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
+        self.tick = min(1.0, timeout_s / 20)
+        self.count, self.phase, self.step, self.since = 0, 'start', 0, time.monotonic()
+        self.allowed, self.closed = self.patience, threading.Event()
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.makedirs(self.folder, exist_ok=True)
+        dist.barrier()
+        self.stack = open(os.path.join(self.folder, f'rank_{self.rank}.stack'), 'w')
+        self.main_thread = threading.main_thread().ident
+        threading.Thread(target=self._watch, name='watchdog', daemon=True).start()
+
+    def at(self, phase, step=None):
+        """This rank begins `phase` now."""
+        self.count += 1
+        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
+
+    @contextlib.contextmanager
+    def allow(self, phase, seconds):
+        """A phase that may take so long."""
+        self.allowed = max(seconds, self.patience)
+        self.at(phase)
+        yield
+        self.allowed = self.patience
+        self.at(phase)
+
+    def close(self):
+        self.closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self):
+        while not self.closed.wait(self.tick):
+            # Where this thread cannot run, since the main one keeps Python's lock, the C library writes the stack.
+            faulthandler.dump_traceback_later(self.patience, file=self.stack)
+            idle = time.monotonic() - self.since
+            self._write_heartbeat(idle)
+            if idle > self.allowed:
+                self._write_stack()
+                time.sleep(2 * self.tick)  # for the files of ranks that have got here a moment later
+                self._report(time.monotonic() - self.since)
+
+    def _write_heartbeat(self, idle):
+        beat = {'count': self.count, 'phase': self.phase, 'step': self.step, 'idle': idle, 'written': time.time()}
+        with contextlib.suppress(OSError):  # a file system that is gone must not end the run
+            path = os.path.join(self.folder, f'rank_{self.rank}.json')
+            with open(f'{path}.tmp', 'w') as file:
+                json.dump(beat, file)
+            os.replace(f'{path}.tmp', path)
+
+    def _write_stack(self):
+        frame = sys._current_frames().get(self.main_thread)
+        with contextlib.suppress(OSError, ValueError):
+            self.stack.seek(0)
+            self.stack.write(''.join(traceback.format_stack(frame)))
+            self.stack.truncate()
+            self.stack.flush()
+
+    def _report(self, idle):
+        """Print who holds up the job, and end this rank, if somebody does."""
+        beats = {}
+        for rank in range(self.world_size):
+            with contextlib.suppress(OSError, ValueError):
+                with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:
+                    beats[rank] = json.load(file)
+        if self.closed.is_set() or self.rank not in beats or beats[self.rank]['count'] != self.count:
+            return  # it has gone on meanwhile
+        furthest = max(beat['count'] for beat in beats.values())
+        behind = [rank for rank, beat in beats.items() if beat['count'] < furthest] or list(beats)
+        silent = {rank: beats[rank]['idle'] + max(0, time.time() - beats[rank]['written']) for rank in behind}
+        if all(seconds < 0.5 * self.patience for seconds in silent.values()):
+            return  # they are slow, but they move: the collectives' own timeout decides
+        worst = max(silent, key=silent.get)
+        beat = beats[worst]
+        where = f"{silent[worst]:.0f} s in phase '{beat['phase']}' of step {beat['step']}"
+        if len(behind) == self.world_size and self.world_size > 1:
+            line = f'error: all ranks have made no progress for {where}: they wait for each other, or for the network'
+        else:
+            line = f'error: {ranks_in_words(behind)} made no progress for {where}; the others wait'
+        print(f'[{self.rank}] {line}', file=sys.__stderr__, flush=True)
+        if self.rank == worst or (self.rank == min(set(beats) - {worst}, default=worst)):
+            with contextlib.suppress(OSError):
+                with open(os.path.join(self.folder, f'rank_{worst}.stack')) as file:
+                    stack = file.read().rstrip() or '  (unknown: its process is stopped, or its machine is gone)'
+                print(f'[{self.rank}] stack of rank {worst}:\n{stack}', file=sys.__stderr__, flush=True)
+        note_error(line)
+        os._exit(1)
+
+
+def record_flights(out_dir):
+    """Have NCCL keep its last collectives, and write them into out_dir when one times out. Before the process group."""
+    os.environ.setdefault('TORCH_NCCL_TRACE_BUFFER_SIZE', '2000')  # torch 2.11
+    os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
+    os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')
+    os.environ.setdefault('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))
 
 
 def remove_if_there(path):

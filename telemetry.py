@@ -99,7 +99,8 @@ class Meter:
     comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
     """
 
-    def __init__(self, device, world_size, tokens_per_step, flops_per_token, group=None):
+    def __init__(self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None):
+        self._beat = beat or (lambda phase: None)  # called with each phase as it begins
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
@@ -134,6 +135,7 @@ class Meter:
         """The named phase (one of PHASES) begins here, and the one before it ends. A phase may come several times."""
         assert phase in PHASES, f'phase {phase!r}: expected one of {PHASES}'
         self._marks.append((phase, self._event()))
+        self._beat(phase)
 
     def end_step(self):
         """Stop the clock: the step and its last phase end here."""
@@ -149,6 +151,7 @@ class Meter:
     def part(self, phase):
         """A context whose time counts for the step that has just ended, such as the outer step of DiLoCo."""
         begin, mark = self._event(), (phase, self._event())
+        self._beat(phase)
         yield
         self._unread.append(Step(begin, [mark], self._event(), profiled=False, count=0))
 

@@ -31,6 +31,8 @@ eval_only = False  # evaluate the newest checkpoint and stop
 log_interval = 10  # steps between log lines
 checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
 keep_checkpoints = 2  # older ones are deleted
+permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
+save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
 async_checkpoint = False  # train on while a checkpoint is written
 dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
 # logging
@@ -97,7 +99,11 @@ compile: bool | None = None  # torch.compile each block; None = on CUDA
 seed = 1337  # of the initial weights, the order of the data and dropout
 deterministic = False  # bit-equal repetitions, at a cost in speed
 activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
-timeout_s = 600  # a collective that takes longer is an error
+timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
+stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
+max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
 # fsdp
 fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
 zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
@@ -146,6 +152,7 @@ from tokenizer import check_same_tokenizer
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
+guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is something to save
 rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
 device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
 compute_dtype = guard.choose_dtype(dtype, device)
@@ -200,6 +207,7 @@ if dry_run:
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
+    guard.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -210,6 +218,8 @@ if pretrained:
     guard.on_rank_0(pretrained.keep_files, out_dir)  # from here on the run does not need init_from
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+if not (eval_only or verify):
+    guard.on_rank_0(guard.count_start, out_dir, int(found[-8:]) if found else 0, max_failures)
 mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
 alike = {key: value for key, value in config.items() if key not in ('device', 'data_dir')}
 diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
@@ -291,7 +301,7 @@ identity = {  # what a checkpoint must have in common with the run that continue
     'global_batch_size': global_batch_size,
     'seed': seed,
 }
-step = 0
+step, saved = 0, {}
 if found is not None:
     saved, there = checkpoint.read_state(found), checkpoint.read_index(found)
     checkpoint.check_identity(saved['identity'], identity)
@@ -320,6 +330,7 @@ if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say('\n'.join(mesh_lines))
 log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
+watchdog = guard.Watchdog(out_dir, timeout_s)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -329,6 +340,7 @@ def evaluate():
     model.eval()
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
+        watchdog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
@@ -362,12 +374,14 @@ def backward(at):
 
 
 if verify:
+    watchdog.close()
     outer.restart_from_anchors()
     passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
     guard.leave(0 if passed else 1)
 if eval_only:
     with outer.outer_parameters():
         log.row(step, evaluate())
+    watchdog.close()
     log.close()
     dist.destroy_process_group()
     guard.leave()
@@ -378,19 +392,26 @@ if cpu_offload == 'optimizer':
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stop_request = guard.StopRequest(out_dir)
-saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group)
+stop_request = guard.StopRequest(out_dir, stop_before_end_s)
+saver = checkpoint.Saver(
+    out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
+)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group, watchdog.at)
+of_replica = saved.get('numbers', [])[replica : replica + 1]
+numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, *of_replica)
 
 
 def save():
     """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
-    scalers = [None] * num_replicas
-    dist.all_gather_object(scalers, scaler.state_dict(), group=whole_mesh.get_group('replica'))
-    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers}
+    states = [None] * num_replicas
+    state = scaler.state_dict(), numbers.state()
+    dist.all_gather_object(states, state, group=whole_mesh.get_group('replica'))
+    scalers, of_numbers = zip(*states, strict=True)
+    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers, 'numbers': of_numbers}
     position |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     state, tensors = {**position, 'identity': identity, 'config': config}, outer.tensors(outer.is_mid_round(step))
-    saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
+    with watchdog.allow('checkpoint', 3600):
+        saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
 
 
 if found is not None and step < saved['step']:
@@ -402,7 +423,8 @@ planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if plan else No
 journal = telemetry.Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-while step < max_iters:
+stopping = stop_request.agreed()  # a signal that came before there was a step
+while step < max_iters and not stopping:
     lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
     for group in opt.param_groups:
         group['lr'] = lr
@@ -429,7 +451,8 @@ while step < max_iters:
     meter.mark('update')
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    scaler.step(opt)
+    if numbers.are_good(step + 1, step_loss, targets, grad_norm, scaler.is_enabled(), saver.last_good):
+        scaler.step(opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
@@ -451,8 +474,7 @@ while step < max_iters:
     if planner:
         planner.after_step()
     if step % log_interval == 0 or step == 1 or last_step:
-        dist.all_reduce(step_loss, group=shard_group)
-        row |= {'loss': step_loss.item() / targets, 'lr': lr, **meter.interval()}
+        row |= {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
         if fsdp_impl == 'manual':
             row.update(model.communication())
@@ -463,25 +485,27 @@ while step < max_iters:
     if evaluating:
         with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
             row.update(evaluate())
+    if row and numbers.skipped:
+        row['skipped'] = numbers.skipped
     if row:
         journal.keep(step, {'tokens': step * tokens_per_step, **row})
-    stopping = False
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
-        stopping = journal.write(round_ends and stop_request.seen())  # a file STOP in out_dir: save and leave
+        stopping = journal.write(round_ends and stop_request.seen() > 0)  # a signal, or a file STOP: save and leave
     if saving or stopping:
         save()
-    if stopping:
-        break
 
 # --- END --------------------------------------------------------------------------------------------------------------
-saver.wait()
+with watchdog.allow('checkpoint', 3600):
+    saver.wait()
+watchdog.close()
 if planner:
     planner.compare()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
 elif rank == 0:
     stop_request.obeyed(step)
-log.say(f'{"done" if step == max_iters else "stopped as asked"}: {step} of {max_iters} steps, checkpoints in {out_dir}')
+why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
+log.say(f'{why}: {step} of {max_iters} steps, checkpoints in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

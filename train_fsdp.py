@@ -27,6 +27,8 @@ eval_only = False  # evaluate the newest checkpoint and stop
 log_interval = 10  # steps between log lines
 checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
 keep_checkpoints = 2  # older ones are deleted
+permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
+save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
 async_checkpoint = False  # train on while a checkpoint is written
 dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
 # logging
@@ -93,7 +95,11 @@ compile: bool | None = None  # torch.compile each block; None = on CUDA
 seed = 1337  # of the initial weights, the order of the data and dropout
 deterministic = False  # bit-equal repetitions, at a cost in speed
 activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
-timeout_s = 600  # a collective that takes longer is an error
+timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
+stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
+max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
 # fsdp
 fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
 zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
@@ -126,6 +132,7 @@ from tokenizer import check_same_tokenizer
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
+guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is something to save
 rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
 device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
 compute_dtype = guard.choose_dtype(dtype, device)
@@ -177,6 +184,7 @@ if dry_run:
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
+    guard.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -187,6 +195,8 @@ if pretrained:
     guard.on_rank_0(pretrained.keep_files, out_dir)  # from here on the run does not need init_from
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+if not eval_only:
+    guard.on_rank_0(guard.count_start, out_dir, int(found[-8:]) if found else 0, max_failures)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
@@ -248,7 +258,7 @@ identity = {  # what a checkpoint must have in common with the run that continue
     'global_batch_size': global_batch_size,
     'seed': seed,
 }
-step = 0
+step, state = 0, {}
 if found is not None:
     checkpoint.check_identity(checkpoint.read_state(found)['identity'], identity)
     state = checkpoint.load(found, raw_model, opt)
@@ -265,6 +275,7 @@ log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
+watchdog = guard.Watchdog(out_dir, timeout_s)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -274,6 +285,7 @@ def evaluate():
     model.eval()
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
+        watchdog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
@@ -291,6 +303,7 @@ def evaluate():
 if eval_only:
     log.row(step, evaluate())
     log.close()
+    watchdog.close()
     dist.destroy_process_group()
     guard.leave()
 
@@ -300,12 +313,16 @@ if cpu_offload == 'optimizer':
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stop_request = guard.StopRequest(out_dir)
-saver = checkpoint.Saver(out_dir, keep_checkpoints, async_checkpoint, log.say)
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token())
+stop_request = guard.StopRequest(out_dir, stop_before_end_s)
+saver = checkpoint.Saver(
+    out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
+)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=watchdog.at)
+numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-while step < max_iters:
+stopping = stop_request.agreed()  # a signal that came before there was a step
+while step < max_iters and not stopping:
     lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
     for group in opt.param_groups:
         group['lr'] = lr
@@ -331,7 +348,8 @@ while step < max_iters:
     meter.mark('update')
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    scaler.step(opt)
+    if numbers.are_good(step + 1, step_loss, targets, grad_norm, scaler.is_enabled(), saver.last_good):
+        scaler.step(opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
@@ -339,30 +357,33 @@ while step < max_iters:
 
     row = {}
     last_step = step == max_iters
-    stopping = stop_request.agreed()  # a file STOP in out_dir: save and leave
+    stopping = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
     if step % log_interval == 0 or step == 1 or last_step:
-        dist.all_reduce(step_loss)
-        row = {'loss': step_loss.item() / targets, 'lr': lr, **meter.interval()}
+        row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
         if fsdp_impl == 'manual':
             row.update(model.communication())
     if last_step or (eval_interval and step % eval_interval == 0):
         row.update(evaluate())
+    if row and numbers.skipped:
+        row['skipped'] = numbers.skipped
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
     if last_step or stopping or (checkpoint_interval and step % checkpoint_interval == 0):
-        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict()}
-        saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
-    if stopping:
-        break
+        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
+        with watchdog.allow('checkpoint', 3600):
+            saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
 
 # --- END --------------------------------------------------------------------------------------------------------------
-saver.wait()
+with watchdog.allow('checkpoint', 3600):
+    saver.wait()
+watchdog.close()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
 elif rank == 0:
     stop_request.obeyed(step)
-log.say(f'{"done" if step == max_iters else "stopped as asked"}: {step} of {max_iters} steps, checkpoints in {out_dir}')
+why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
+log.say(f'{why}: {step} of {max_iters} steps, checkpoints in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()
