@@ -113,17 +113,10 @@ is_fine_tuned = 'transformers' in state['identity']['model']
 
 
 def answers_messages():
-    """Whether the run's dataset is one of conversations, as its meta.json says, and there is a template for more."""
-    try:
-        with open(os.path.join(dataset_folder, 'meta.json'), encoding='utf-8') as file:
-            learned = bool(json.load(file).get('masked'))
-        if learned and not text_tokenizer.chat_template:
-            say(f'{pretrained.folder} has no chat template, so the prompt is taken as text')
-        return learned and bool(text_tokenizer.chat_template)
-    except FileNotFoundError:
-        if run['dataset'] != 'synthetic' and text_tokenizer.chat_template:
-            say(f'{dataset_folder} is missing, so the prompt is taken as text: --chat=True makes a message of it')
-        return False
+    """Whether the run has learned conversations, and there is a template to write more of them."""
+    if run.get('packed') and not text_tokenizer.chat_template:
+        say(f'{pretrained.folder} has no chat template, so the prompt is taken as text')
+    return bool(run.get('packed') and text_tokenizer.chat_template)
 
 
 def find_stop_tokens():
