@@ -5,9 +5,10 @@ Fetch a model of the Hugging Face hub into a plain folder, or check the one that
     python download_model.py --model=models/Llama-3.2-3B-Instruct         # check that folder; needs no network
     python download_model.py --model=Qwen/Qwen3-0.6B --to=/scratch/qwen --revision=main
 
-Only what training needs is fetched: configuration, tokenizer, licence and safetensors. Killed half-way, the same
-command goes on where it stopped; later, it fetches what is missing or damaged. Every file is compared with the hub's
-size and hash, and download.json, which keeps them, is written last. The weights never come into memory.
+Only what training needs is fetched: configuration, tokenizer, licence, safetensors, and Python files of the model's
+own, which nothing runs without trust_remote_code. Killed half-way, the same command goes on where it stopped; later, it
+fetches what is missing or damaged. Every file is compared with the hub's size and hash, and download.json, which keeps
+them, is written last. The weights never come into memory.
 """
 
 from configurator import configure
@@ -43,6 +44,7 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file,
 # Beside the weights; in the repository's root only: original/, onnx/ and the like hold the weights a second time.
 NEEDED = ['config.json', 'generation_config.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json']
 NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json', 'chat_template*', 'LICENSE*']
+NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # what a licence refers to; code that only trust_remote_code=True runs
 TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
 TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # any one of these sets of files will do
 PICKLES = ('.bin', '.pth', '.pt', '.ckpt')

@@ -84,12 +84,18 @@ class Pretrained:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
             reason = ' '.join(str(error).split())[:300]
+            if 'trust_remote_code' in str(error):
+                reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
         known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
         self.arch = self.config.model_type
         if not own_code and self.arch not in known:
             raise ValueError(f'{folder}: model_type={self.arch!r} is no causal language model of transformers')
+        if getattr(self.config, 'quantization_config', None):
+            raise ValueError(
+                f'{folder}: its weights are quantized, which cannot be trained: take the model in bfloat16'
+            )
         text = self.config.get_text_config()
         self.vocab_size = text.vocab_size
         positions = getattr(text, 'max_position_embeddings', None)
@@ -151,13 +157,17 @@ class Pretrained:
             if os.path.isfile(path) and not is_weights and os.path.getsize(path) <= LARGEST_KEPT:
                 if not name.startswith(('.', 'download.')):
                     shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
+            elif name == 'additional_chat_templates':
+                shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
         os.rename(f'{kept}.tmp', kept)
 
     def empty_model(self, **options):
         """The transformers model without its weights: parameters and buffers as the context says, best on meta."""
         transformers = transformers_offline()
         options |= {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
-        return transformers.AutoModelForCausalLM.from_config(self.config, **options)
+        model = transformers.AutoModelForCausalLM.from_config(self.config, **options)
+        model.tie_weights()  # transformers 5.0 does not, on meta
+        return model
 
     def to_dict(self):
         """What decides shapes and numbers: for the log, for scaling.py, and for the identity of a checkpoint."""

@@ -3,10 +3,16 @@ Write text with a trained model, from the newest checkpoint in out_dir, whicheve
 
     python sample.py --out_dir=out/quickstart --prompt="def "
     python sample.py --out_dir=out/quickstart --prompt=FILE:notes.txt --num_samples=1 --temperature=0
+    python sample.py --out_dir=out/sft_chat --prompt="What is a shard?" --system="Be brief." --temperature=0
+    python sample.py --out_dir=out/sft_chat --prompts=questions.jsonl > answers.jsonl
     python sample.py --help                                   # every key with its default and meaning
+
+A model that was fine-tuned on conversations answers: the prompt is a user's message in the template of its tokenizer,
+which lies in out_dir/model, and stdout has the answer alone. Any other model goes on from the prompt.
 """
 
 import contextlib
+import json
 import math
 import os
 import sys
@@ -18,8 +24,12 @@ out_dir = 'out/quickstart'  # the run whose model writes
 step: int | None = None  # take the checkpoint of this step; None = the newest
 data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
 tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
+trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
 prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
-num_samples = 3  # texts, drawn independently
+prompts: str | None = None  # a .jsonl file with {"prompt": ...} a line; for each, stdout gets {"prompt", "answer"}
+chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
+system: str | None = None  # the system message before it
+num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
 max_new_tokens = 200  # length of each; an end-of-text token ends it earlier
 temperature = 0.8  # below 1 prefers what is likely, above 1 flattens; 0 = always the likeliest token
 top_k = 0  # draw from the k likeliest tokens only; 0 = all
@@ -32,8 +42,10 @@ config, _ = configure(globals())  # before `import torch`, so --help is quick
 
 import torch
 
+import chat as chats
 import checkpoint
 import guard
+import hf
 from model import GPT, ModelConfig, sample_token
 from tokenizer import load_tokenizer, tokenizer_of
 
@@ -46,6 +58,38 @@ def say(line):
     """Notes go to stderr: stdout holds the text alone."""
     print(line, file=sys.stderr)
 
+
+# --- PROMPTS ----------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(path):
+    """The prompts of a .jsonl file. Raises ValueError with the number of a line that has none."""
+    found = []
+    with open(path, encoding='utf-8') as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)['prompt']
+            except (ValueError, LookupError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise ValueError(f'{path}, line {number}: expected {{"prompt": "TEXT"}}, given {line.strip()[:60]}')
+            found.append(text)
+    return found
+
+
+if prompt and prompts is not None:
+    raise ValueError('prompt and prompts are both given: leave one out')
+if prompt.startswith('FILE:'):
+    with open(prompt.removeprefix('FILE:'), encoding='utf-8') as file:
+        prompt = file.read()
+texts = [prompt] if prompts is None else read_prompts(prompts)
+if num_samples is not None and num_samples < 1:
+    raise ValueError(f'num_samples={num_samples}: expected 1 or more')
+if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1:
+    given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
+    raise ValueError(f'{given}: expected temperature and top_k of 0 or more, and top_p from 0 to 1')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
 if step is None:
@@ -61,41 +105,107 @@ else:
     if damage:
         raise ValueError(f'checkpoint {path} is damaged: {damage}; take another --step')
 weights, state = checkpoint.load_weights(path)
-model_config = ModelConfig(**state['identity']['model'])
-with torch.device('meta'):
-    model = GPT(model_config, compute_dtype)
-model.to_empty(device=device)
-with torch.no_grad():
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
-model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
-say(f'{path}: {model_config.arch}, {model.parameter_counts()["total"]:,} parameters, on {device}')
-
-# --- PROMPT -----------------------------------------------------------------------------------------------------------
 run = state['config']
-if tokenizer is not None:
-    text_tokenizer = load_tokenizer(tokenizer)
-elif run['dataset'] == 'synthetic':
-    raise ValueError(f'{out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
-else:
-    dataset_folder = os.path.join(data_dir or run['data_dir'], run['dataset'])
-    if not os.path.exists(os.path.join(dataset_folder, 'meta.json')):
-        raise ValueError(
-            f'{dataset_folder}/meta.json, which names the tokenizer of {out_dir}, is missing: '
-            'say where the dataset lies with --data_dir=FOLDER, or name the tokenizer with --tokenizer=NAME'
+dataset_folder = os.path.join(data_dir or run['data_dir'], run['dataset'])
+is_fine_tuned = 'transformers' in state['identity']['model']
+
+# --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------
+
+
+def answers_messages():
+    """Whether the run has learned conversations, and there is a template to write more of them."""
+    if run.get('packed') and not text_tokenizer.chat_template:
+        say(f'{pretrained.folder} has no chat template, so the prompt is taken as text')
+    return bool(run.get('packed') and text_tokenizer.chat_template)
+
+
+def find_stop_tokens():
+    """Ids of the tokens that end a text, as the model's folder names them, and of the one that ends an answer."""
+    named = [text_tokenizer.eos_token_id, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)]
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open(os.path.join(pretrained.folder, 'generation_config.json')) as file,
+    ):
+        named.append(json.load(file).get('eos_token_id'))
+    found = {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if token is not None}
+    if chat:  # where a model without a template was given one, its folder names the end of a text alone
+        conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
+        behind = render(conversation).partition('Answer')[2].strip()
+        following = text_tokenizer.encode(behind, add_special_tokens=False)[:1]
+        found |= {token for token in following if text_tokenizer.added_tokens_decoder.get(token)}
+    return sorted(found)
+
+
+def render(messages, **options):
+    """What the chat template writes; a template may raise anything."""
+    try:
+        return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=chats.DATE, **options)
+    except Exception as error:
+        reason = ' '.join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f'the chat template in {pretrained.folder} refuses: {reason}') from error
+
+
+if is_fine_tuned:
+    if tokenizer is not None:
+        raise ValueError(f'tokenizer={tokenizer}: a fine-tuned model has its own, in {out_dir}/{hf.KEPT}; leave it out')
+    transformers = hf.transformers_offline()
+    transformers.logging.set_verbosity_error()
+    pretrained = hf.Pretrained.of_run(out_dir, state, trust_remote_code)
+    try:
+        text_tokenizer = transformers.AutoTokenizer.from_pretrained(
+            pretrained.folder, trust_remote_code=trust_remote_code
         )
-    text_tokenizer = tokenizer_of(dataset_folder)
-if text_tokenizer.vocab_size > model_config.vocab_size:
-    raise ValueError(
-        f'tokenizer {text_tokenizer.name} has {text_tokenizer.vocab_size} tokens, the model {model_config.vocab_size}: '
-        'give the one it was trained with, --tokenizer=NAME'
-    )
-if prompt.startswith('FILE:'):
-    with open(prompt.removeprefix('FILE:'), encoding='utf-8') as file:
-        prompt = file.read()
-if num_samples < 1:
-    raise ValueError(f'num_samples={num_samples}: expected 1 or more')
-prompt_tokens = text_tokenizer.encode(prompt)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = ' '.join(str(error).split())[:200]
+        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer in it: {reason}') from error
+    if chat and not text_tokenizer.chat_template:
+        raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')
+    if chat is None:
+        chat = answers_messages()
+    stop_tokens = find_stop_tokens()
+    model = hf.for_inference(pretrained, weights)
+    for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
+        parameter.data = parameter.data.to(device, compute_dtype)
+    model.to(device)
+    model.generation_config = transformers.GenerationConfig()  # only the knobs above decide
+else:
+    for key, value in (('chat', chat), ('system', system)):
+        if value:
+            raise ValueError(f'{key}={value}: {out_dir} was trained from scratch, on text alone: leave --{key} out')
+    model_config = ModelConfig(**state['identity']['model'])
+    with torch.device('meta'):
+        model = GPT(model_config, compute_dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
+    if tokenizer is not None:
+        text_tokenizer = load_tokenizer(tokenizer)
+    elif run['dataset'] == 'synthetic':
+        raise ValueError(f'{out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
+    else:
+        if not os.path.exists(os.path.join(dataset_folder, 'meta.json')):
+            raise ValueError(
+                f'{dataset_folder}/meta.json, which names the tokenizer of {out_dir}, is missing: '
+                'say where the dataset lies with --data_dir=FOLDER, or name the tokenizer with --tokenizer=NAME'
+            )
+        text_tokenizer = tokenizer_of(dataset_folder)
+    if text_tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f'tokenizer {text_tokenizer.name} has {text_tokenizer.vocab_size} tokens, the model '
+            f'{model_config.vocab_size}: give the one it was trained with, --tokenizer=NAME'
+        )
+del weights
+parameters = sum(parameter.numel() for parameter in model.parameters())
+say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {device}')
+
+if chat and not all(text.strip() for text in texts):
+    raise ValueError('an empty prompt: give the message to answer with --prompt="TEXT", or --chat=False')
+if system is not None and not chat:
+    raise ValueError(f'system={system!r}: the prompt is taken as text here; --chat makes a message of it, too')
+if num_samples is None:
+    num_samples = 1 if chat or prompts is not None else 3
 
 # --- SAMPLE -----------------------------------------------------------------------------------------------------------
 
@@ -110,25 +220,80 @@ def tokens_that_begin_with(text):
     return found
 
 
-# "def " ends in a token of its own for the space, but in the text that was learned the space begins the next word's
-# token, and after a lone one the model is lost. So take the last token back and let the first new one begin with it.
-begin = text_tokenizer.decode([prompt_tokens.pop()]) if prompt.endswith(' ') else ''
-prompt_tokens = prompt_tokens or [text_tokenizer.eot]  # eot stands between documents: it starts one
-batch = torch.tensor([prompt_tokens] * num_samples, device=device)  # (num_samples, T)
-draw = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-draw['generator'] = torch.Generator(device).manual_seed(seed)
-if begin:
-    with torch.no_grad():
-        logits = model(batch[:, -model_config.block_size :])[:, -1]  # (num_samples, vocab_size)
-    others = torch.ones(logits.shape[-1], dtype=torch.bool, device=device)
-    others[tokens_that_begin_with(begin)] = False
-    batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
-tokens = model.generate(batch, max_new_tokens, stop_token=text_tokenizer.eot, **draw)
+def continue_natively(text):
+    """num_samples texts that go on from this one, by model.py."""
+    tokens = text_tokenizer.encode(text)
+    # "def " ends in a token of its own for the space, but in the text that was learned the space begins the token of
+    # the next word, and after a lone one the model is lost. So take it back and let the first new token begin with it.
+    begin = text_tokenizer.decode([tokens.pop()]) if text.endswith(' ') else ''
+    tokens = tokens or [text_tokenizer.eot]  # eot stands between documents: it starts one
+    batch = torch.tensor([tokens] * num_samples, device=device)  # (num_samples, T)
+    draw = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+    draw['generator'] = torch.Generator(device).manual_seed(seed)
+    if begin:
+        with torch.no_grad():
+            logits = model(batch[:, -model_config.block_size :])[:, -1]  # (num_samples, vocab_size)
+        others = torch.ones(logits.shape[-1], dtype=torch.bool, device=device)
+        others[tokens_that_begin_with(begin)] = False
+        batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
+    rows = model.generate(batch, max_new_tokens, stop_token=text_tokenizer.eot, **draw)[:, len(tokens) :].tolist()
+    rows = [row[: row.index(text_tokenizer.eot)] if text_tokenizer.eot in row else row for row in rows]
+    # A vocab_size set above the tokenizer's leaves unused ids.
+    rows = [[token for token in row if token < text_tokenizer.vocab_size] for row in rows]
+    return [text_tokenizer.decode(row).removeprefix(begin) for row in rows]
 
-for number, row in enumerate(tokens[:, len(prompt_tokens) :].tolist(), start=1):
-    if text_tokenizer.eot in row:
-        row = row[: row.index(text_tokenizer.eot)]
-    row = [token for token in row if token < text_tokenizer.vocab_size]  # a vocab_size set above it leaves unused ids
-    if num_samples > 1:
-        print(f'--- sample {number} of {num_samples} ' + '-' * 60)
-    print(prompt.removesuffix(begin) + text_tokenizer.decode(row))
+
+def generate(tokens):
+    """num_samples lists of tokens that go on from these, by transformers, without the token that ended them."""
+    positions = getattr(pretrained.config.get_text_config(), 'max_position_embeddings', None) or math.inf
+    if len(tokens) >= positions:
+        raise ValueError(f'the prompt has {len(tokens)} tokens, the model {positions} positions: shorten it')
+    options = {'do_sample': temperature > 0, 'eos_token_id': stop_tokens or None}
+    if temperature > 0:
+        options |= {'temperature': temperature, 'top_k': top_k, 'top_p': top_p or 1.0}
+    batch = torch.tensor([tokens] * num_samples, device=device)  # (num_samples, T)
+    torch.manual_seed(seed)
+    rows = model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        max_new_tokens=min(max_new_tokens, positions - len(tokens)),
+        pad_token_id=stop_tokens[0] if stop_tokens else 0,  # it fills rows that have ended
+        **options,
+    )[:, len(tokens) :].tolist()
+    ends = [[at for at, token in enumerate(row) if token in stop_tokens] for row in rows]
+    return [row[: end[0]] if end else row for row, end in zip(rows, ends, strict=True)]
+
+
+def continue_text(text):
+    """num_samples texts that go on from this one, by transformers."""
+    tokens = text_tokenizer(text).input_ids
+    if tokens and tokens[-1] == text_tokenizer.eos_token_id:
+        tokens.pop()  # some tokenizers end every text
+    starts = [text_tokenizer.eos_token_id, text_tokenizer.bos_token_id]  # the end of a document starts the next one
+    tokens = tokens or [token for token in starts if token is not None][:1]
+    if not tokens:
+        raise ValueError('an empty prompt, and the tokenizer has no token that starts a text: give a --prompt')
+    before = text_tokenizer.decode(tokens, skip_special_tokens=True)
+    # Decoded with the prompt: some tokenizers drop the space that a text begins with.
+    return [
+        text_tokenizer.decode(tokens + row, skip_special_tokens=True).removeprefix(before) for row in generate(tokens)
+    ]
+
+
+def answer(text):
+    """num_samples answers to a user's message."""
+    messages = [] if system is None else [{'role': 'system', 'content': system}]
+    written = render([*messages, {'role': 'user', 'content': text}], add_generation_prompt=True)
+    rows = generate(text_tokenizer.encode(written, add_special_tokens=False))  # the template has written them
+    return [text_tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+
+
+for text in texts:
+    found = answer(text) if chat else continue_text(text) if is_fine_tuned else continue_natively(text)
+    for number, new in enumerate(found, start=1):
+        if prompts is not None:
+            print(json.dumps({'prompt': text, 'answer': new}, ensure_ascii=False), flush=True)
+            continue
+        if num_samples > 1:
+            print(f'--- sample {number} of {num_samples} ' + '-' * 60)
+        print(new if chat else text + new)

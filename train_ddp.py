@@ -146,7 +146,7 @@ elif train_data.is_packed:
 if num_epochs is not None:
     max_iters = scaling.iterations_of_epochs(num_epochs, train_data.n_windows, global_batch_size)
     config.update(max_iters=max_iters)
-config.update(global_batch_size=global_batch_size, vocab_size=vocab_size)
+config.update(global_batch_size=global_batch_size, vocab_size=vocab_size, packed=train_data.is_packed)
 filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
 config.update(filled)
 globals().update(filled)

@@ -1,5 +1,7 @@
-"""sample.py on what train_fsdp.py saved from two ranks and train_ddp.py from one."""
+"""sample.py on what train_fsdp.py saved from two ranks and train_ddp.py from one. Fine-tuned models are sampled in
+test_export_finetuned.py."""
 
+import json
 import runpy
 import shutil
 import sys
@@ -66,6 +68,16 @@ def test_an_empty_prompt_starts_a_document(runs, sample):
     assert text.strip() and '<|endoftext|>' not in text
 
 
+def test_prompts_of_a_file_get_a_line_each_as_if_asked_alone(runs, sample, tmp_path):
+    texts = ['def ', 'import os', 'Größe:\n']
+    (tmp_path / 'prompts.jsonl').write_text('\n\n'.join(json.dumps({'prompt': text}) for text in texts))
+    written, _ = sample(runs / 'fsdp', '--prompt=', f'--prompts={tmp_path / "prompts.jsonl"}', '--num_samples=None')
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [line['prompt'] for line in lines] == texts
+    for line in lines:
+        assert sample(runs / 'fsdp', f'--prompt={line["prompt"]}')[0] == line['prompt'] + line['answer'] + '\n'
+
+
 def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
     shutil.copytree(runs / 'ddp', tmp_path / 'run')
     shard = next((tmp_path / 'run').glob('checkpoints/step_00000004/*.distcp'))
@@ -87,6 +99,8 @@ def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
         (['--num_samples=0'], 'num_samples=0'),
         (['--top_p=1.5'], 'top_p=1.5'),
         (['--prompt=FILE:none.txt'], 'none.txt'),
+        (['--chat'], 'was trained from scratch, on text alone: leave --chat out'),
+        (['--system=Be brief.'], 'leave --system out'),
     ],
 )
 def test_bad_input_gets_one_line(runs, sample, arguments, expected):
