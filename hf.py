@@ -16,9 +16,9 @@ LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -27,21 +27,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from hf_files import Weights, find_folder, local_rows, tensors_to_load
 from model import SAVED_OPS, ChunkedCrossEntropy
 
-SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
-AFTER_HEAD = ('final_logit_softcapping', 'logit_scale', 'logits_scaling', 'lm_head_multiplier', 'output_multiplier')
+AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
+AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
 OF_NATIVE_MODELS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim')
 OF_NATIVE_MODELS += ('vocab_size', 'bias', 'tie_embeddings', 'rope_theta', 'attention_gate')
 DROPOUT = re.compile(r'dropout|_pdrop$')
-VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{DROPOUT.pattern}')  # keys of config.json
-MASKS = {'full_attention', 'sliding_attention', 'linear_attention'}  # that causal_attention() knows
+NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
+VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
+# Where causal_attention() takes the place of transformers' own: these models need no other mask than those it makes.
+OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 
@@ -87,7 +89,11 @@ class Pretrained:
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
-        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        mappings = transformers.models.auto.modeling_auto
+        encoders = (
+            mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() if not getattr(self.config, 'is_decoder', True) else ()
+        )
+        known = mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - encoders  # BERT is in both
         own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
         self.arch = self.config.model_type
         if not own_code and self.arch not in known:
@@ -144,10 +150,10 @@ class Pretrained:
         return cls(folder, trust_remote_code=trust_remote_code, **options)
 
     def keep_files(self, out_dir):
-        """Copy configuration, tokenizer and licence into out_dir, once: then the run needs init_from no more. For
-        rank 0."""
+        """Copy configuration, tokenizer and licence into out_dir when a run begins, which then does not need init_from
+        any more. What an earlier start without a checkpoint has left there is replaced. For rank 0."""
         kept = os.path.join(out_dir, KEPT)
-        if os.path.isdir(kept) or os.path.abspath(self.folder) == os.path.abspath(kept):
+        if os.path.abspath(self.folder) == os.path.abspath(kept):
             return
         shutil.rmtree(f'{kept}.tmp', ignore_errors=True)
         os.makedirs(f'{kept}.tmp')
@@ -155,17 +161,18 @@ class Pretrained:
             path = os.path.join(self.folder, name)
             is_weights = name.endswith(('.safetensors', '.bin', '.pth', '.pt', '.gguf', '.index.json'))
             if os.path.isfile(path) and not is_weights and os.path.getsize(path) <= LARGEST_KEPT:
-                if not name.startswith(('.', 'download.')):
+                if not name.startswith(('.', 'download.', 'adapter_')):
                     shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
             elif name == 'additional_chat_templates':
                 shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
+        shutil.rmtree(kept, ignore_errors=True)
         os.rename(f'{kept}.tmp', kept)
 
     def empty_model(self, **options):
         """The transformers model without its weights: parameters and buffers as the context says, best on meta."""
         transformers = transformers_offline()
         options |= {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
-        model = transformers.AutoModelForCausalLM.from_config(self.config, **options)
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **options)
         model.tie_weights()  # transformers 5.0 does not, on meta
         return model
 
@@ -188,7 +195,7 @@ class Pretrained:
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
-            'head_dim': getattr(text, 'head_dim', None) or text.hidden_size // heads,
+            'head_dim': value_of(text, 'head_dim') or text.hidden_size // heads,
             'n_embd': text.hidden_size,
             'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
             'vocab_size': self.vocab_size,
@@ -209,26 +216,12 @@ class Pretrained:
         }
 
 
-def find_folder(init_from):
-    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME).
-
-    Raises ValueError with the command that fetches it.
-    """
-    if os.path.isdir(init_from):
-        return init_from
-    if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
-        transformers_offline()
-        import huggingface_hub
-
-        try:
-            return huggingface_hub.snapshot_download(init_from, local_files_only=True)
-        except (OSError, ValueError):  # its LocalEntryNotFoundError is both
-            pass
-    hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
-    raise ValueError(
-        f'init_from={init_from}: no such folder, and no model of that name in the cache of the Hugging Face hub; where '
-        f'there is internet: `python download_model.py --model={hub_id}`, then --init_from=models/NAME'
-    )
+def value_of(config, name):
+    """An attribute of a configuration, or None; some raise their own errors where it differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -309,12 +302,12 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     transformers = transformers_offline()
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
     config = pretrained.config
-    for name in list(vars(config)):  # a dropout of pretraining is not this run's
-        if DROPOUT.search(name) and isinstance(getattr(config, name), float):
-            setattr(config, name, pretrained.dropout)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):  # the noise of pretraining is not this run's
+            if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(part, name, pretrained.dropout if DROPOUT.search(name) else 0.0)
     model = pretrained.empty_model()
-    masks = set(getattr(config.get_text_config(), 'layer_types', None) or ())
-    if model.config._attn_implementation == 'sdpa' and masks <= MASKS:
+    if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
         model.set_attn_implementation(ATTENTION)
     places = {}
     for module in model.modules():
@@ -330,7 +323,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
     model.has_plain_head &= model.base_model is not model  # it is where a class names none
     heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
-    head_dim = getattr(text, 'head_dim', None) or text.hidden_size // heads
+    head_dim = value_of(text, 'head_dim') or text.hidden_size // heads
     model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
     model.__class__ = type(type(model).__name__, (ForTraining, type(model)), {})
     model.train()
@@ -407,18 +400,27 @@ def loss_of_logits(logits, targets, vocab_size, z_loss):
 def fill_buffers(model, device):
     """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies.
 
-    transformers has a rule for each in _init_weights(). Raises RuntimeError for one that it leaves alone.
+    transformers has a rule for each in _init_weights(). Raises ValueError for one that it leaves alone.
     """
     for module in model.modules():
-        for name in module._non_persistent_buffers_set:
-            if module._buffers[name] is not None:
-                unset = torch.empty_like(module._buffers[name], device=device)
-                module._buffers[name] = unset.fill_(torch.nan) if unset.is_floating_point() else unset.zero_()
-        if module._non_persistent_buffers_set:
+        unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        for name, buffer in module._buffers.items():
+            if name in unset:
+                buffer = torch.empty_like(buffer, device=device)
+                module._buffers[name] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer.zero_()
+            elif buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+        if unset:
+            # The rule would draw the module's parameters anew, too: it gets others in their place.
+            parameters = module._parameters
+            module._parameters = {name: p if p is None else p.detach().to('meta') for name, p in parameters.items()}
             model._init_weights(module)
-        for name in module._non_persistent_buffers_set:
-            if module._buffers[name] is not None and module._buffers[name].isnan().any():
-                raise RuntimeError(f'transformers does not say how to fill buffer {name} of {type(module).__name__}')
+            module._parameters = parameters
+        for name in unset:
+            if module._buffers[name].isnan().any():
+                raise ValueError(
+                    f'transformers does not say how to fill {name} of {type(module).__name__}: not supported'
+                )
 
 
 # --- LoRA and frozen parts --------------------------------------------------------------------------------------------
@@ -501,92 +503,6 @@ def merge_lora(model, weights, pretrained):
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-class Weights:
-    """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
-
-    def __init__(self, folder):
-        """Raises ValueError where there are none, with the command that checks or fetches them."""
-        self.folder, self.files = folder, {}
-        advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
-        if not os.path.isdir(folder):
-            raise ValueError(f'init_from={folder}: its weights are needed to start, and it is not there; {advice}')
-        if os.path.exists(os.path.join(folder, INDEX)):
-            with open(os.path.join(folder, INDEX), encoding='utf-8') as file:
-                self.where = json.load(file)['weight_map']
-        elif os.path.exists(os.path.join(folder, SINGLE)):
-            self.where = None  # all in one file, which is not opened yet
-        else:
-            pickles = [name for name in os.listdir(folder) if name.endswith(('.bin', '.pth', '.pt'))]
-            unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
-            raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
-        absent = sorted(
-            {name for name in (self.where or {}).values() if not os.path.exists(os.path.join(folder, name))}
-        )
-        if absent:
-            raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
-
-    def names(self):
-        if self.where is None:
-            self.where = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
-        return self.where
-
-    def open(self, name):
-        from safetensors import SafetensorError, safe_open
-
-        if name not in self.files:
-            path = os.path.join(self.folder, name)
-            try:
-                self.files[name] = safe_open(path, framework='pt')
-            except SafetensorError as error:
-                raise ValueError(
-                    f'{path}: damaged ({error}); `python download_model.py --model={self.folder}` names what differs'
-                ) from error
-        return self.files[name]
-
-    def read(self, name, rows=slice(None)):
-        """Some rows of a tensor, or all of it, as it is stored."""
-        file = self.open(self.names()[name])
-        whole = file.get_slice(name)
-        return whole[rows] if whole.get_shape() else file.get_tensor(name)
-
-    def shape(self, name):
-        return tuple(self.open(self.names()[name]).get_slice(name).get_shape())
-
-    def find(self, model):
-        """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
-        base model, as GPT-2's do, and hold a tied weight under any of its names."""
-        there, prefix, found, lacking = self.names(), model.base_model_prefix + '.', {}, []
-        for name, aliases in tensors_to_load(model).items():
-            candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
-            match = next((candidate for candidate in candidates if candidate in there), None)
-            if match is not None:
-                found[name] = match
-            elif not name.endswith(('.lora_A', '.lora_B')):
-                lacking.append(name)
-        return found, lacking
-
-
-def tensors_to_load(model):
-    """{name: all its names} of parameters and of the buffers that files hold."""
-    names = {}
-    for kind in (model.named_parameters, model.named_buffers):
-        for name, tensor in kind(remove_duplicate=False):
-            module, _, attribute = name.rpartition('.')
-            if attribute not in model.get_submodule(module)._non_persistent_buffers_set:
-                names.setdefault(tensor, []).append(name)
-    return {aliases[0]: aliases for aliases in names.values()}
-
-
-def local_rows(tensor):
-    """(what this rank holds of a parameter, a plain tensor; the rows of the whole that these are)."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), slice(None)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor._local_tensor.detach(), slice(offset[0], offset[0] + shape[0])
-
-
 @torch.no_grad()
 def load(model, pretrained, seed=0):
     """Fill a model with the weights of its folder, as fp32, whatever they are stored in; sharded or not. Collective.
@@ -598,7 +514,7 @@ def load(model, pretrained, seed=0):
     """
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
-    whole = whole_state(pretrained) if lacking else None
+    whole = state_of_rank_0(pretrained) if lacking else None
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in tensors_to_load(model):
         local, rows = local_rows(tensors[name])
@@ -623,13 +539,32 @@ def initial_lora(name, shape, seed):
     return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
 
 
-def whole_state(pretrained):
-    """The state dict as transformers loads it, on rank 0; None on the others."""
-    if dist.get_rank() != 0:
-        return None
+def whole_model(pretrained):
+    """The model as transformers loads it, fp32. Raises ValueError where its weights are not all in the folder: the rest
+    would be random numbers."""
     transformers = transformers_offline()
-    options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code}
-    return transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options).state_dict()
+    options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
+    if info['missing_keys']:
+        raise ValueError(
+            f'{pretrained.weights_folder}: the files lack {len(info["missing_keys"])} weights of {pretrained.arch}, '
+            f'{sorted(info["missing_keys"])[0]} first; `python download_model.py --model=OWNER/NAME` fetches them'
+        )
+    return model.eval()
+
+
+def state_of_rank_0(pretrained):
+    """The state dict as transformers loads it, on rank 0; None on the others. Raises its ValueError on every rank."""
+    outcome, state = [None], None
+    if dist.get_rank() == 0:
+        try:
+            state = whole_model(pretrained).state_dict()
+        except ValueError as error:
+            outcome = [str(error)]
+    dist.broadcast_object_list(outcome, device=torch.device('cpu'))
+    if outcome[0]:
+        raise ValueError(outcome[0])
+    return state
 
 
 def from_rank_0(tensor, like):
@@ -662,18 +597,22 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     model: as it is called, wrapped or sharded; raw_model: with ForTraining's attributes. loaded: the weights are the
     folder's, so the logits must be, too: rank 0 computes them with transformers' own class, a block of the files at a
     time. packed: attention must stay within documents.
-    Raises RuntimeError on every rank: to train on would waste the run.
+    Raises ValueError on every rank: to train on would waste the run.
     """
     T = min(32, pretrained.block_size)
     tokens = torch.randint(pretrained.vocab_size, (1, T), generator=torch.Generator().manual_seed(1))
     x = tokens.to(device)
     y = x.roll(-1, 1)
     facts, problems = [], []
-    tolerance = 1e-4 if raw_model.compute_dtype == torch.float32 else 0.1  # of a norm; wrong frequencies give about 1
+    exact = raw_model.compute_dtype == torch.float32
+    tolerance = 1e-4 if exact else 0.1  # of a norm; wrong frequencies give about 1
     model.eval()
+    torch.compiler.set_stance(
+        'force_eager'
+    )  # compiled for these few tokens, blocks would take training's for one more size
     logits = model(x).float()  # (1, T, V)
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
-    if not abs(ce - expected_ce) <= tolerance * expected_ce:
+    if not abs(ce - expected_ce) <= (1e-4 if exact else 0.02) * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
     whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
     facts.append(f'the loss is that of the logits{whole}')
@@ -682,9 +621,12 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
         second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
-        if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
+        if (
+            not (second - again).norm() <= (1e-4 if exact else 0.02) * second.norm()
+        ):  # experts of mixtures add up in another order
             problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
         facts.append('packed documents do not see each other')
+    torch.compiler.set_stance('default')
     for module in model.modules():  # without a backward pass what forward left gathered would stay so
         if hasattr(module, 'reshard'):
             module.reshard()
@@ -701,7 +643,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
             )
         facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference[0]:.1g} of their norm)')
     if problems:
-        raise RuntimeError(f'self-test: {"; ".join(problems)}')
+        raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
     return f'self-test: {"; ".join(facts)}'
 
 
@@ -712,10 +654,7 @@ def reference_logits(pretrained, tokens):
         model = pretrained.empty_model()
     found, lacking = weights.find(model)
     if lacking:
-        transformers = transformers_offline()
-        options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code}
-        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
-        return model.eval()(tokens, use_cache=False).logits
+        return whole_model(pretrained)(tokens, use_cache=False).logits
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
     fill_buffers(model, 'cpu')
 
@@ -731,8 +670,11 @@ def reference_logits(pretrained, tokens):
 
     blocks = find_blocks(model)
     inside = {inner for block in blocks for inner in block.modules()}
+    table = model.get_input_embeddings()
     for name, module in model.named_modules():
-        if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+        if module is table:
+            fetch(module, name, True)  # for good: some classes ask where it lies before they call it
+        elif module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
             module.register_forward_pre_hook(lambda module, args, name=name: fetch(module, name, True))
             module.register_forward_hook(lambda module, args, output, name=name: fetch(module, name, False))
     return model.eval()(tokens, use_cache=False).logits

@@ -46,6 +46,22 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     return steps
 
 
+def cautions(config, n_windows):
+    """Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data."""
+    lines = []
+    if config['warmup_iters'] >= config['max_iters']:
+        lines.append(
+            f'warning: warmup_iters={config["warmup_iters"]} of max_iters={config["max_iters"]} steps: the learning '
+            'rate never reaches its peak'
+        )
+    if config['global_batch_size'] > n_windows:
+        lines.append(
+            f'warning: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
+            'training data: each step repeats them'
+        )
+    return lines
+
+
 def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
     """Optimizer steps for num_epochs passes over n_windows sequences. ValueError: num_epochs is not above 0."""
     if not 0 < num_epochs < math.inf:

@@ -135,19 +135,20 @@ global_batch_size = global_batch_size or batch_size * world_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
 tokens_per_step = global_batch_size * block_size
 pretrained = None if init_from == 'scratch' else hf.Pretrained.from_keys(config, explicit)
-vocab_size = pretrained.vocab_size if pretrained else vocab_size
+if pretrained:
+    vocab_size = pretrained.vocab_size
+    check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
 train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
 val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
 vocab_size = vocab_size or train_data.vocab_size
-if pretrained:
-    check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
-elif train_data.is_packed:
+if train_data.is_packed and not pretrained:
     raise ValueError(f'dataset={dataset} holds conversations, for a model that knows language: give its --init_from')
-if num_epochs is not None:
+if num_epochs is not None and not any(argument.startswith('--max_iters') for argument in sys.argv):
     max_iters = scaling.iterations_of_epochs(num_epochs, train_data.n_windows, global_batch_size)
     config.update(max_iters=max_iters)
 config.update(global_batch_size=global_batch_size, vocab_size=vocab_size, packed=train_data.is_packed)
 filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
+notes += scaling.cautions({**config, **filled}, train_data.n_windows)
 config.update(filled)
 globals().update(filled)
 lr_decay_iters = lr_decay_iters or max_iters
@@ -178,12 +179,12 @@ if 'RANK' in os.environ:
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
-if pretrained:
-    guard.on_rank_0(pretrained.keep_files, out_dir)  # from here on the run does not need init_from
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
 if not eval_only:
     guard.on_rank_0(guard.count_start, out_dir, int(found[-8:]) if found else 0, max_failures)
+if pretrained and found is None:
+    guard.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep

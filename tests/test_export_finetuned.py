@@ -309,12 +309,11 @@ def test_stdout_has_the_answer_alone_and_a_system_message_is_rendered(sample, tm
     assert expected.startswith(rendered) and written.strip() == expected.removeprefix(rendered).strip()
 
 
-def test_without_the_dataset_a_prompt_is_text_unless_asked_otherwise(runs, sample, tmp_path):
+def test_without_the_dataset_a_prompt_is_a_message_unless_asked_otherwise(sample, tmp_path):
     question, answer = next(iter(QUESTIONS.items()))
     options = [f'--prompt={question}', '--temperature=0', f'--data_dir={tmp_path}', '--num_samples=1']
-    text, notes = sample('chat', *options)
-    assert text.startswith(question) and '--chat=True' in notes
-    assert sample('chat', *options, '--chat')[0] == f'{answer}\n'
+    assert sample('chat', *options)[0] == f'{answer}\n'
+    assert sample('chat', *options, '--chat=False')[0].startswith(question)
 
 
 @torch.no_grad()

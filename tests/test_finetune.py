@@ -35,6 +35,22 @@ MODELS = {
     'mistral': ('MistralConfig', SIZES | {'sliding_window': 8}),
     'gpt2': ('GPT2Config', GPT2),
 }
+EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
+SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
+MORE_MODELS = {  # on 2 ranks only: every class for which hf.py brings its own attention, and some for which it does not
+    'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
+    'granite': ('GraniteConfig', SIZES | {'logits_scaling': 4.0}),
+    'mixtral': ('MixtralConfig', SIZES | EXPERTS | {'sliding_window': 8}),
+    'olmo2': ('Olmo2Config', SIZES),
+    'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
+    'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
+    'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
+    'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),
+    'gemma2': ('Gemma2Config', SIZES | SOFT_CAPS),
+    'gemma3_text': ('Gemma3TextConfig', SIZES | {'head_dim': 8, 'sliding_window': 8}),
+    'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
+    'gpt_neox': ('GPTNeoXConfig', SIZES),
+}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -45,7 +61,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
     import transformers
 
-    name, sizes = MODELS[kind]
+    name, sizes = (MODELS | MORE_MODELS)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
     torch.manual_seed(len(kind))
@@ -127,6 +143,19 @@ def packing(folder, implementation):
     }
 
 
+def self_test_of_a_wrong_attention(folder):
+    """What the self-test says of a model whose attention is not causal."""
+    right = hf.causal_attention
+    hf.causal_attention = lambda *args, **options: right(*args, **options, is_causal=False)
+    try:
+        pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
+        return hf.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+    except ValueError as error:
+        return str(error)
+    finally:
+        hf.causal_attention = right
+
+
 if __name__ == '__main__':
     dist.init_process_group('gloo')
     folder = Path(sys.argv[1])
@@ -135,6 +164,11 @@ if __name__ == '__main__':
         for implementation in ('whole', 'torch', 'manual'):
             results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
             results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
+    for kind in MORE_MODELS if dist.get_world_size() == 2 else ():
+        for implementation in ('torch', 'manual'):
+            results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
+            results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
+    results['sabotaged'] = self_test_of_a_wrong_attention(str(folder / 'llama'))
     if dist.get_rank() == 0:
         (folder / f'results_{dist.get_world_size()}.json').write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -146,7 +180,7 @@ from conftest import TINY_RUN, column, run_many, run_script
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp('models')
-    for kind in MODELS:
+    for kind in MODELS | MORE_MODELS:
         save_model(folder / kind, kind)
     return folder
 
@@ -177,6 +211,25 @@ def test_a_token_of_one_packed_document_changes_no_logit_of_another(on_ranks, ki
     found = on_ranks[f'{kind} {implementation}']
     assert found['moved'] == [False, True, False, False]
     assert found['alone'] < 1e-5  # other sums of floats than without a mask
+
+
+@pytest.mark.parametrize('on_ranks', [2], indirect=True)
+@pytest.mark.parametrize('implementation', ['torch', 'manual'])
+@pytest.mark.parametrize('kind', MORE_MODELS)
+def test_other_classes_compute_what_transformers_computes(on_ranks, kind, implementation):
+    found = on_ranks[f'{kind} {implementation}']
+    assert found['spread'] > 0.05 and found['logits'] and found['names'] and found['weights']
+    assert abs(found['loss'] - 1) < 1e-6
+    assert found['moved'][1] and found['alone'] < 1e-5
+
+
+def test_every_class_with_our_attention_is_compared_with_its_own():
+    kinds = {'llama', 'qwen2', 'qwen3', 'mistral', 'gpt2', *MORE_MODELS}
+    assert set(hf.OWN_ATTENTION) <= kinds
+
+
+def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
+    assert 'logits differ' in on_ranks['sabotaged'] and 'cannot be trained' in on_ranks['sabotaged']
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

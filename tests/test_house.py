@@ -12,10 +12,10 @@ from conftest import REPO
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
-MAY_IMPORT = {'hf.py': {'model'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
+MAY_IMPORT = {'hf.py': {'model', 'hf_files'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
 
-LONGER = {'hf.py': 745, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 565, 'guard.py': 610}
-LONGER |= {'scaling.py': 680, 'optim.py': 570, 'checkpoint.py': 570, 'train_diloco.py': 520}
+LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 565, 'guard.py': 610}
+LONGER |= {'scaling.py': 700, 'optim.py': 570, 'checkpoint.py': 570, 'train_diloco.py': 520}
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}

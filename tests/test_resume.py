@@ -1,6 +1,7 @@
 """Interrupted and resumed is the same as uninterrupted, under every strategy and from one to another."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,36 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
     for name, saved in others.items():
         pairs = zip(column(runs / name, 'loss'), column(runs / saved, 'loss'), strict=True)
         assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name
+
+
+def test_1_and_4_ranks_resume_bit_equal_and_each_goes_on_with_what_others_saved(runs, data_dir):
+    """With the 2 ranks above, the matrix of 1, 2 and 4 ranks under every strategy."""
+    for nproc, source, more in ((1, 'from_2', ()), (4, 'from_1', ('--batch_size=1',))):
+        cases, pairs = [], []
+        for strategy in STRATEGIES:
+            whole, halves, other = (runs / f'{strategy}_{kind}_{nproc}' for kind in ('whole', 'halves', source))
+            cases.append(case(strategy, data_dir, whole, *more))
+            half = case(strategy, data_dir, halves, *more)
+            half['arguments'] = [*half['arguments'], '--max_iters=10']
+            cases += [{**half, 'name': f'{halves.name} begun'}, case(strategy, data_dir, halves, *more)]
+            saved = strategy if source == 'from_2' else f'{strategy}_whole_1'
+            interrupted_copy(runs, saved, other.name)
+            cases.append(case(strategy, data_dir, other, *more))
+            pairs.append((whole, halves, other, runs / saved))
+        run_many(cases, nproc, runs)
+        for whole, halves, other, saved in pairs:
+            assert_bit_equal(final_weights(halves), final_weights(whole))
+            assert column(halves, 'loss') == column(whole, 'loss') and len(column(halves, 'loss')) == 20
+            both = zip(column(other, 'loss'), column(saved, 'loss'), strict=True)
+            assert max(abs(a - b) / b for a, b in both) <= 1e-6, other.name
+    interrupted_copy(runs, 'ddp', 'indivisible')  # 12 sequences do not divide by 2 on each of 4 ranks
+    keys = arguments(data_dir, runs / 'indivisible', '--max_iters=20')
+    refused = run_script('train_ddp.py', *keys, nproc=4, check=False)
+    lines = [line for line in refused.stderr.splitlines() if re.match(r'\[\d\] error: ', line)]
+    assert refused.returncode != 0 and lines and all('global_batch_size' in line for line in lines), refused.stderr
+    assert len(metrics(runs / 'indivisible')) == 17 and os.listdir(runs / 'indivisible' / 'checkpoints') == [
+        'step_00000010'
+    ]
 
 
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):

@@ -1,0 +1,132 @@
+"""
+The folder of a Hugging Face model: where it is, and its weights, mapped, by rows.
+
+    folder = find_folder('models/Llama-3.2-1B')  # or OWNER/NAME of a model in the hub's local cache
+    weights = Weights(folder)  # of safetensors files; a header is read when a tensor of its file is asked for
+    found, lacking = weights.find(model)  # which tensor of the files is which of the model
+    local, rows = local_rows(parameter)  # what this rank keeps of a sharded parameter, or all of it
+    local.copy_(weights.read(found['model.norm.weight'], rows))
+"""
+
+import json
+import os
+import re
+
+from torch.distributed.tensor import DTensor
+
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
+
+
+def find_folder(init_from):
+    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME).
+
+    Raises ValueError with the command that fetches it.
+    """
+    if os.path.isdir(init_from):
+        return init_from
+    if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
+        os.environ.setdefault('HF_HUB_OFFLINE', '1')
+        import huggingface_hub
+
+        try:
+            return huggingface_hub.snapshot_download(init_from, local_files_only=True)
+        except (OSError, ValueError):  # its LocalEntryNotFoundError is both
+            pass
+    hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
+    raise ValueError(
+        f'init_from={init_from}: no such folder, and no model of that name in the cache of the Hugging Face hub; where '
+        f'there is internet: `python download_model.py --model={hub_id}`, then --init_from=models/NAME'
+    )
+
+
+class Weights:
+    """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
+
+    def __init__(self, folder):
+        """Raises ValueError where there are none, with the command that checks or fetches them."""
+        self.folder, self.files = folder, {}
+        advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
+        if not os.path.isdir(folder):
+            raise ValueError(f'init_from={folder}: its weights are needed to start, and it is not there; {advice}')
+        if os.path.exists(os.path.join(folder, SINGLE)):  # first, as transformers looks for it
+            self.where = None  # all in one file, which is not opened yet
+        elif os.path.exists(os.path.join(folder, INDEX)):
+            with open(os.path.join(folder, INDEX), encoding='utf-8') as file:
+                self.where = json.load(file)['weight_map']
+        else:
+            pickles = [name for name in os.listdir(folder) if name.endswith(('.bin', '.pth', '.pt'))]
+            unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
+            raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
+        absent = sorted(
+            {name for name in (self.where or {}).values() if not os.path.exists(os.path.join(folder, name))}
+        )
+        if absent:
+            raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
+
+    def names(self):
+        if self.where is None:
+            self.where = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
+        return self.where
+
+    def open(self, name):
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self.files:
+            path = os.path.join(self.folder, name)
+            try:
+                self.files[name] = safe_open(path, framework='pt')
+            except SafetensorError as error:
+                raise ValueError(
+                    f'{path}: damaged ({error}); `python download_model.py --model={self.folder}` names what differs'
+                ) from error
+        return self.files[name]
+
+    def read(self, name, rows=slice(None)):
+        """Some rows of a tensor, or all of it, as it is stored."""
+        whole = self._slice(name)
+        return whole[rows] if whole.get_shape() else self.open(self.names()[name]).get_tensor(name)
+
+    def shape(self, name):
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name):
+        from safetensors import SafetensorError
+
+        try:
+            return self.open(self.names()[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f'{self.folder}: {self.names()[name]} lacks {name}, which {INDEX} says it has') from error
+
+    def find(self, model):
+        """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
+        base model, as GPT-2's do, and hold a tied weight under any of its names."""
+        there, prefix, found, lacking = self.names(), model.base_model_prefix + '.', {}, []
+        for name, aliases in tensors_to_load(model).items():
+            candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
+            match = next((candidate for candidate in candidates if candidate in there), None)
+            if match is not None:
+                found[name] = match
+            elif not name.endswith(('.lora_A', '.lora_B')):
+                lacking.append(name)
+        return found, lacking
+
+
+def tensors_to_load(model):
+    """{name: all its names} of parameters and of the buffers that files hold."""
+    names = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            module, _, attribute = name.rpartition('.')
+            if attribute not in model.get_submodule(module)._non_persistent_buffers_set:
+                names.setdefault(tensor, []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def local_rows(tensor):
+    """(what this rank holds of a parameter, a plain tensor; the rows of the whole that these are)."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), slice(None)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor._local_tensor.detach(), slice(offset[0], offset[0] + shape[0])
