@@ -12,6 +12,7 @@ once complete, whenever the job was killed, and what the disk did to it since sh
 a flipped bit or a zeroed block without a word. Nothing in a checkpoint is executed when it is read.
 """
 
+import collections
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -30,6 +32,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+
+SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
 
 # --- the run's directory ----------------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class Saver:
         self.say = say if self.rank == 0 else lambda line: None
         # A group of its own: the thread's collectives run beside those of training, and two threads that share a group
         # can meet in a different order on different ranks, which deadlocks.
-        self.group = dist.new_group(backend='gloo')
+        self.group = dist.new_group(backend='gloo', timeout=timedelta(seconds=SLOWEST_SAVE_S))
         self.thread = ThreadPoolExecutor(max_workers=1) if async_save else None
         self.pending = None  # Future of the save that the thread is writing
         self.copies = {}  # key -> host memory, used again: the first touch of fresh memory costs ten times the copy
@@ -258,10 +262,15 @@ class Saver:
 
     def _refuse_bad_weights(self, step, tensors):
         """Raise ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use."""
-        weights = {key: tensor for key, tensor in tensors.items() if key.startswith('model.')}
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights.values()]
-        finite = torch.stack([tensor.isfinite().all() for tensor in local]).tolist()  # one wait for the device
-        bad = [key for key, is_finite in zip(weights, finite, strict=True) if not is_finite]
+        extremes = collections.defaultdict(dict)  # device -> {key: its smallest and its largest number}
+        for key, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if key.startswith('model.') and local.is_floating_point() and local.numel():
+                extremes[local.device][key] = torch.stack(local.aminmax())  # NaN is both; no memory as isfinite() takes
+        bad = []
+        for of_device in extremes.values():
+            finite = torch.stack([pair.float() for pair in of_device.values()]).isfinite().all(1).tolist()  # one wait
+            bad += [key for key, is_finite in zip(of_device, finite, strict=True) if not is_finite]
         everybodys = [None] * self.world_size
         dist.all_gather_object(everybodys, bad[:1], group=self.group)
         for rank, names in enumerate(everybodys):

@@ -8,17 +8,14 @@ that line. Anything else is a bug and keeps its traceback.
 import collections
 import contextlib
 import ctypes
-import faulthandler
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import traceback
 
@@ -236,29 +233,46 @@ class StopRequest:
     All ranks make one and call agreed() at the same step boundaries. Leaves PREEMPTED, with the step, when it is over.
     """
 
-    def __init__(self, out_dir, stop_before_end_s=0):
-        """stop_before_end_s: seconds that a job needs to save and to end; 0 = do not look at the job's time."""
+    def __init__(self, out_dir, stop_before_end_s=0, say=print):
+        """stop_before_end_s: seconds that a job needs to save and to end; 0 = do not look at the job's time. say: on
+        rank 0, called with a line on when that will be."""
         import torch.distributed as dist
 
         catch_signals(SIGNALS)
         self.out_dir, self.stop_file = out_dir, os.path.join(out_dir, 'STOP')
         self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
-        self.ends_at = math.inf
+        self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
         if self.rank == 0:
-            self.ends_at = end_of_slurm_job() - stop_before_end_s if stop_before_end_s else math.inf
+            if stop_before_end_s:
+                self._plan(end_of_slurm_job() - time.time(), stop_before_end_s, say)
             for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
                 remove_if_there(os.path.join(out_dir, marker))
         self._send()
 
-    def agreed(self):
-        """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it."""
+    def _plan(self, left, stop_before_end_s, say):
+        """When to stop, so that a job with so many seconds left is over in time; a short one keeps 3/4 of them."""
+        if left < math.inf:
+            self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
+            say(f'the job has {left:.0f} s left: saving at {time.strftime("%H:%M:%S", time.localtime(self.stops_at))}')
+
+    def agreed(self, now=False):
+        """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it.
+
+        now: ask all ranks now, and wait for them; for those that meet rarely. Then the time is up, too, when it would
+        be before they meet again.
+        """
         flag, work = self.exchange
         work.wait()  # of the step before, so it has long arrived
+        if now and not flag.item():
+            self.between, self.met_at = time.monotonic() - self.met_at, time.monotonic()
+            self._send()
+            flag, work = self.exchange
+            work.wait()
         rank, cause = divmod(int(flag.item()), 128)
         if cause:
             what = {STOP_FILE: f'there is a file {self.stop_file}', END_OF_JOB: "the job's time is nearly over"}
             self.reason = what.get(cause) or f'rank {rank} got {signal.Signals(cause).name}'
-        else:
+        elif not now:
             self._send()
         return bool(cause)
 
@@ -278,7 +292,7 @@ class StopRequest:
         if self.rank != 0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
             return 0
         self.looked_at = time.monotonic()
-        if time.time() > self.ends_at:
+        if time.time() + self.between > self.stops_at:
             return END_OF_JOB
         return STOP_FILE if os.path.exists(self.stop_file) else 0
 
@@ -287,50 +301,62 @@ class StopRequest:
         with open(os.path.join(self.out_dir, 'PREEMPTED'), 'w') as file:
             file.write(f'{step}\n')
         remove_if_there(self.stop_file)
-        remove_if_there(os.path.join(self.out_dir, STARTS))
+        forget_starts(self.out_dir)
 
 
 # --- repeated failures ------------------------------------------------------------------------------------------------
 
-STARTS = '.starts.json'  # from which step the run was started, and how often in a row
-
-
-def count_start(out_dir, step, max_failures):
-    """Note a start of the run from `step`. For rank 0. A checkpoint in between, or an orderly end, begins a new count.
-
-    Raises ValueError when the run has already been started max_failures times from there and has come no further:
-    another repetition would fail as well. 0 = never.
-    """
-    path = os.path.join(out_dir, STARTS)
-    starts = {'step': step, 'count': 0, 'error': ''}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        with open(path) as file:
-            before = dict(json.load(file))
-        starts = before if before.get('step') == step else starts
-    if 0 < max_failures <= starts['count']:
-        last = f'; the last error: {starts["error"]}' if starts['error'] else ''
-        raise ValueError(
-            f'out_dir={out_dir}: {starts["count"]} starts in a row from step {step} have failed before the next '
-            f'checkpoint{last}; mend that, then delete {path}, or raise --max_failures'
-        )
-    starts['count'] += 1
-    global starts_file
-    starts_file = path
-    with open(path, 'w') as file:
-        json.dump(starts, file)
-
-
+STARTS = '.starts.json'  # from which step, with which command the run was started, and how often in a row
 starts_file = None
 
 
+def count_start(out_dir, step, max_failures):
+    """Note that training starts at `step`. For every rank. A checkpoint in between, an orderly end or another command
+    begins a new count.
+
+    Raises ValueError when the same command has been started max_failures times from there and has come no further:
+    another repetition would fail as well. 0 = never.
+    """
+    global starts_file
+    starts_file = os.path.join(out_dir, STARTS)
+    on_rank_0(_count_start, out_dir, step, max_failures)
+
+
+def _count_start(out_dir, step, max_failures):
+    now = {'step': step, 'command': sys.argv, 'count': 1, 'error': ''}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        with open(starts_file) as file:
+            before = dict(json.load(file))
+        if (before.get('step'), before.get('command')) == (step, sys.argv):
+            if 0 < max_failures <= before['count']:
+                last = f'; the last error: {before["error"]}' if before['error'] else ''
+                raise Repeated(
+                    f'out_dir={out_dir}: {before["count"]} starts in a row from step {step} have failed before the '
+                    f'next checkpoint{last}; mend that, then delete {starts_file}, or raise --max_failures'
+                )
+            now['count'] = before['count'] + 1
+    with open(starts_file, 'w') as file:
+        json.dump(now, file)
+
+
+class Repeated(OSError):
+    """The run has failed too often; no ValueError, which a damaged file raises, too."""
+
+
+def forget_starts(out_dir):
+    """The run has come to an orderly end. For rank 0."""
+    remove_if_there(os.path.join(out_dir, STARTS))
+
+
 def note_error(line):
-    """Keep the error that ends this run, for the message of count_start()."""
+    """Keep the error that ends this run, for the message of count_start(). The first rank's stays."""
     if starts_file and os.path.exists(starts_file):
         with contextlib.suppress(OSError, ValueError):
             with open(starts_file) as file:
                 starts = json.load(file)
-            with open(starts_file, 'w') as file:
-                json.dump(starts | {'error': line[:300]}, file)
+            if not starts['error']:
+                with open(starts_file, 'w') as file:
+                    json.dump(starts | {'error': line[:300]}, file)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -357,18 +383,18 @@ class Numbers:
     def state(self):
         return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
 
-    def are_good(self, step, loss_sum, targets, grad_norm, has_scaler, last_good):
+    def are_good(self, step, loss_sum, targets, grad_norm, may_overflow, last_good):
         """Whether to take the optimizer step `step`; self.loss is then the mean loss. Collective; waits for the device.
 
         loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
-        rank's part of it. has_scaler: fp16 gradients may overflow, GradScaler skips those steps itself.
+        rank's part of it. may_overflow: in fp16, where GradScaler skips such a step and lowers its scale.
         Raises ValueError, on every rank, after max_bad_steps in a row; last_good(): where the last good checkpoint is.
         """
         import torch
         import torch.distributed as dist
 
         local = grad_norm.to_local() if hasattr(grad_norm, 'to_local') else grad_norm
-        gradient_is_bad = torch.zeros_like(loss_sum) if has_scaler else (~local.isfinite()).to(loss_sum.dtype)
+        gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~local.isfinite()).to(loss_sum)
         mine = torch.stack((loss_sum.detach(), gradient_is_bad)).double()
         everybodys = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(everybodys, mine, group=self.group)
@@ -394,7 +420,11 @@ class Numbers:
                 f'{self.max_bad_steps}): the last good checkpoint is {last_good()}; go on from it with a lower '
                 '--learning_rate, or look at the data of this step'
             )
-        self.say(f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)')
+        line = f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)'
+        if dist.get_rank() == 0:
+            self.say(line)
+        elif dist.get_rank() == self.ranks[0]:  # of another replica
+            print(f'[{self.ranks[0]}] {line}', flush=True)
         return False
 
     def _spike(self):
@@ -415,7 +445,7 @@ def ranks_in_words(ranks):
 def refuse_different_weights(named_parameters, step, last_good):
     """Compare checksums of what all ranks should hold alike, as under DistributedDataParallel. Collective.
 
-    Raises ValueError on every rank that names ranks and the first parameter that differ from rank 0's.
+    Raises ValueError on every rank that names the ranks and the first parameter that differ from most.
     """
     import torch
     import torch.distributed as dist
@@ -425,128 +455,19 @@ def refuse_different_weights(named_parameters, step, last_good):
     mine = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
     everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, mine)
-    differs = torch.stack(everybodys) != everybodys[0]  # (ranks, parameters)
-    ranks = differs.any(1).nonzero().flatten().tolist()
-    if ranks:
-        name = names[differs.any(0).nonzero()[0].item()]
-        raise ValueError(
-            f'weights of {ranks_in_words(ranks)} differ from those of rank 0 after step {step} ({name} first): memory '
-            f'or hardware of that machine; the last good checkpoint is {last_good()}'
-        )
-
-
-# --- hangs ------------------------------------------------------------------------------------------------------------
-
-
-class Watchdog:
-    """Ends a job in which a rank makes no progress any more, and names that rank, its phase and its stack.
-
-    watchdog.at('forward', step)    # whenever something begins: cheap, it only sets a few variables
-    with watchdog.allow('checkpoint', 1800): ...    # a phase of which nobody knows how long it takes
-
-    A thread on every rank writes what its rank is at into out_dir/.heartbeat. A rank that has been at the same for
-    0.8 timeout_s looks at the others' files. Those that wait for each other have come further than the one they wait
-    for. Before the collectives time out, which would name nobody, every rank prints who that is, and ends.
-    """
-
-    def __init__(self, out_dir, timeout_s):
-        import torch.distributed as dist
-
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
-        self.tick = min(1.0, timeout_s / 20)
-        self.count, self.phase, self.step, self.since = 0, 'start', 0, time.monotonic()
-        self.allowed, self.closed = self.patience, threading.Event()
-        if self.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.makedirs(self.folder, exist_ok=True)
-        dist.barrier()
-        self.stack = open(os.path.join(self.folder, f'rank_{self.rank}.stack'), 'w')
-        self.main_thread = threading.main_thread().ident
-        threading.Thread(target=self._watch, name='watchdog', daemon=True).start()
-
-    def at(self, phase, step=None):
-        """This rank begins `phase` now."""
-        self.count += 1
-        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
-
-    @contextlib.contextmanager
-    def allow(self, phase, seconds):
-        """A phase that may take so long."""
-        self.allowed = max(seconds, self.patience)
-        self.at(phase)
-        yield
-        self.allowed = self.patience
-        self.at(phase)
-
-    def close(self):
-        self.closed.set()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self):
-        while not self.closed.wait(self.tick):
-            # Where this thread cannot run, since the main one keeps Python's lock, the C library writes the stack.
-            faulthandler.dump_traceback_later(self.patience, file=self.stack)
-            idle = time.monotonic() - self.since
-            self._write_heartbeat(idle)
-            if idle > self.allowed:
-                self._write_stack()
-                time.sleep(2 * self.tick)  # for the files of ranks that have got here a moment later
-                self._report(time.monotonic() - self.since)
-
-    def _write_heartbeat(self, idle):
-        beat = {'count': self.count, 'phase': self.phase, 'step': self.step, 'idle': idle, 'written': time.time()}
-        with contextlib.suppress(OSError):  # a file system that is gone must not end the run
-            path = os.path.join(self.folder, f'rank_{self.rank}.json')
-            with open(f'{path}.tmp', 'w') as file:
-                json.dump(beat, file)
-            os.replace(f'{path}.tmp', path)
-
-    def _write_stack(self):
-        frame = sys._current_frames().get(self.main_thread)
-        with contextlib.suppress(OSError, ValueError):
-            self.stack.seek(0)
-            self.stack.write(''.join(traceback.format_stack(frame)))
-            self.stack.truncate()
-            self.stack.flush()
-
-    def _report(self, idle):
-        """Print who holds up the job, and end this rank, if somebody does."""
-        beats = {}
-        for rank in range(self.world_size):
-            with contextlib.suppress(OSError, ValueError):
-                with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:
-                    beats[rank] = json.load(file)
-        if self.closed.is_set() or self.rank not in beats or beats[self.rank]['count'] != self.count:
-            return  # it has gone on meanwhile
-        furthest = max(beat['count'] for beat in beats.values())
-        behind = [rank for rank, beat in beats.items() if beat['count'] < furthest] or list(beats)
-        silent = {rank: beats[rank]['idle'] + max(0, time.time() - beats[rank]['written']) for rank in behind}
-        if all(seconds < 0.5 * self.patience for seconds in silent.values()):
-            return  # they are slow, but they move: the collectives' own timeout decides
-        worst = max(silent, key=silent.get)
-        beat = beats[worst]
-        where = f"{silent[worst]:.0f} s in phase '{beat['phase']}' of step {beat['step']}"
-        if len(behind) == self.world_size and self.world_size > 1:
-            line = f'error: all ranks have made no progress for {where}: they wait for each other, or for the network'
-        else:
-            line = f'error: {ranks_in_words(behind)} made no progress for {where}; the others wait'
-        print(f'[{self.rank}] {line}', file=sys.__stderr__, flush=True)
-        if self.rank == worst or (self.rank == min(set(beats) - {worst}, default=worst)):
-            with contextlib.suppress(OSError):
-                with open(os.path.join(self.folder, f'rank_{worst}.stack')) as file:
-                    stack = file.read().rstrip() or '  (unknown: its process is stopped, or its machine is gone)'
-                print(f'[{self.rank}] stack of rank {worst}:\n{stack}', file=sys.__stderr__, flush=True)
-        note_error(line)
-        os._exit(1)
-
-
-def record_flights(out_dir):
-    """Have NCCL keep its last collectives, and write them into out_dir when one times out. Before the process group."""
-    os.environ.setdefault('TORCH_NCCL_TRACE_BUFFER_SIZE', '2000')  # torch 2.11
-    os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
-    os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')
-    os.environ.setdefault('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))
+    everybodys = [tuple(checksums.tolist()) for checksums in everybodys]
+    if len(set(everybodys)) == 1:
+        return
+    usual, count = collections.Counter(everybodys).most_common(1)[0]
+    others = [rank for rank, checksums in enumerate(everybodys) if checksums != usual]
+    of_whom = f'{ranks_in_words(others)} differ from those of the others'
+    if 2 * count <= len(everybodys):
+        of_whom = f'{ranks_in_words(list(range(len(everybodys))))} differ'
+    first = next(name for column, name in enumerate(names) if len({checksums[column] for checksums in everybodys}) > 1)
+    raise ValueError(
+        f'weights of {of_whom} after step {step} ({first} first): memory or hardware of a machine; the last good '
+        f'checkpoint is {last_good()}'
+    )
 
 
 def remove_if_there(path):

@@ -374,6 +374,7 @@ class Log:
         out_dir = Path(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         self._max_iters = max_iters
+        self._has_failed = False  # to write a line
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
         self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
         self.say(header(config, explicit))
@@ -389,7 +390,7 @@ class Log:
         for line in text.splitlines():
             stamped = f'{time.strftime("%Y-%m-%d %H:%M:%S")} [{self._rank}] {line}'
             print(stamped, flush=True)
-            self._text.write(stamped + '\n')
+            self._write(self._text, stamped)
 
     def line(self, step, values):
         """Show a step on the console and in train.log alone."""
@@ -412,12 +413,21 @@ class Log:
         row = {'step': step, **values}
         valid = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
         self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
-        self._rows.write(json.dumps(valid) + '\n')
+        self._write(self._rows, json.dumps(valid))
         if self._wandb:
             self._wandb.log(row)
         if self._tensorboard:
             for key, value in values.items():
                 self._tensorboard.add_scalar(key, value, step)
+
+    def _write(self, file, line):
+        """A full disk ends no run here: whether it goes on is for its checkpoints to decide."""
+        try:
+            file.write(line + '\n')
+        except OSError as error:
+            if not self._has_failed:
+                print(f'WARNING: lines are missing in {file.name} from here on: {error}', flush=True)
+            self._has_failed = True
 
     def close(self):
         """End wandb's and tensorboard's records and close the files."""
@@ -427,9 +437,9 @@ class Log:
             self._wandb.finish()
         if self._tensorboard:
             self._tensorboard.close()
-        if self._rows:
-            self._rows.close()
-        self._text.close()
+        for file in (self._rows, self._text):
+            with contextlib.suppress(OSError, AttributeError):  # what a full disk has left unwritten; no rows yet
+                file.close()
 
     def _console_line(self, step, values):
         """`step 20/100 | loss 3.2 | ... | eta 0:01:20`: the ETA is of training alone, its pauses come on top."""

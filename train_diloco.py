@@ -146,13 +146,15 @@ import offload
 import optim
 import scaling
 import telemetry
+import watchdog
 from model import GPT, ModelConfig
 from tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
-guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is something to save
+if not eval_only:
+    guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
 rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
 device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
 compute_dtype = guard.choose_dtype(dtype, device)
@@ -210,7 +212,7 @@ if dry_run:
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
-    guard.record_flights(out_dir)
+    watchdog.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -219,8 +221,6 @@ else:
 guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
-if not (eval_only or verify):
-    guard.on_rank_0(guard.count_start, out_dir, int(found[-8:]) if found else 0, max_failures)
 if pretrained and found is None:
     guard.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
 mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
@@ -333,7 +333,7 @@ if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say('\n'.join(mesh_lines))
 log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
-watchdog = guard.Watchdog(out_dir, timeout_s)
+dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def evaluate():
     model.eval()
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
-        watchdog.at('evaluation', step)
+        dog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
@@ -377,14 +377,14 @@ def backward(at):
 
 
 if verify:
-    watchdog.close()
+    dog.close()
     outer.restart_from_anchors()
     passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
     guard.leave(0 if passed else 1)
 if eval_only:
     with outer.outer_parameters():
         log.row(step, evaluate())
-    watchdog.close()
+    dog.close()
     log.close()
     dist.destroy_process_group()
     guard.leave()
@@ -395,13 +395,14 @@ if cpu_offload == 'optimizer':
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stop_request = guard.StopRequest(out_dir, stop_before_end_s)
+guard.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
+stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group, watchdog.at)
-of_replica = saved.get('numbers', [])[replica : replica + 1]
-numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, *of_replica)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group, dog.at)
+of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
+numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)])
 
 
 def save():
@@ -410,10 +411,11 @@ def save():
     state = scaler.state_dict(), numbers.state()
     dist.all_gather_object(states, state, group=whole_mesh.get_group('replica'))
     scalers, of_numbers = zip(*states, strict=True)
-    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers, 'numbers': of_numbers}
+    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers}
+    position |= {'numbers': of_numbers[0], 'numbers_of_replicas': of_numbers}
     position |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     state, tensors = {**position, 'identity': identity, 'config': config}, outer.tensors(outer.is_mid_round(step))
-    with watchdog.allow('checkpoint', 3600):
+    with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
         saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
 
 
@@ -421,7 +423,8 @@ if found is not None and step < saved['step']:
     log.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save()
     saver.wait()
-    guard.on_rank_0(checkpoint.discard, found)
+    if not (permanent_interval and int(found[-8:]) % permanent_interval == 0):
+        guard.on_rank_0(checkpoint.discard, found)
 planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if plan else None  # measures the link
 journal = telemetry.Journal(log)
 gc.collect()
@@ -437,6 +440,7 @@ while step < max_iters and not stopping:
     # it the mean of the replica's targets.
     targets = targets_of_replica(step)
     loss_scale = shard_size / targets
+    dog.at('data', step + 1)
     meter.begin_step()
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
@@ -454,7 +458,8 @@ while step < max_iters and not stopping:
     meter.mark('update')
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    if numbers.are_good(step + 1, step_loss, targets, grad_norm, scaler.is_enabled(), saver.last_good):
+    may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
+    if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
@@ -464,12 +469,12 @@ while step < max_iters and not stopping:
     last_step = step == max_iters
     round_ends = last_step or step % inner_steps == 0
     evaluating = last_step or (eval_interval and step % eval_interval == 0)
-    saving = last_step or (checkpoint_interval and step % checkpoint_interval == 0)
+    saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
     row = {}
     if evaluating and outer.is_mid_round(step):
         row['diloco/inner_val_loss'] = evaluate()['val_loss']  # of the replicas, each on its part of the text
     if outer.has_work(step, last_step):
-        with meter.part('outer'):
+        with meter.part('outer'), dog.allow('outer', 10 * timeout_s):  # each of its messages may take timeout_s
             for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
             for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
@@ -493,18 +498,20 @@ while step < max_iters and not stopping:
     if row:
         journal.keep(step, {'tokens': step * tokens_per_step, **row})
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
-        stopping = journal.write(round_ends and stop_request.seen() > 0)  # a signal, or a file STOP: save and leave
+        journal.write()
+        stopping = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
     if saving or stopping:
         save()
 
 # --- END --------------------------------------------------------------------------------------------------------------
-with watchdog.allow('checkpoint', 3600):
+with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
     saver.wait()
-watchdog.close()
+dog.close()
 if planner:
     planner.compare()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
+    guard.forget_starts(out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'

@@ -126,13 +126,15 @@ import offload
 import optim
 import scaling
 import telemetry
+import watchdog
 from model import GPT, ModelConfig
 from tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
-guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is something to save
+if not eval_only:
+    guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
 rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
 device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
 compute_dtype = guard.choose_dtype(dtype, device)
@@ -185,7 +187,7 @@ if dry_run:
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
-    guard.record_flights(out_dir)
+    watchdog.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -194,8 +196,6 @@ else:
 guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
 resume = 'must' if eval_only else resume
 found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
-if not eval_only:
-    guard.on_rank_0(guard.count_start, out_dir, int(found[-8:]) if found else 0, max_failures)
 if pretrained and found is None:
     guard.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
 
@@ -276,7 +276,7 @@ log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-watchdog = guard.Watchdog(out_dir, timeout_s)
+dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def evaluate():
     model.eval()
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
-        watchdog.at('evaluation', step)
+        dog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
@@ -304,7 +304,7 @@ def evaluate():
 if eval_only:
     log.row(step, evaluate())
     log.close()
-    watchdog.close()
+    dog.close()
     dist.destroy_process_group()
     guard.leave()
 
@@ -314,11 +314,12 @@ if cpu_offload == 'optimizer':
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stop_request = guard.StopRequest(out_dir, stop_before_end_s)
+guard.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
+stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=watchdog.at)
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at)
 numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
@@ -332,6 +333,7 @@ while step < max_iters and not stopping:
     # model() returns a sum over this rank's targets and ranks' gradients are averaged: this makes it the global mean.
     targets = data.count_targets(train_data, seed, step * global_batch_size, global_batch_size)
     loss_scale = world_size / targets
+    dog.at('data', step + 1)
     meter.begin_step()
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
@@ -349,7 +351,8 @@ while step < max_iters and not stopping:
     meter.mark('update')
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    if numbers.are_good(step + 1, step_loss, targets, grad_norm, scaler.is_enabled(), saver.last_good):
+    may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
+    if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
@@ -359,28 +362,31 @@ while step < max_iters and not stopping:
     row = {}
     last_step = step == max_iters
     stopping = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
+    saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
+    saving = saving or stopping
     if step % log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
         if fsdp_impl == 'manual':
             row.update(model.communication())
-    if last_step or (eval_interval and step % eval_interval == 0):
+    if last_step or (eval_interval and step % eval_interval == 0 and not stopping):
         row.update(evaluate())
     if row and numbers.skipped:
         row['skipped'] = numbers.skipped
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
-    if last_step or stopping or (checkpoint_interval and step % checkpoint_interval == 0):
+    if saving:
         position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
-        with watchdog.allow('checkpoint', 3600):
+        with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
 
 # --- END --------------------------------------------------------------------------------------------------------------
-with watchdog.allow('checkpoint', 3600):
+with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
     saver.wait()
-watchdog.close()
+dog.close()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
+    guard.forget_starts(out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'

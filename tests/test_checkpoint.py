@@ -543,6 +543,28 @@ def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
     assert sorted(os.listdir(folder)) == ['step_00000004', 'step_00000005', 'step_00000008.damaged']
 
 
+def save_with_permanent_ones(out_dir):
+    """What Saver says is the last good one, after each save; at step 35 the disk lies."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp')
+    saver = checkpoint.Saver(out_dir, keep=2, say=silent, permanent_interval=20)
+    said = [saver.last_good()]
+    for step in (10, 20, 30, 35, 40, 45, 50, 55):
+        saver.save(step, raw, optimizer, {})
+        said.append(saver.last_good()[-8:])
+        if step == 35 and dist.get_rank() == 0:
+            Path(folder_of(out_dir, 35), 'manifest.json').unlink()  # not complete: it counts for nothing
+        dist.barrier()
+    return said
+
+
+def test_permanent_checkpoints_stay_and_do_not_count_and_neither_do_incomplete_ones(tmp_path):
+    said = run_ranks(2, save_with_permanent_ones, str(tmp_path))
+    assert said[0] == ['none', *(f'{step:08}' for step in (10, 20, 30, 35, 40, 45, 50, 55))]
+    left = [path.name for path in sorted(tmp_path.glob('checkpoints/*')) if (path / 'manifest.json').exists()]
+    assert left == [f'step_{step:08}' for step in (20, 40, 50, 55)]
+
+
 # --- in the background ------------------------------------------------------------------------------------------------
 
 

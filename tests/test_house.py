@@ -14,8 +14,8 @@ SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
 MAY_IMPORT = {'hf.py': {'model', 'hf_files'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
 
-LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 565, 'guard.py': 610}
-LONGER |= {'scaling.py': 700, 'optim.py': 570, 'checkpoint.py': 570, 'train_diloco.py': 520}
+LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 575}
+LONGER |= {'scaling.py': 700, 'optim.py': 570, 'checkpoint.py': 570, 'train_diloco.py': 525}
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import faults
 import pytest
 import torch
 from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_many, run_script
@@ -107,34 +108,38 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
         assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name
 
 
-def test_1_and_4_ranks_resume_bit_equal_and_each_goes_on_with_what_others_saved(runs, data_dir):
-    """With the 2 ranks above, the matrix of 1, 2 and 4 ranks under every strategy."""
-    for nproc, source, more in ((1, 'from_2', ()), (4, 'from_1', ('--batch_size=1',))):
-        cases, pairs = [], []
+def test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved(runs, data_dir):
+    """With what is above for 2 ranks, the matrix of 1, 2 and 4 ranks under every strategy."""
+    for nproc, more in ((1, ()), (4, ('--batch_size=1',))):
+        cases, runs_of = [], {}
         for strategy in STRATEGIES:
-            whole, halves, other = (runs / f'{strategy}_{kind}_{nproc}' for kind in ('whole', 'halves', source))
-            cases.append(case(strategy, data_dir, whole, *more))
-            half = case(strategy, data_dir, halves, *more)
-            half['arguments'] = [*half['arguments'], '--max_iters=10']
-            cases += [{**half, 'name': f'{halves.name} begun'}, case(strategy, data_dir, halves, *more)]
-            saved = strategy if source == 'from_2' else f'{strategy}_whole_1'
-            interrupted_copy(runs, saved, other.name)
-            cases.append(case(strategy, data_dir, other, *more))
-            pairs.append((whole, halves, other, runs / saved))
+            whole, halves, other = (runs / f'{strategy}_{kind}_{nproc}' for kind in ('whole', 'halves', 'from_1'))
+            runs_of[strategy] = whole, halves, other
+            begun = case(strategy, data_dir, halves, *more)
+            begun |= {'name': f'{halves.name} begun', 'arguments': [*begun['arguments'], '--max_iters=10']}
+            cases += [case(strategy, data_dir, whole, *more), begun, case(strategy, data_dir, halves, *more)]
+            if nproc != 1:
+                interrupted_copy(runs, f'{strategy}_whole_1', other.name)
+                cases.append(case(strategy, data_dir, other, *more))
         run_many(cases, nproc, runs)
-        for whole, halves, other, saved in pairs:
+        for strategy, (whole, halves, other) in runs_of.items():
             assert_bit_equal(final_weights(halves), final_weights(whole))
             assert column(halves, 'loss') == column(whole, 'loss') and len(column(halves, 'loss')) == 20
-            both = zip(column(other, 'loss'), column(saved, 'loss'), strict=True)
-            assert max(abs(a - b) / b for a, b in both) <= 1e-6, other.name
-    interrupted_copy(runs, 'ddp', 'indivisible')  # 12 sequences do not divide by 2 on each of 4 ranks
+            if nproc != 1:
+                both = zip(column(other, 'loss'), column(runs / f'{strategy}_whole_1', 'loss'), strict=True)
+                assert max(abs(a - b) / b for a, b in both) <= 1e-6, strategy
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs, data_dir):
+    interrupted_copy(runs, 'ddp', 'indivisible')
+    before = (runs / 'indivisible' / 'metrics.jsonl').read_bytes()
     keys = arguments(data_dir, runs / 'indivisible', '--max_iters=20')
-    refused = run_script('train_ddp.py', *keys, nproc=4, check=False)
-    lines = [line for line in refused.stderr.splitlines() if re.match(r'\[\d\] error: ', line)]
-    assert refused.returncode != 0 and lines and all('global_batch_size' in line for line in lines), refused.stderr
-    assert len(metrics(runs / 'indivisible')) == 17 and os.listdir(runs / 'indivisible' / 'checkpoints') == [
-        'step_00000010'
-    ]
+    job = faults.Job('train_ddp.py', keys, 4, runs / 'indivisible.log')  # 12 sequences, by 2 on each of 4 ranks
+    codes = job.wait()
+    lines = re.findall(r'^\[\d\] error: (.*)', job.text(), re.MULTILINE)
+    assert 0 not in codes and lines and all('global_batch_size' in line for line in lines), job.text()
+    assert (runs / 'indivisible' / 'metrics.jsonl').read_bytes() == before
+    assert os.listdir(runs / 'indivisible' / 'checkpoints') == ['step_00000010']
 
 
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):

@@ -1,0 +1,153 @@
+"""
+Ends a job in which a rank makes no progress any more, and names that rank, its phase and its stack.
+
+    record_flights(out_dir)  # before the process group
+    watchdog = Watchdog(out_dir, timeout_s)
+    watchdog.at('forward', step)  # whenever something begins: cheap, it only sets a few variables
+    with watchdog.allow('checkpoint', 7200): ...  # a phase of which nobody knows how long it takes
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+
+class Watchdog:
+    """A thread on every rank writes what its rank is at into out_dir/.heartbeat. A rank that has been at the same for
+    0.8 timeout_s looks at the others' files, twice. Those that wait for each other have come further than the one they
+    wait for. Before the collectives time out, which would name nobody, every rank prints who that is, and ends. While
+    any rank still moves, the job is only slow. A single process has nobody who waits for it: it is not watched.
+    """
+
+    def __init__(self, out_dir, timeout_s, note_error=lambda line: None):
+        self.note_error = note_error  # called with the line before this rank ends
+        self.rank, self.world_size, self.out_dir = dist.get_rank(), dist.get_world_size(), out_dir
+        self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
+        self.tick = timeout_s / 60
+        self.count, self.phase, self.step, self.since = 0, 'start', 0, time.monotonic()
+        self.allowed, self.first_step, self.closed = self.patience, None, threading.Event()
+        if self.world_size == 1:
+            return
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.makedirs(self.folder, exist_ok=True)
+        dist.barrier()
+        self.stack = open(os.path.join(self.folder, f'rank_{self.rank}.stack'), 'w')
+        self.main_thread = threading.main_thread().ident
+        for work in (self._write_heartbeats, self._watch):
+            threading.Thread(target=work, name='watchdog', daemon=True).start()
+
+    def at(self, phase, step=None):
+        """This rank begins `phase` now, of optimizer step `step` from here on."""
+        self.count += 1
+        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
+        self.first_step = self.step if self.first_step is None else self.first_step
+
+    @contextlib.contextmanager
+    def allow(self, phase, seconds):
+        """A phase that may take so long."""
+        self.allowed = max(seconds, self.patience)
+        self.at(phase)
+        yield
+        self.allowed = self.patience
+        self.at(phase)
+
+    def close(self):
+        self.closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _write_heartbeats(self):
+        """A thread of its own: a file system that hangs must not keep the other one from seeing that."""
+        path = os.path.join(self.folder, f'rank_{self.rank}.json')
+        while not self.closed.wait(self.tick):
+            # Where no thread can run, since the main one keeps Python's lock, the C library writes the stack.
+            faulthandler.dump_traceback_later(self.patience, file=self.stack)
+            with contextlib.suppress(OSError):
+                with open(f'{path}.tmp', 'w') as file:
+                    json.dump({'count': self.count, 'phase': self.phase, 'step': self.step}, file)
+                os.replace(f'{path}.tmp', path)
+
+    def _watch(self):
+        while not self.closed.wait(self.tick):
+            first = 4 if self.step == self.first_step else 1  # torch.compile may take minutes there
+            if time.monotonic() - self.since > first * self.allowed:
+                # Files may hang, so not in this thread, which goes on without them.
+                report = threading.Thread(target=self._report, daemon=True)
+                report.start()
+                report.join(max(8 * self.tick, 1.0))
+                if report.is_alive():
+                    self._end(f'{in_words([self.rank])} made no progress, nor do files in {self.folder}', self._now())
+
+    def _now(self):
+        """The stack of the main thread, as text."""
+        return ''.join(traceback.format_stack(sys._current_frames().get(self.main_thread)))
+
+    def _beats(self):
+        """{rank: its heartbeat}; this rank's own without a file."""
+        beats = {self.rank: {'count': self.count, 'phase': self.phase, 'step': self.step}}
+        for rank in set(range(self.world_size)) - {self.rank}:
+            with contextlib.suppress(OSError, ValueError):
+                with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:
+                    beats[rank] = json.load(file)
+        return beats
+
+    def _report(self):
+        """Find out who holds up the job, and end this rank, if somebody does."""
+        with contextlib.suppress(OSError, ValueError):
+            self.stack.seek(0)
+            self.stack.write(self._now())
+            self.stack.truncate()
+            self.stack.flush()
+        before = self._beats()
+        time.sleep(3 * self.tick)  # longer than heartbeats are apart
+        beats = self._beats()
+        if self.closed.is_set() or any(before.get(rank) != beats[rank] for rank in beats):
+            return  # somebody moves: it is slow, and the collectives' own timeout decides
+        lowest = min(beat['count'] for beat in beats.values())
+        behind = [rank for rank, beat in beats.items() if beat['count'] == lowest]
+        where = f"phase '{beats[behind[0]]['phase']}' of step {beats[behind[0]]['step']}"
+        seconds = f'{time.monotonic() - self.since:.0f} s'
+        if len(behind) == self.world_size:
+            line = f'all ranks have made no progress for {seconds} in {where}: they wait for each other, or the network'
+        else:
+            line = f'{in_words(behind)} made no progress for {seconds} in {where}; the others wait'
+        stack = ''
+        if self.rank == behind[0] or self.rank == min(set(beats) - {behind[0]}):  # itself may be stopped
+            with contextlib.suppress(OSError):
+                with open(os.path.join(self.folder, f'rank_{behind[0]}.stack')) as file:
+                    stack = file.read()
+            stack = stack or '  (unknown: its process is stopped, or its machine is gone)'
+            stack = f'stack of rank {behind[0]}:\n{stack}'
+        self._end(line, stack)
+
+    def _end(self, line, stack):
+        print(f'[{self.rank}] error: {line}', file=sys.__stderr__, flush=True)
+        if stack:
+            print(f'[{self.rank}] {stack.rstrip()}', file=sys.__stderr__, flush=True)
+        with contextlib.suppress(Exception):  # what NCCL has recorded, since its own timeout will not come
+            if torch.cuda.is_available():
+                with open(os.path.join(self.out_dir, f'flight_recorder_{self.rank}'), 'wb') as file:
+                    file.write(torch._C._distributed_c10d._dump_nccl_trace())
+        self.note_error(line)
+        os._exit(1)
+
+
+def record_flights(out_dir):
+    """Have NCCL keep its last collectives, and write them into out_dir when one times out. Before the process group."""
+    os.environ.setdefault('TORCH_NCCL_TRACE_BUFFER_SIZE', '2000')  # torch 2.11
+    os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
+    os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')
+    os.environ.setdefault('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))
+
+
+def in_words(ranks):
+    return f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {", ".join(map(str, ranks))}'
