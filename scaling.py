@@ -489,12 +489,12 @@ def activation_bytes(config, model, casts_weights):
 def bytes_per_number(config, model, casts_weights):
     """
     (on_cpu, compute, residual, attention): bytes per number in matmuls, in the residual stream and within attention.
-    On CPUs attention is in fp32. Under ddp transformers models run in autocast: there it is not, and the residual
-    stream, a sum with the fp32 embedding, is.
+    On CPUs attention is in fp32. Under ddp transformers models run in autocast: there the residual stream, a sum with
+    the fp32 embedding, is, too.
     """
     compute, on_cpu = BYTES[config['dtype']], not config['device'].startswith('cuda')
     autocast = casts_weights and is_from_transformers(model)
-    return on_cpu, compute, FP32 if autocast else compute, FP32 if on_cpu and not autocast else compute
+    return on_cpu, compute, FP32 if autocast else compute, FP32 if on_cpu else compute
 
 
 def kept_per_token(config, model, casts_weights=False):

@@ -65,9 +65,7 @@ bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact 
 tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
 rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
 attention_gate = False  # qwen3: sigmoid gate on the attention output
-freeze: str | None = (
-    None  # init_from: parameters with a match of this regular expression in their names stay as they are
-)
+freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
 # lora
 lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
 lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
