@@ -157,6 +157,10 @@ def end_with_parent():
     if 'TORCHELASTIC_RUN_ID' in os.environ and sys.platform == 'linux':
         PR_SET_PDEATHSIG = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it died before, or it is the first process of a container
+            with open('/proc/1/cmdline', 'rb') as file:
+                if b'torch' not in file.read():
+                    os._exit(1)
 
 
 def leave(code=0):
@@ -416,7 +420,7 @@ class Numbers:
         self.in_a_row += 1
         if self.in_a_row > self.max_bad_steps:
             raise ValueError(
-                f'{problem} at step {step}, the {self.in_a_row}th bad step in a row (max_bad_steps='
+                f'{problem} at step {step}, and so {self.in_a_row} bad steps in a row (max_bad_steps='
                 f'{self.max_bad_steps}): the last good checkpoint is {last_good()}; go on from it with a lower '
                 '--learning_rate, or look at the data of this step'
             )

@@ -280,6 +280,14 @@ saver = checkpoint.Saver(
 )
 meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at)
 numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
+if world_size > 1:
+    # DDP orders the gradients in its buckets by its first backward pass. Let that be none of the run's steps, or the
+    # first step of a resumed run would add up in another order than the same step of one that went on.
+    torch.compiler.set_stance('force_eager')
+    tokens = torch.zeros((1, min(8, block_size)), dtype=torch.int64, device=device)
+    (model(tokens, tokens)[0] * 0).backward()
+    opt.zero_grad(set_to_none=True)
+    torch.compiler.set_stance('default')
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 stopping = stop_request.agreed()  # a signal that came before there was a step

@@ -68,23 +68,29 @@ class Watchdog:
     def _write_heartbeats(self):
         """A thread of its own: a file system that hangs must not keep the other one from seeing that."""
         path = os.path.join(self.folder, f'rank_{self.rank}.json')
+        written = 0
         while not self.closed.wait(self.tick):
+            written += 1
             # Where no thread can run, since the main one keeps Python's lock, the C library writes the stack.
             faulthandler.dump_traceback_later(self.patience, file=self.stack)
             with contextlib.suppress(OSError):
                 with open(f'{path}.tmp', 'w') as file:
-                    json.dump({'count': self.count, 'phase': self.phase, 'step': self.step}, file)
+                    json.dump({'count': self.count, 'phase': self.phase, 'step': self.step, 'written': written}, file)
                 os.replace(f'{path}.tmp', path)
 
     def _watch(self):
+        self.baseline, look_at = None, 0.0
         while not self.closed.wait(self.tick):
-            first = 4 if self.step == self.first_step else 1  # torch.compile may take minutes there
-            if time.monotonic() - self.since > first * self.allowed:
-                # Files may hang, so not in this thread, which goes on without them.
-                report = threading.Thread(target=self._report, daemon=True)
-                report.start()
-                report.join(max(8 * self.tick, 1.0))
-                if report.is_alive():
+            limit = self.allowed * (4 if self.step == self.first_step else 1)  # torch.compile may take minutes there
+            idle = time.monotonic() - self.since
+            if idle < limit / 2:
+                self.baseline = None
+            elif self.baseline is None or time.monotonic() > look_at:
+                look_at = time.monotonic() + limit / 2
+                look = threading.Thread(target=self._look, daemon=True)  # files may hang: this one goes on without
+                look.start()
+                look.join(max(5 * self.tick, 1.0))
+                if look.is_alive() and idle > limit:
                     self._end(f'{in_words([self.rank])} made no progress, nor do files in {self.folder}', self._now())
 
     def _now(self):
@@ -93,27 +99,29 @@ class Watchdog:
 
     def _beats(self):
         """{rank: its heartbeat}; this rank's own without a file."""
-        beats = {self.rank: {'count': self.count, 'phase': self.phase, 'step': self.step}}
+        beats = {self.rank: {'count': self.count, 'phase': self.phase, 'step': self.step, 'written': time.time()}}
         for rank in set(range(self.world_size)) - {self.rank}:
             with contextlib.suppress(OSError, ValueError):
                 with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:
                     beats[rank] = json.load(file)
         return beats
 
-    def _report(self):
-        """Find out who holds up the job, and end this rank, if somebody does."""
+    def _look(self):
+        """Compare the ranks with half a patience ago, and end this one if none has moved: somebody holds up the job."""
         with contextlib.suppress(OSError, ValueError):
             self.stack.seek(0)
             self.stack.write(self._now())
             self.stack.truncate()
             self.stack.flush()
-        before = self._beats()
-        time.sleep(3 * self.tick)  # longer than heartbeats are apart
-        beats = self._beats()
-        if self.closed.is_set() or any(before.get(rank) != beats[rank] for rank in beats):
-            return  # somebody moves: it is slow, and the collectives' own timeout decides
+        before, beats = self.baseline, self._beats()
+        self.baseline = beats
+        if before is None or any(before.get(rank, {}).get('count') != beat['count'] for rank, beat in beats.items()):
+            return  # they are slow, but they move: the collectives' own timeout decides
+        if self.closed.is_set():
+            return
+        frozen = [rank for rank, beat in beats.items() if before[rank]['written'] == beat['written']]
         lowest = min(beat['count'] for beat in beats.values())
-        behind = [rank for rank, beat in beats.items() if beat['count'] == lowest]
+        behind = frozen or [rank for rank, beat in beats.items() if beat['count'] == lowest]
         where = f"phase '{beats[behind[0]]['phase']}' of step {beats[behind[0]]['step']}"
         seconds = f'{time.monotonic() - self.since:.0f} s'
         if len(behind) == self.world_size:

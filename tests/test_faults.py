@@ -315,7 +315,7 @@ def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_
     assert job.wait() == [0, 0], job.text()
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path / 'run', 20).values())
     state = checkpoint.read_state(str(path_of(tmp_path / 'run', 20)))
-    assert [of_replica['skipped'] for of_replica in state['numbers']] == [0, 1]
+    assert [of_replica['skipped'] for of_replica in state['numbers_of_replicas']] == [0, 1]
     assert 'gradient not finite on rank 1 at step 7' in job.text()
 
 
@@ -327,7 +327,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoi
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert 'at step 9, the 3th bad step in a row (max_bad_steps=2)' in line or 'the 3rd bad step' in line
+        assert 'at step 9, and so 3 bad steps in a row (max_bad_steps=2)' in line
         assert f'the last good checkpoint is {path_of(tmp_path / "run", 5)}' in line
     assert complete(tmp_path / 'run') == [5]
 
@@ -353,7 +353,7 @@ def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}
     for line in lines.values():
-        assert 'weights of rank 1 differ from those of rank 0 after step 8' in line
+        assert 'weights of ranks 0, 1 differ after step 8' in line  # of two, nobody knows which one is right
         assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
 
 
