@@ -399,13 +399,18 @@ class Numbers:
 
         local = grad_norm.to_local() if hasattr(grad_norm, 'to_local') else grad_norm
         gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~local.isfinite()).to(loss_sum)
-        mine = torch.stack((loss_sum.detach(), gradient_is_bad)).double()
-        everybodys = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(everybodys, mine, group=self.group)
-        everybodys = torch.stack(everybodys).tolist()  # the same numbers on every rank from here on
-        self.loss = sum(loss for loss, _ in everybodys) / targets
-        bad_loss = [rank for rank, (loss, _) in zip(self.ranks, everybodys, strict=True) if not math.isfinite(loss)]
-        bad_gradient = [rank for rank, (_, is_bad) in zip(self.ranks, everybodys, strict=True) if is_bad]
+        # The loss, and two flags of each rank: after one all-reduce all have the same numbers.
+        n, own = len(self.ranks), self.ranks.index(dist.get_rank())
+        numbers = torch.zeros(1 + 2 * n, dtype=torch.float64, device=loss_sum.device)
+        numbers[0], numbers[1 + own], numbers[1 + n + own] = loss_sum.detach(), ~loss_sum.isfinite(), gradient_is_bad
+        if n > 1:
+            dist.all_reduce(numbers, group=self.group)
+        total, *flags = numbers.tolist()
+        self.loss = total / targets
+        bad_loss, bad_gradient = (
+            [rank for rank, flag in zip(self.ranks, of_ranks, strict=True) if flag]
+            for of_ranks in (flags[:n], flags[n:])
+        )
         if bad_loss:
             problem = f'loss not finite on {ranks_in_words(bad_loss)}'
         elif bad_gradient:

@@ -22,6 +22,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 
 import torch
 import torch.distributed as dist
@@ -607,9 +608,9 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     exact = raw_model.compute_dtype == torch.float32
     tolerance = 1e-4 if exact else 0.1  # of a norm; wrong frequencies give about 1
     model.eval()
-    torch.compiler.set_stance(
-        'force_eager'
-    )  # compiled for these few tokens, blocks would take training's for one more size
+    compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
+    if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
+        torch.compiler.set_stance('force_eager')
     logits = model(x).float()  # (1, T, V)
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= (1e-4 if exact else 0.02) * expected_ce:
@@ -626,7 +627,8 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         ):  # experts of mixtures add up in another order
             problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
         facts.append('packed documents do not see each other')
-    torch.compiler.set_stance('default')
+    if compiled:
+        torch.compiler.set_stance('default')
     for module in model.modules():  # without a backward pass what forward left gathered would stay so
         if hasattr(module, 'reshard'):
             module.reshard()

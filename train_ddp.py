@@ -8,6 +8,7 @@ Train a language model with data parallelism: every rank holds the whole model, 
 `diff train_ddp.py train_fsdp.py` shows what sharding the same run takes.
 """
 
+import contextlib
 import gc
 import math
 import os
@@ -283,11 +284,10 @@ numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.ge
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. Let that be none of the run's steps, or the
     # first step of a resumed run would add up in another order than the same step of one that went on.
-    torch.compiler.set_stance('force_eager')
     tokens = torch.zeros((1, min(8, block_size)), dtype=torch.int64, device=device)
-    (model(tokens, tokens)[0] * 0).backward()
+    with torch.compiler.set_stance('force_eager') if compile else contextlib.nullcontext():
+        (model(tokens, tokens)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
-    torch.compiler.set_stance('default')
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 stopping = stop_request.agreed()  # a signal that came before there was a step
