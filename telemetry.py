@@ -466,17 +466,17 @@ class Journal:
     def keep(self, step, row):
         self._rows[step] = row
 
-    def write(self, flag=False):
-        """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'; returns whether any rank set the flag."""
+    def write(self):
+        """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'. Collective."""
         kept = [(row, key) for row in self._rows.values() for key in ('loss', 'grad_norm') if key in row]
-        sums = torch.tensor([float(flag), *(row[key] for row, key in kept)], dtype=torch.float64)
-        dist.all_reduce(sums)
-        for (row, key), total in zip(kept, sums[1:].tolist(), strict=True):
+        sums = torch.tensor([row[key] for row, key in kept], dtype=torch.float64)
+        if kept:  # or not, on every rank
+            dist.all_reduce(sums)
+        for (row, key), total in zip(kept, sums.tolist(), strict=True):
             row[key] = total / dist.get_world_size()
         for step, row in self._rows.items():
             self._log.row(step, row, console=step == max(self._rows))
         self._rows = {}
-        return sums[0].item() > 0
 
 
 def cut_rows(path, start_step):

@@ -1,13 +1,15 @@
 """scaling.py's rules: heads decide sizes, learning rate, steps and weight decay, and what the user sets wins."""
 
+import math
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import REPO
+from conftest import REPO, run_script
 
 import configurator
+import data
 import scaling
 from model import ModelConfig
 
@@ -351,3 +353,11 @@ def test_without_heads_decay_follows_the_length_of_the_run():
     assert filled == {'wd_ts': 150, 'weight_decay': 4.0 / 150} and 'wd_ts=150' in note
     assert scaling.fill_from_heads({**config, 'optimizer': 'dana-mk4', 'wd_ts': 8}, {'weight_decay'})[0] == {'wd_ts': 8}
     assert scaling.fill_from_heads({**config, 'optimizer': 'adamw-decay'}, ())[0] == {'wd_ts': 150}
+
+
+def test_max_iters_of_the_command_line_beats_num_epochs_of_a_file(data_dir, tmp_path):
+    (tmp_path / 'run.py').write_text('num_epochs = 0.5\nglobal_batch_size = 8\nblock_size = 32\n')
+    keys = [tmp_path / 'run.py', '--dataset=tiny', f'--data_dir={data_dir}', '--device=cpu', '--dry_run']
+    windows = data.open_dataset(data_dir, 'tiny', 'train', 32).n_windows
+    assert f' {math.ceil(windows / 16):,} steps x' in run_script('train_ddp.py', *keys).stdout
+    assert ' 7 steps x' in run_script('train_ddp.py', *keys, '--max_iters=7').stdout
