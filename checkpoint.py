@@ -187,7 +187,7 @@ def move_aside(path):
 class Saver:
     """Writes the checkpoints of one run. Every rank makes one; all ranks call each method, in the same order.
 
-    keep: how many complete checkpoints to retain; older ones are deleted after each save.
+    keep: how many complete checkpoints to retain; older ones are deleted after each save. 0: save() writes nothing.
     async_save: save() returns once this rank's tensors have been copied into host memory; a thread writes these while
         training goes on. The memory is kept for the next save: what this rank has of parameters and optimizer state.
     say: function called on rank 0 with one line per checkpoint.
@@ -196,9 +196,9 @@ class Saver:
     """
 
     def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, go_on=False):
-        if keep < 1 or permanent_interval < 0:
+        if keep < 0 or permanent_interval < 0:
             given = f'keep_checkpoints={keep}, permanent_interval={permanent_interval}'
-            raise ValueError(f'{given}: expected at least 1, and 0 (none) or more')
+            raise ValueError(f'{given}: expected 0 (none) or more')
         self.folder, self.keep = os.path.join(out_dir, 'checkpoints'), keep
         self.permanent_interval, self.go_on, self.failure = permanent_interval, go_on, None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -222,6 +222,8 @@ class Saver:
         with async_save the next save() or wait() does. Raises ValueError for weights that are not finite. Older
         checkpoints survive a failed save.
         """
+        if self.keep == 0:
+            return
         self._go_on_after(self._finish_pending)
         tensors = tensors_to_save(model, optimizer, optimizer_key) | (more or {})
         self._refuse_bad_weights(step, tensors)

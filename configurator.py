@@ -14,6 +14,7 @@ the wrong type ends the program with one line. Standard library only, so that `-
 import ast
 import contextlib
 import difflib
+import functools
 import numbers
 import os
 import re
@@ -43,17 +44,21 @@ class Mistake(Exception):
     """Something the user gave is wrong; the message is the one line to print."""
 
 
-def configure(script_globals):
+def configure(script_globals, pass_on=None):
     """
     Set the keys of the calling script from the config files and `--key=value`s in sys.argv.
 
     script_globals: `globals()` of the script; the names, comments and annotations are read from its `__file__`.
+    pass_on: a dict that takes the keys of train scripts, checked, for a script that starts those. A config file without
+    a key that only this script has was written for a train script: what both have (out_dir) is passed on, too.
     Returns (config, explicit): every key's final value in the script's order, and the set of the keys that a file or
-    the command line set, be it to the default. The values are assigned into script_globals, too.
+    the command line set, be it to the default; of keys passed on, those of the command line. The values are assigned
+    into script_globals, too.
     `--help` prints every key and exits with 0; a mistake prints one line on stderr and exits with 2.
     """
     script = Path(script_globals['__file__'])
     knobs = read_knobs(script, script_globals)
+    known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
     config = {key: script_globals[key] for key in knobs}
     if '--help' in sys.argv[1:] or '-h' in sys.argv[1:]:
         try:
@@ -65,18 +70,23 @@ def configure(script_globals):
     try:
         files, options = split_arguments(sys.argv[1:], knobs)
         for path in files:
-            for key, value in run_config_file(path, config).items():
-                owner = None if key in knobs else owner_of(key, script)
-                if owner:
+            assigned = run_config_file(path, config)
+            is_ours = pass_on is None or any(key in knobs and not owner_of(key, script) for key in assigned)
+            for key, value in assigned.items():
+                owner = None if key in knobs and is_ours else owner_of(key, script)
+                if owner and pass_on is not None:
+                    pass_on[key] = checked(value, others(script)[key][1], f'{path}: {key}')
+                elif owner:
                     skipped[key] = owner  # one file serves several scripts
                 elif key not in knobs and (callable(value) or isinstance(value, ModuleType)):
                     pass  # an import or a function of the file's own
                 else:
-                    knob = find(key, knobs, script, f'{path}: {key}', "; names of a file's helpers begin with _")
+                    knob = find(key, known, script, f'{path}: {key}', "; names of a file's helpers begin with _")
                     config[key] = checked(value, knob, f'{path}: {key}')
                     explicit.add(key)
         for key, text in options:
-            config[key] = parse(text, find(key, knobs, script, f'--{key}'), f'--{key}')
+            value = parse(text, find(key, known, script, f'--{key}'), f'--{key}')
+            (config if key in knobs else pass_on)[key] = value
             explicit.add(key)
     except Mistake as mistake:
         # Every rank says it: torchrun stops the others once one has ended, so rank 0 might not come to speak.
@@ -97,7 +107,7 @@ def read_knobs(script, values=None):
     """
     {key: Knob} of a script, in order; without a `configure(` call in it there are none.
 
-    values: the script's globals, for the types of the keys without annotation. Not needed where only names are asked.
+    values: the script's globals, for the types of the keys without annotation; None = what is written there.
     """
     source = script.read_text(encoding='utf-8')
     comments = {}  # line -> (column, text)
@@ -122,10 +132,11 @@ def read_knobs(script, values=None):
         if isinstance(target, ast.Name) and not target.id.startswith('_'):
             comment = comments.get(last_line, (None, ''))[1]
             choices = CHOICES.match(comment)
+            default = literal(statement.value) if values is None else values.get(target.id)
             knobs[target.id] = Knob(
                 section=section,
                 comment=comment,
-                types=accepted_types(getattr(statement, 'annotation', None), (values or {}).get(target.id)),
+                types=accepted_types(getattr(statement, 'annotation', None), default),
                 choices=tuple(re.findall(r"'([^']*)'", choices[0])) if choices else (),
             )
     return {}
@@ -140,10 +151,25 @@ def accepted_types(annotation, default):
     return (ast.unparse(annotation).partition('[')[0],)
 
 
+def literal(expression):
+    """The value of a constant expression, parsed or not; None for any other."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(expression)
+
+
+@functools.cache
+def others(script):
+    """{key: (name of the first other train script beside this one that has it, its Knob)}."""
+    found = {}
+    for other in sorted(script.parent.glob('train_*.py')):
+        if other.name != script.name:
+            found = {key: (other.name, knob) for key, knob in read_knobs(other).items()} | found
+    return found
+
+
 def owner_of(key, script):
     """Name of another train script beside this one that has the key, or None."""
-    others = (other for other in sorted(script.parent.glob('train_*.py')) if other.name != script.name)
-    return next((other.name for other in others if key in read_knobs(other)), None)
+    return others(script).get(key, (None, None))[0]
 
 
 def find(key, knobs, script, given, advice=''):
@@ -177,15 +203,22 @@ def help_text(knobs, config, docstring):
 
 
 def split_arguments(arguments, knobs):
-    """(config files, [(key, text), ...]) of a command line; the text of a bare flag is None."""
-    files, options = [], []
+    """
+    (config files, [(key, text), ...]) of a command line; the text of a bare flag is None.
+
+    A bare flag whose key is a list takes the words that follow it: `--plot out/a out/b`. Its text is a list of them.
+    """
+    files, options, words = [], [], None
     previous = ''
     for argument in arguments:
         key, equals, text = argument.lstrip('-').partition('=')
         if argument.startswith('--'):
-            options.append((key, text if equals else None))
+            words = [] if not equals and key in knobs and 'list' in knobs[key].types else None
+            options.append((key, text if equals else words))
         elif argument.endswith('.py'):
             files.append(argument)
+        elif words is not None:
+            words.append(argument)
         else:
             after_flag = previous.startswith('--') and '=' not in previous
             meant = f'{previous}={argument}' if after_flag else f'--{key}={text}' if key in knobs else ''
@@ -224,11 +257,13 @@ def run_config_file(path, config):
 
 
 def parse(text, knob, given):
-    """The value that the text after `--key=` stands for; a bare flag (None) means True."""
-    if text is None:
+    """The value that the text after `--key=` stands for; a bare flag (None) means True, one of a list has its words."""
+    if text is None or text == []:
         if 'bool' not in knob.types:
             raise Mistake(f'{given} needs a value: {given}=..., expected {expected(knob)}')
         text = 'True'
+    if isinstance(text, list):
+        return text
     readings = [WORDS[text]] if text in WORDS else []
     if set(knob.types) - {'str', 'None'} or not knob.types:  # a string is taken as typed, quotes and all
         for read in (ast.literal_eval, float):  # float: inf and nan are no literals
@@ -248,10 +283,20 @@ def parse(text, knob, given):
 def checked(value, knob, given):
     """The value in one of the key's types. Raises Mistake with the key, what was given and what is expected."""
     possible = forms(value)
+    if 'list' in knob.types and value is not None and not possible.keys() & set(knob.types):
+        possible = {'list': elements(value)}
     fitting = [possible[kind] for kind in knob.types if kind in possible] if knob.types else [value]
     if not fitting or (knob.choices and value is not None and value not in knob.choices):
         raise Mistake(f'{given} expects {expected(knob)}, given {value!r}')
     return fitting[0]
+
+
+def elements(value):
+    """A list of what stands alone or between commas: 2 is [2], 'ddp,fsdp' is ['ddp', 'fsdp'], '1,None' is [1, None]."""
+    if not isinstance(value, str):
+        return [value]
+    words = [word.strip() for word in value.split(',') if word.strip()]
+    return [WORDS[word] if word in WORDS else word if literal(word) is None else literal(word) for word in words]
 
 
 def expected(knob):

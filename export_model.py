@@ -11,8 +11,8 @@ Of models from scratch, gpt2, llama and qwen3 become the classes of that name. W
 (enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and loads with
 trust_remote_code=True.
 The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
-It takes memory for two copies of the fp32 weights, and for three of a model from scratch. Checkpoints of DeepSpeed and
-of other trainers are not read.
+It takes memory for two copies of the fp32 weights, and for three of a model from scratch. Checkpoints in
+DeepSpeed's own format and of other trainers are not read (train_deepspeed.py writes none).
 """
 
 import json
@@ -64,7 +64,7 @@ def foreign_format(folder):
         return 'a DeepSpeed checkpoint (its own zero_to_fp32.py makes plain weights of it)'
     if '.metadata' in names and 'manifest.json' not in names or 'pytorch_model_fsdp_0' in names:
         return "another trainer's FSDP checkpoint (python -m torch.distributed.checkpoint.format_utils dcp_to_torch)"
-    if 'config.json' in names:
+    if 'config.json' in names and 'checkpoints' not in names:  # runs have one, too
         return 'a transformers model already'
     return None
 

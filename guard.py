@@ -88,7 +88,9 @@ def report(error, out_of_memory_advice=None):
     if not is_lost_peer(error):
         note_error(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
     # Not sys.stderr: init_process_group() wraps this hook and holds back what is written there until the hook returns.
-    print(line, file=sys.__stderr__, flush=True)
+    # In one write: print() makes two, and the lines of two ranks that fail together would run into each other.
+    sys.__stderr__.write(line + '\n')
+    sys.__stderr__.flush()
     if 'TORCHELASTIC_ERROR_FILE' in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -178,7 +178,7 @@ class Pretrained:
         return model
 
     def to_dict(self):
-        """What decides shapes and numbers: for the log, for scaling.py, and for the identity of a checkpoint."""
+        """What decides shapes and numbers: for the log, scaling.py, footprint.py and the identity of a checkpoint."""
         return dict(self.facts)
 
     @functools.cached_property

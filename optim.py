@@ -12,6 +12,7 @@ Optimizers and learning-rate schedules.
     dana-star-mk4    the same, for parameters that rarely get a gradient               3
     ademamix         a fast and a slow momentum (arXiv 2409.03137)                     3
     muon             orthogonalised momentum for hidden matrices, AdamW for the rest   1 (rest: 2)
+    sgd              the plain gradient, to compare memory and arithmetic with         0
 
 Everything here runs on plain tensors and on sharded ones (DTensor) alike: a parameter keeps its name, its group and its
 update whatever strategy trains it. All but muon are elementwise, so a rank updates its shards without communication.
@@ -68,13 +69,14 @@ def make_optimizer(
     'adamw' (Loshchilov and Hutter, arXiv 1711.05101):
         m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
         theta -= learning_rate * (weight_decay*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + 1e-8))
+    'sgd': theta -= learning_rate * (weight_decay*theta + g)
     The other equations stand with adamw(), adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
 
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer={optimizer!r}: expected one of {", ".join(OPTIMIZERS)}')
-    decaying = optimizer not in ('adamw', 'ademamix', 'muon')  # its weight decay
+    decaying = optimizer not in ('adamw', 'ademamix', 'muon', 'sgd')  # its weight decay
     for name, value, is_good, expected in (
         ('learning_rate', learning_rate, 0 < learning_rate < math.inf, 'a number above 0'),
         ('beta1', beta1, 0 <= beta1 < 1, 'at least 0 and below 1'),
@@ -94,6 +96,8 @@ def make_optimizer(
         # One kernel for the whole update instead of a dozen per tensor.
         fused = all(parameter.device.type in ('cpu', 'cuda') for parameter in model.parameters())
         return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
+    if optimizer == 'sgd':
+        return torch.optim.SGD(groups, lr=learning_rate)
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
     constants.update(wd_ts=wd_ts if decaying and wd_ts else math.inf, warmup=max_iters or 0, update=optimizer)
     if optimizer != 'muon':
@@ -317,7 +321,7 @@ UPDATES = {  # name -> its tensors per parameter (the names in checkpoints), its
     'dana-star-mk4': (('exp_avg', 'exp_avg_sq', 'tau'), dana_star_scalars, dana_star_mk4),
     'ademamix': (('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
 }
-OPTIMIZERS = ('adamw', *UPDATES, 'muon')
+OPTIMIZERS = ('adamw', *UPDATES, 'muon', 'sgd')
 
 
 compiled = functools.cache(torch.compile)  # a kernel is compiled once, whatever uses it

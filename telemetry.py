@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter, namedtuple
 from datetime import timedelta
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 PHASES = ('data', 'forward', 'backward', 'update', 'outer')
 
@@ -92,6 +94,9 @@ class Meter:
     process group has a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
     tokens_per_step: of the global batch. flops_per_token: forward and backward, for the MFU.
     group: process group of the ranks that make these calls together, if not all do (the replicas of DiLoCo do not).
+    beat: called with the name of each phase as it begins.
+    trace_step: the so many-th step from here on is recorded, on every rank, as out_dir/trace_rank0.json and so on, for
+        chrome://tracing or ui.perfetto.dev. Below 1: none is.
 
     The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
     Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
@@ -99,8 +104,11 @@ class Meter:
     comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
     """
 
-    def __init__(self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None):
-        self._beat = beat or (lambda phase: None)  # called with each phase as it begins
+    def __init__(
+        self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None, trace_step=0, out_dir='.'
+    ):
+        self._beat = beat or (lambda phase: None)
+        self._trace_step, self._out_dir = trace_step, out_dir
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
@@ -121,14 +129,19 @@ class Meter:
         self._steps = 0
         self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
         self._communication = {}  # keys of the row, when a step of this interval was profiled
+        self._state = {}  # keys of the row, once measured
+        self._state_is_known = False
+        self._counts_bytes = world_size > 1 and not self._on_cuda and bytes_sent() is not None
+        self._sent = 0  # bytes in this interval
         self._profile_next = False
         self._profiler = None
         memory_gb(device)  # the first interval's peak begins here
 
     def begin_step(self):
         """Start the clock of an optimizer step; call mark() right after. On some steps the profiler starts, too."""
-        if self._profile_next:
+        if self._profile_next or self._steps + 1 == self._trace_step:
             self._start_profiler()
+        self._count_sent(-1)
         self._begin, self._marks = self._event(), []
 
     def mark(self, phase):
@@ -141,6 +154,7 @@ class Meter:
         """Stop the clock: the step and its last phase end here."""
         self._unread.append(Step(self._begin, self._marks, self._event(), self._profiler is not None, count=1))
         self._steps += 1
+        self._count_sent(1)
         if self._profiler:
             self._stop_profiler()
         # Read what the device has finished without waiting for the rest, so that a long interval holds few events.
@@ -150,10 +164,29 @@ class Meter:
     @contextlib.contextmanager
     def part(self, phase):
         """A context whose time counts for the step that has just ended, such as the outer step of DiLoCo."""
+        self._count_sent(-1)
         begin, mark = self._event(), (phase, self._event())
         self._beat(phase)
         yield
+        self._count_sent(1)
         self._unread.append(Step(begin, [mark], self._event(), profiled=False, count=0))
+
+    def measure_state(self, parameters, optimizer):
+        """
+        Measure what this rank holds of weights, gradients and optimizer state, for the next row: between
+        optimizer.step() and zero_grad(), when all three are there. Only the first call does something.
+        """
+        if not self._state_is_known:  # nor are the lists made
+            parameters = list(parameters)
+            moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+            self.note_state(parameters, [parameter.grad for parameter in parameters], moments)
+
+    def note_state(self, weights, gradients, optimizer):
+        """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
+        if not self._state_is_known:
+            held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
+            self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
+            self._state_is_known = True
 
     def interval(self):
         """
@@ -161,6 +194,8 @@ class Meter:
 
         time/*: milliseconds per optimizer step, mean of the interval; on CUDA the time of the GPU's queue.
         time/comm, time/comm_exposed: of the profiled step, in an interval that has one.
+        comm/sent_gb: GB per optimizer step that this rank wrote to sockets in its steps and parts (Linux, gloo).
+        mem/weights_gb, mem/gradients_gb, mem/optimizer_gb: what measure_state() found, in the first row after it.
         tokens_per_sec: of all ranks. mfu: fraction of the peak bfloat16 rate.
         mem/*: GB (1e9 bytes) of CUDA's allocator, or of the resident set on a CPU, its peak since the last call;
         mem/rank_min_gb and mem/rank_max_gb are the smallest and largest peak of any rank.
@@ -185,8 +220,11 @@ class Meter:
             if self._mfu_per_token:
                 row['mfu'] = round(tokens_per_sec * self._mfu_per_token, 5)
             row |= {f'time/{key}': round(value, 4) for key, value in milliseconds.items()}
-        row |= self._communication
-        self._communication = {}
+        steps_in_all = ordinary['steps'] + profiled['steps']
+        if self._counts_bytes and steps_in_all:
+            row['comm/sent_gb'] = round(self._sent / steps_in_all / 1e9, 9)
+        row |= self._communication | self._state
+        self._communication, self._state, self._sent = {}, {}, 0
         return row | self._ranks_and_memory()
 
     def read_all(self):
@@ -232,6 +270,10 @@ class Meter:
         self.training_seconds += total / 1000
         self._spare_events += [step.begin, *events]
 
+    def _count_sent(self, sign):
+        if self._counts_bytes:
+            self._sent += sign * bytes_sent()
+
     def _start_profiler(self):
         """Start recording; the ranks begin together, or one that is late here would look like a slow collective."""
         self._profile_next = False
@@ -253,9 +295,12 @@ class Meter:
         self._profiled_step.__exit__(None, None, None)
         self._profiler.__exit__(None, None, None)
         comm, exposed = communication_milliseconds(recorded_activities(self._profiler))
-        self._communication = {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
-        self._profiler = self._profiled_step = None
+        if self._world_size > 1:
+            self._communication = {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
         self.profiling_seconds += time.perf_counter() - start
+        if self._steps == self._trace_step:
+            self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))
+        self._profiler = self._profiled_step = None
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -327,6 +372,28 @@ def covered(activities):
     return length
 
 
+def bytes_sent():
+    """
+    Bytes that gloo's threads have written since the process began, or None where Linux does not tell.
+
+    wchar counts write() and writev() of the whole process (man 5 proc). gloo writes to its sockets with those, from
+    threads of its own; what Python's threads write (checkpoints, logs) is taken off. On 2 ranks an all-reduce of S
+    bytes adds 1.000 S. NCCL's traffic does not pass through the process.
+    """
+    try:
+        everything = written(Path('/proc/self/io'))
+    except OSError:
+        return None
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError):  # it has ended
+            everything -= written(Path(f'/proc/self/task/{thread.native_id}/io'))
+    return everything
+
+
+def written(path):
+    return int(path.read_bytes().split(b'wchar: ')[1].split()[0])
+
+
 # --- MEMORY -----------------------------------------------------------------------------------------------------------
 
 
@@ -352,22 +419,37 @@ def memory_gb(device):
     return memory
 
 
+def held_gb(tensors):
+    """
+    GB (1e9 bytes) of the memory behind these tensors, on the host or the device; of a DTensor what this rank holds.
+
+    What several share, as views of one buffer do, counts once, and in full. None counts nothing.
+    """
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storages[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / 1e9
+
+
 # --- LOG --------------------------------------------------------------------------------------------------------------
 
 
 class Log:
     """
-    Console, out_dir/train.log (the same lines), out_dir/metrics.jsonl, and wandb and tensorboard on request. On other
-    ranks than 0 every method does nothing.
+    Console, out_dir/train.log (the same lines), out_dir/metrics.jsonl, and wandb and tensorboard on request; and
+    out_dir/config.json, what ran here last, for programs. On other ranks than 0 every method does nothing.
 
     start_step: steps done when this process starts; rows of metrics.jsonl beyond it are cut, so each step stands once.
     config: the final values of all keys; explicit: those that were set on purpose, marked in the log.
+    flops_per_token: forward and backward, for config.json.
     Every line is flushed: a killed run loses at most the line being written, which the next start repairs.
     Nothing of the environment is written but WORLD_SIZE, hence no key.
     Raises ValueError when wandb or tensorboard is asked for and not installed, or wandb refuses to start.
     """
 
-    def __init__(self, out_dir, rank, start_step, max_iters, config, explicit):
+    def __init__(self, out_dir, rank, start_step, max_iters, config, explicit, flops_per_token=None):
         self._rank = rank
         if rank != 0:
             return
@@ -378,6 +460,7 @@ class Log:
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
         self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
         self.say(header(config, explicit))
+        write_config(out_dir / 'config.json', config, flops_per_token)
         self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
         self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
         self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
@@ -491,14 +574,28 @@ def cut_rows(path, start_step):
             if line.endswith('\n') and step <= start_step:
                 kept.append(line)
                 last_step = step
-    if ''.join(kept) != text:  # replaced as a whole: a kill in between leaves the old file or the new one
-        temporary = path.with_suffix('.tmp')
-        with open(temporary, 'w', encoding='utf-8') as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+    if ''.join(kept) != text:
+        replace_file(path, ''.join(kept))
     return last_step
+
+
+def replace_file(path, text):
+    """Replace a file as a whole: a kill in between leaves the old one or the new one."""
+    temporary = path.with_suffix('.tmp')
+    with open(temporary, 'w', encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_config(path, config, flops_per_token):
+    """What runs, as JSON: script, ranks, device, versions, and every key under 'config'."""
+    about = {'script': Path(sys.argv[0]).name, 'world_size': int(os.environ.get('WORLD_SIZE', '1'))}
+    about['device_name'] = device_name(torch.device(config['device']))
+    about |= {} if flops_per_token is None else {'flops_per_token': flops_per_token}
+    about['versions'] = {'python': platform.python_version(), 'torch': torch.__version__}
+    replace_file(path, json.dumps({**about, 'config': config}, indent=1) + '\n')
 
 
 def header(config, explicit):

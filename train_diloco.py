@@ -26,11 +26,12 @@ from configurator import configure
 out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
 resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
 eval_interval = 500  # steps between evaluations of the outer and the inner parameters; 0 = only after the last step
-eval_iters = 20  # evaluate on this many batches of global_batch_size sequences, the same ones every time
+eval_iters = 20  # evaluate on so many batches of global_batch_size sequences, always the same ones; 0 = no evaluation
 eval_only = False  # evaluate the newest checkpoint and stop
 log_interval = 10  # steps between log lines
+trace_step = 0  # record this step on every rank, for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = none
 checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
-keep_checkpoints = 2  # older ones are deleted
+keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
 permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
 save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
 async_checkpoint = False  # train on while a checkpoint is written
@@ -71,7 +72,7 @@ lora_rank = 0  # init_from: train two thin matrices beside each weight instead (
 lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
 lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
 # optimizer
-optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
+optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'|'sgd'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
 num_epochs: float | None = None  # passes over the training data: sets max_iters
@@ -137,6 +138,7 @@ import checkpoint
 import data
 import diloco
 import diloco_check
+import footprint
 import fsdp_manual
 import guard
 import hf
@@ -149,7 +151,7 @@ from model import GPT, ModelConfig
 from tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.report_errors(lambda: footprint.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
 if not eval_only:
     guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
@@ -203,7 +205,7 @@ scaling.check_rounds(config)  # inner_steps, overlap_steps and the like fit toge
 if dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(scaling.report(config, model_config.to_dict(), world_size, strategy='diloco'))
+        print(footprint.report(config, model_config.to_dict(), world_size, strategy='diloco'))
     sys.exit()
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
@@ -320,7 +322,7 @@ diloco_check.refuse_different_weights(outer)
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 started_at = saved['step'] if found and (eval_only or verify) else step  # those two cut no rows
-log = telemetry.Log(out_dir, rank, started_at, max_iters, config, explicit)
+log = telemetry.Log(out_dir, rank, started_at, max_iters, config, explicit, raw_model.flops_per_token())
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
@@ -398,7 +400,8 @@ stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), shard_group, dog.at)
+tracing = {'trace_step': trace_step - step, 'out_dir': out_dir, 'group': shard_group}
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
 numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)])
 
@@ -459,6 +462,7 @@ while step < max_iters and not stopping:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
+        meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
@@ -466,7 +470,7 @@ while step < max_iters and not stopping:
 
     last_step = step == max_iters
     round_ends = last_step or step % inner_steps == 0
-    evaluating = last_step or (eval_interval and step % eval_interval == 0)
+    evaluating = eval_iters and (last_step or (eval_interval and step % eval_interval == 0))
     saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
     row = {}
     if evaluating and outer.is_mid_round(step):
@@ -513,7 +517,7 @@ if rank == 0 and step == max_iters:
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {max_iters} steps, checkpoints in {out_dir}')
+log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

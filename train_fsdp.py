@@ -22,11 +22,12 @@ from configurator import configure
 out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
 resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
 eval_interval = 500  # steps between evaluations; 0 = only after the last step
-eval_iters = 20  # evaluate on this many batches of global_batch_size sequences, the same ones every time
+eval_iters = 20  # evaluate on so many batches of global_batch_size sequences, always the same ones; 0 = no evaluation
 eval_only = False  # evaluate the newest checkpoint and stop
 log_interval = 10  # steps between log lines
+trace_step = 0  # record this step on every rank, for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = none
 checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
-keep_checkpoints = 2  # older ones are deleted
+keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
 permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
 save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
 async_checkpoint = False  # train on while a checkpoint is written
@@ -67,7 +68,7 @@ lora_rank = 0  # init_from: train two thin matrices beside each weight instead (
 lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
 lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
 # optimizer
-optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'
+optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'|'sgd'
 learning_rate = 6e-4  # peak
 max_iters = 10000  # optimizer steps
 num_epochs: float | None = None  # passes over the training data: sets max_iters
@@ -117,6 +118,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import checkpoint
 import data
+import footprint
 import fsdp_manual
 import guard
 import hf
@@ -129,7 +131,7 @@ from model import GPT, ModelConfig
 from tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: scaling.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.report_errors(lambda: footprint.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
 if not eval_only:
     guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
@@ -178,7 +180,7 @@ config.update(model_config.to_dict())
 if dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(scaling.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
+        print(footprint.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
     sys.exit()
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ if found is not None:
     scaler.load_state_dict(state['scaler'])
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit)
+log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit, raw_model.flops_per_token())
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
@@ -317,7 +319,8 @@ stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at)
+tracing = {'trace_step': trace_step - step, 'out_dir': out_dir}
+meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
 numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
@@ -352,6 +355,7 @@ while step < max_iters and not stopping:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
+        meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
@@ -367,7 +371,7 @@ while step < max_iters and not stopping:
         row['grad_norm'] = grad_norm.full_tensor().item()
         if fsdp_impl == 'manual':
             row.update(model.communication())
-    if last_step or (eval_interval and step % eval_interval == 0 and not stopping):
+    if eval_iters and (last_step or (eval_interval and step % eval_interval == 0 and not stopping)):
         row.update(evaluate())
     if row and numbers.skipped:
         row['skipped'] = numbers.skipped
@@ -388,7 +392,7 @@ if rank == 0 and step == max_iters:
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {max_iters} steps, checkpoints in {out_dir}')
+log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

@@ -138,9 +138,10 @@ class Watchdog:
         self._end(line, stack)
 
     def _end(self, line, stack):
-        print(f'[{self.rank}] error: {line}', file=sys.__stderr__, flush=True)
-        if stack:
-            print(f'[{self.rank}] {stack.rstrip()}', file=sys.__stderr__, flush=True)
+        lines = [f'error: {line}', *([stack.rstrip()] if stack else [])]
+        # In one write, since other ranks write there, too.
+        sys.__stderr__.write(''.join(f'[{self.rank}] {line}\n' for line in lines))
+        sys.__stderr__.flush()
         with contextlib.suppress(Exception):  # what NCCL has recorded, since its own timeout will not come
             if torch.cuda.is_available():
                 with open(os.path.join(self.out_dir, f'flight_recorder_{self.rank}'), 'wb') as file:

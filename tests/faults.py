@@ -294,12 +294,13 @@ def launch(command, nproc, log, fault, env):
     os.dup2(output, 2)
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
-    ranks = []
+    ranks, size = [], {'WORLD_SIZE': str(nproc), 'LOCAL_WORLD_SIZE': str(nproc)}
     for rank in range(nproc):
         ranks.append(os.fork())
         if ranks[-1] == 0:
             try:
-                run_rank(command, rank, nproc, port, fault)
+                place = {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'MASTER_PORT': str(port), **size}
+                run_rank(command, place, fault)
             finally:
                 os._exit(1)
     codes, kill_at = {}, None
@@ -320,12 +321,21 @@ def launch(command, nproc, log, fault, env):
     Path(f'{log}.codes').write_text(json.dumps([codes[rank] for rank in range(nproc)]))
 
 
-def run_rank(command, rank, nproc, port, fault):
+def run_alone(command, log, place):
+    """For CONTEXT.Process: be one rank, at the place that these variables of a launcher say; its output goes to log."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for name in LAUNCHERS_VARIABLES:
+        os.environ.pop(name, None)
+    run_rank(command, place)
+
+
+def run_rank(command, place, fault=None):
     import torch
 
     torch.set_num_threads(1)  # the server may have read another OMP_NUM_THREADS
-    size = {'WORLD_SIZE': str(nproc), 'LOCAL_WORLD_SIZE': str(nproc)}
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), **size)
+    os.environ.update(MASTER_ADDR='127.0.0.1', **place)
     os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
     sys.argv = command

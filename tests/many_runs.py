@@ -1,7 +1,7 @@
 """
-Run train scripts one after another in processes that torchrun started once: importing torch costs more than 20 steps.
+Run train scripts one after another in processes that are started once: importing torch costs more than 20 steps.
 
-    torchrun --nproc_per_node=2 tests/many_runs.py cases.json
+    torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by faults.Job, which is quicker
 
 cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
 runs the script as it stands (runpy, fresh globals, its own process group). Rank 0 writes cases.json.results: for each
@@ -45,15 +45,19 @@ def local_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-AGENT = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)
+# torchrun has a store for its ranks; forked ones have that of rank 0.
+IS_HOST = os.environ['RANK'] == '0' and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
+STORE = dist.TCPStore(
+    os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=IS_HOST, wait_for_workers=False
+)
 
 
 def port_of_case(number):
-    """A free port for this case's own store: in torchrun's, the next case would find the addresses of this one."""
+    """A free port for this case's own store: in a common one, the next case would find the addresses of this one."""
     if os.environ['RANK'] == '0':
         with socket.create_server(('127.0.0.1', 0)) as server:  # right before it is used, so that nobody takes it
-            AGENT.set(f'port of case {number}', str(server.getsockname()[1]))
-    return AGENT.get(f'port of case {number}').decode()
+            STORE.set(f'port of case {number}', str(server.getsockname()[1]))
+    return STORE.get(f'port of case {number}').decode()
 
 
 def compiled_graphs():

@@ -6,37 +6,51 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY_MODEL, TINY_RUN, environment, run_script
+from conftest import TINY_MODEL, TINY_RUN, environment, run_forked, run_script
+from faults import Job
 
 import data
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
 
-def error_line(result):
-    """The one line of a failed run; there is no traceback."""
-    assert result.returncode != 0
-    assert 'Traceback' not in result.stderr, result.stderr
-    lines = [line for line in result.stderr.splitlines() if 'error:' in line]
-    assert len(lines) == 1, result.stderr
+def error_line(text):
+    """The one line of what a failed run said; there is no traceback."""
+    assert 'Traceback' not in text, text
+    lines = [line for line in text.splitlines() if 'error:' in line]
+    assert len(lines) == 1, text
     return lines[0]
 
 
-def train(data_dir, out_dir, *more, **options):
-    """A run that is expected to fail."""
-    return run_script(
-        'train_ddp.py', *RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more, check=False, **options
-    )
+@pytest.fixture
+def train(tmp_path):
+    """train(data_dir, out_dir, *more): what a run in one process says that is expected to fail."""
+
+    def train(data_dir, out_dir, *more):
+        keys = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
+        job = Job('train_ddp.py', keys, 1, tmp_path / 'log')
+        assert job.wait() == [1], job.text()
+        return job.text()
+
+    return train
 
 
-def test_missing_dataset_names_the_command_that_makes_it(data_dir, tmp_path):
+def train_as_a_user(data_dir, out_dir, **options):
+    """The CompletedProcess of one that is started as a user would."""
+    keys = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}']
+    result = run_script('train_ddp.py', *keys, check=False, **options)
+    assert result.returncode != 0
+    return result
+
+
+def test_missing_dataset_names_the_command_that_makes_it(train, data_dir, tmp_path):
     line = error_line(train(data_dir, tmp_path / 'out', '--dataset=nowhere'))
     assert 'nowhere' in line and 'python prepare_data.py' in line
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize('damage', ['size', 'magic'])
-def test_damaged_shard_is_refused_by_name(data_dir, tmp_path, damage):
+def test_damaged_shard_is_refused_by_name(train, data_dir, tmp_path, damage):
     shutil.copytree(data_dir / 'tiny', tmp_path / 'tiny')
     shard = next((tmp_path / 'tiny').glob('train_*.bin'))
     content = shard.read_bytes()
@@ -45,40 +59,40 @@ def test_damaged_shard_is_refused_by_name(data_dir, tmp_path, damage):
     assert shard.name in line and damage in line
 
 
-def test_token_above_the_vocabulary(data_dir, tmp_path):
+def test_token_above_the_vocabulary(train, data_dir, tmp_path):
     line = error_line(train(data_dir, tmp_path / 'out', '--vocab_size=100'))
     assert '100' in line and re.search(r'token|vocab', line)
 
 
-def test_indivisible_global_batch_gives_the_numbers(data_dir, tmp_path):
+def test_indivisible_global_batch_gives_the_numbers(train, data_dir, tmp_path):
     line = error_line(train(data_dir, tmp_path / 'out', '--global_batch_size=7'))
     assert '7' in line and 'batch_size' in line and '6' in line and '8' in line  # what would work
 
 
-def test_block_size_longer_than_the_data(data_dir, tmp_path):
+def test_block_size_longer_than_the_data(train, data_dir, tmp_path):
     line = error_line(train(data_dir, tmp_path / 'out', '--block_size=100000000'))
     assert '100000000' in line.replace(',', '').replace('_', '')
 
 
-def test_unwritable_out_dir_is_found_before_the_first_step(data_dir, tmp_path):
+def test_unwritable_out_dir_is_found_before_the_first_step(train, data_dir, tmp_path):
     (tmp_path / 'file').write_text('not a folder')
-    result = train(data_dir, tmp_path / 'file' / 'out')
-    assert 'out_dir' in error_line(result) and 'step 1' not in result.stdout
+    said = train(data_dir, tmp_path / 'file' / 'out')
+    assert 'out_dir' in error_line(said) and 'step 1' not in said
 
 
-def test_resume_must_without_a_checkpoint(data_dir, tmp_path):
+def test_resume_must_without_a_checkpoint(train, data_dir, tmp_path):
     assert 'resume' in error_line(train(data_dir, tmp_path / 'out', '--resume=must'))
     assert 'no checkpoint' in error_line(train(data_dir, tmp_path / 'out', '--eval_only'))
 
 
 def test_half_set_launcher_variables(data_dir, tmp_path):
-    line = error_line(train(data_dir, tmp_path / 'out', RANK='0', WORLD_SIZE='2'))
+    line = error_line(train_as_a_user(data_dir, tmp_path / 'out', RANK='0', WORLD_SIZE='2').stderr)
     assert 'RANK=0' in line and 'MASTER_ADDR' in line and 'torchrun' in line
 
 
-def test_a_checkpoint_of_another_model_or_data_is_refused_with_both_values(data_dir, tmp_path):
+def test_a_checkpoint_of_another_model_or_data_is_refused_with_both_values(train, data_dir, tmp_path):
     out_dir = tmp_path / 'out'
-    run_script('train_ddp.py', *RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}')
+    run_forked('train_ddp.py', *RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', log=tmp_path / 'first.log')
     before = sorted(path.stat().st_mtime_ns for path in out_dir.glob('checkpoints/*/*'))
     line = error_line(train(data_dir, out_dir, '--n_layer=4', '--max_iters=3'))
     assert 'n_layer' in line and '3' in line and '4' in line
@@ -98,8 +112,7 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
     data.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))
-    result = train(tmp_path, tmp_path / 'out', nproc=2, timeout=120)
-    assert result.returncode != 0
+    result = train_as_a_user(tmp_path, tmp_path / 'out', nproc=2, timeout=120)
     errors = [line for line in result.stderr.splitlines() if line.startswith(('[0] error', '[1] error'))]
     assert len(errors) == 1 and errors[0].startswith('[1]') and '300' in errors[0], result.stderr
 
@@ -118,5 +131,6 @@ def test_out_of_memory_names_the_keys_to_lower(data_dir, tmp_path):
         env=environment(),
         timeout=120,
     )
-    line = error_line(result)
+    assert result.returncode != 0
+    line = error_line(result.stderr)
     assert 'out of memory' in line and 'batch_size' in line

@@ -106,6 +106,9 @@ def test_a_key_set_to_its_default_counts_as_explicit(run):
         ('--betas=0.8,0.9', 'betas', (0.8, 0.9)),
         ('--betas=[1, 2]', 'betas', (1, 2)),
         ('--layers=(3, 4)', 'layers', [3, 4]),
+        ('--layers=3', 'layers', [3]),
+        ('--layers=3,4', 'layers', [3, 4]),
+        ('--layers=a, b,None', 'layers', ['a', 'b', None]),
         ('--name=a=b=c', 'name', 'a=b=c'),
         ('--name=def ', 'name', 'def '),
         ('--name=123', 'name', '123'),
@@ -120,6 +123,13 @@ def test_a_key_set_to_its_default_counts_as_explicit(run):
 def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, key, value):
     result = run(argument)[key]
     assert result == value and type(result) is type(value)
+
+
+def test_a_list_takes_the_words_after_its_bare_flag(run, error):
+    script = run('--layers', 'out/a', 'out/b', '--batch_size=4')
+    assert script['layers'] == ['out/a', 'out/b'] and script['batch_size'] == 4
+    assert '--layers needs a value' in error('--layers')
+    assert "'c' is neither" in error('--layers=a', 'c')
 
 
 @pytest.mark.parametrize(
@@ -238,6 +248,65 @@ def test_a_key_of_another_train_script_in_a_file_is_skipped_with_one_notice(run,
 def test_a_mistake_under_torchrun_names_the_rank(error, monkeypatch, run):
     monkeypatch.setenv('RANK', '3')
     assert error('--batch_size=x').startswith('[3] error: --batch_size')
+
+
+# --- keys for other scripts -------------------------------------------------------------------------------------------
+
+STARTER = """
+from configurator import configure
+out_dir = 'out'  # of the starter
+ways = ['a']  # how to start
+_passed_on = {}
+config, explicit = configure(globals(), pass_on=_passed_on)
+"""
+
+
+@pytest.fixture
+def starter(run, tmp_path, monkeypatch):
+    """starter(*arguments, a='source of a.py') -> (keys of a script that starts train scripts, keys it passes on)."""
+
+    def starter(*arguments, **files):
+        run()  # writes train_this.py and train_other.py
+        (tmp_path / 'starter.py').write_text(STARTER)
+        for stem, source in files.items():
+            (tmp_path / f'{stem}.py').write_text(source)
+        monkeypatch.setattr(sys, 'argv', ['starter.py', *(f'{stem}.py' for stem in files), *arguments])
+        script = runpy.run_path(str(tmp_path / 'starter.py'))
+        return script['config'], script['_passed_on']
+
+    return starter
+
+
+def test_keys_of_train_scripts_are_passed_on_in_their_types(starter):
+    config, passed_on = starter('--learning_rate=1', '--zero_stage=2', '--ways=a,b', a='batch_size = 4; ways = ["c"]')
+    assert config == {'out_dir': 'out', 'ways': ['a', 'b']}
+    assert passed_on == {'batch_size': 4, 'learning_rate': 1.0, 'zero_stage': 2}
+    assert type(passed_on['learning_rate']) is float
+
+
+def test_what_both_have_belongs_to_the_script_that_a_file_was_written_for(starter, tmp_path):
+    with_out_dir = SCRIPT.replace('batch_size = 8', "out_dir = 'out/train'  # of the run\nbatch_size = 8")
+    (tmp_path / 'train_more.py').write_text(with_out_dir)
+    config, passed_on = starter(a="out_dir = 'out/run'; batch_size = 2")
+    assert config['out_dir'] == 'out' and passed_on == {'out_dir': 'out/run', 'batch_size': 2}
+    config, passed_on = starter(a="out_dir = 'out/mine'; ways = ['a']")
+    assert config['out_dir'] == 'out/mine' and not passed_on
+    assert starter('--out_dir=out/here')[0]['out_dir'] == 'out/here'
+
+
+def test_mistakes_in_what_is_passed_on_are_found_at_once(starter, capsys):
+    for arguments, said in (
+        (['--batch_siz=4'], 'did you mean batch_size?'),
+        (['--way=4'], 'did you mean ways?'),
+        (['--zero_stage=x'], "--zero_stage expects int, given 'x'"),
+        (['--mode=faster'], "expects 'slow' or 'fast'"),
+    ):
+        with pytest.raises(SystemExit):
+            starter(*arguments)
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        starter(a='zero_stage = 1.5')
+    assert 'a.py: zero_stage expects int, given 1.5' in capsys.readouterr().err
 
 
 # --- help -------------------------------------------------------------------------------------------------------------

@@ -830,7 +830,7 @@ if __name__ == '__main__':
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_script
+from conftest import environment, run_forked
 
 
 @pytest.fixture(scope='module')
@@ -842,7 +842,8 @@ def ranks(tmp_path_factory):
         def __missing__(self, world_size):
             assert world_size not in started, f'{world_size} ranks failed, see the first test that needed them'
             started.add(world_size)
-            run_script('tests/test_diloco.py', folder, nproc=world_size, timeout=240)
+            log = folder / f'{world_size}.log'
+            run_forked('tests/test_diloco.py', folder, nproc=world_size, log=log)
             paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
             self[world_size] = [json.loads(path.read_text()) for path in paths]
             return self[world_size]

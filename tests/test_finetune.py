@@ -174,7 +174,7 @@ if __name__ == '__main__':
     dist.destroy_process_group()
     guard.leave()
 
-from conftest import TINY_RUN, column, run_many, run_script
+from conftest import TINY_RUN, column, run_forked, run_many, run_script
 
 
 @pytest.fixture(scope='module')
@@ -191,7 +191,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope='module', params=[1, 2, 3])
 def on_ranks(request, models):
     """{'llama torch': what compare_with_transformers and packing returned} on so many ranks."""
-    run_script('tests/test_finetune.py', models, nproc=request.param)
+    run_forked('tests/test_finetune.py', models, nproc=request.param, log=models / f'{request.param}.log')
     return json.loads((models / f'results_{request.param}.json').read_text())
 
 

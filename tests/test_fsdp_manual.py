@@ -183,11 +183,23 @@ def make_mesh(replicate_size):
     return mesh if replicate_size > 1 else mesh['shard']
 
 
+PLAIN = {}  # what train_plain() returned, by what it depends on
+
+
+def train_plain(case):
+    """(history, gradients) without any sharding: computed once for all cases that differ only in how they shard."""
+    key = str([case[name] for name in ('model', 'dtype', 'checkpointing', 'frozen', 'optimizer', 'steps')])
+    if key not in PLAIN:
+        gradients = {}
+        PLAIN[key] = train('plain', case, None, gradients), gradients
+    return PLAIN[key]
+
+
 def compare(case):
     """What one case gives under the three implementations, and the largest error of a gradient of the first step."""
     mesh = make_mesh(case['replicate_size'])
-    plain, manual = {}, {}
-    results = {'plain': train('plain', case, None, plain), 'manual': train('manual', case, mesh, manual)}
+    (of_plain, plain), manual = train_plain(case), {}
+    results = {'plain': of_plain, 'manual': train('manual', case, mesh, manual)}
     if case['zero_stage'] > 1 and not case['offload']:
         results['torch'] = train('torch', case, mesh)
     assert plain.keys() == manual.keys()
@@ -448,7 +460,8 @@ if __name__ == '__main__':
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_script
+from conftest import environment, run_forked
+from faults import Job
 
 
 @pytest.fixture(scope='module')
@@ -460,7 +473,8 @@ def ranks(tmp_path_factory):
         def __missing__(self, world_size):
             assert world_size not in started, f'{world_size} ranks failed, see the first test that needed them'
             started.add(world_size)
-            run_script('tests/test_fsdp_manual.py', folder, nproc=world_size, timeout=240)
+            log = folder / f'{world_size}.log'
+            run_forked('tests/test_fsdp_manual.py', folder, nproc=world_size, log=log)
             paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
             self[world_size] = [json.loads(path.read_text()) for path in paths]
             return self[world_size]
@@ -631,10 +645,11 @@ def test_a_model_is_sharded_once(mesh):
 
 
 @pytest.mark.parametrize('arguments, message', [(['--zero_stage=1'], 'zero_stage=1'), (['--zero_stage=4'], 'expected')])
-def test_a_stage_that_the_implementation_lacks_gets_one_line(arguments, message):
-    result = run_script('train_fsdp.py', '--dataset=synthetic', '--vocab_size=97', *arguments, check=False)
-    (line,) = [line for line in result.stderr.splitlines() if 'error' in line]
-    assert result.returncode == 1 and message in line and '--fsdp_impl=manual' in line
+def test_a_stage_that_the_implementation_lacks_gets_one_line(tmp_path, arguments, message):
+    job = Job('train_fsdp.py', ['--dataset=synthetic', '--vocab_size=97', *arguments], 1, tmp_path / 'log')
+    assert job.wait() == [1]
+    (line,) = job.text().splitlines()
+    assert 'error' in line and message in line and '--fsdp_impl=manual' in line
 
 
 def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):

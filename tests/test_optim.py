@@ -26,7 +26,7 @@ STEPS = 100
 KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=0.7, delta=6.0, wd_ts=25, max_iters=80)
 RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
 TOLERANCE = {name: 1e-6 for name in OPTIMIZERS} | {'muon': 1e-5}
-ELEMENTWISE = [name for name in OPTIMIZERS if name not in ('adamw', 'muon')]
+ELEMENTWISE = list(optim.UPDATES)
 
 # Ranks are forked from a server that has imported torch already.
 CONTEXT = multiprocessing.get_context('forkserver')
@@ -160,6 +160,8 @@ def reference(optimizer, name, theta, gradients):
             nesterov = 0.05 * g + 0.95 * m
             parts = [0.2 * max(part.shape) ** 0.5 * newton_schulz(part) for part in nesterov.split(HIDDEN[name])]
             theta = theta - lr * (torch.cat(parts) + wd * theta)
+        elif optimizer == 'sgd':
+            theta = theta - lr * (g + wd * theta)
         elif optimizer in ('adamw', 'adamw-decay', 'muon', 'ademamix'):
             m = b1 * m + (1 - b1) * g
             v = b2 * v + (1 - b2) * g**2
@@ -323,6 +325,9 @@ def test_state_is_tensors_and_as_many_moments_as_documented(name):
     moments = {'dana-star-mk4': 3, 'ademamix': 3}.get(name, 2)
     for key, parameter in model.named_parameters():
         state = dict(optimizer.state[parameter])
+        if name == 'sgd':
+            assert not any(isinstance(value, torch.Tensor) for value in state.values())
+            continue
         if name == 'muon' and key in HIDDEN:
             assert list(state) == ['momentum_buffer']
         else:

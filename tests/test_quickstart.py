@@ -1,4 +1,4 @@
-"""What a new user does first: quickstart.sh on a fresh clone, the environment it makes, config/sanity_check.py."""
+"""What a new user does first: quickstart.sh on a fresh clone, and the environment it makes."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, environment, metrics, run_script
+from conftest import REPO, environment, metrics
 
 SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', '.ci/run']
 
@@ -44,13 +44,6 @@ def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.splitlines()[-2:] == [validation, plot]
     assert [row['step'] for row in metrics(clone / 'out/quickstart')] == [1, 3]
-
-
-@pytest.mark.parametrize('script, nproc', [('train_fsdp.py', 2), ('train_ddp.py', None)])
-def test_sanity_check_saves_one_checkpoint(script, nproc, tmp_path):
-    run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=nproc)
-    assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['step_00000001']
-    assert (tmp_path / 'DONE').read_text().strip() == '1'
 
 
 # --- setup_env.sh -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import time
 import faults
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_many, run_script
+from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_forked, run_many
 
 import checkpoint
 
@@ -76,12 +76,11 @@ def interrupted_copy(runs, name, copy):
 
 def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(runs, data_dir):
     again = {f'{strategy}{suffix}': strategy for strategy in STRATEGIES for suffix in ('', '_dropout')}
-    same = []
+    cases = {1: [], 2: [], 3: []}
     for saved, strategy in again.items():
         interrupted_copy(runs, saved, f'{saved}_again')
-        same.append(
-            case(strategy, data_dir, runs / f'{saved}_again', *(['--dropout=0.1'] if 'dropout' in saved else []))
-        )
+        more = ['--dropout=0.1'] if 'dropout' in saved else []
+        cases[2].append(case(strategy, data_dir, runs / f'{saved}_again', *more))
     others = {}  # from one strategy to another, on 2, 1 and 3 ranks
     for nproc, pairs in {
         2: ['ddp fsdp', 'fsdp ddp', 'fsdp manual', 'manual ddp'],
@@ -92,12 +91,9 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
             name = f'{saved}_to_{strategy}_{nproc}'
             interrupted_copy(runs, saved, name)
             others[name] = saved
-            more = () if nproc != 3 else ('--batch_size=1',)
-            if nproc == 2:
-                same.append(case(strategy, data_dir, runs / name))
-            else:
-                run_many([case(strategy, data_dir, runs / name, *more)], nproc, runs)
-    run_many(same, 2, runs)
+            cases[nproc].append(case(strategy, data_dir, runs / name, *(['--batch_size=1'] if nproc == 3 else [])))
+    for nproc, of_ranks in cases.items():
+        run_many(of_ranks, nproc, runs)
 
     for saved in again:
         assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
@@ -161,17 +157,18 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir)
         time.sleep(0.01)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    result = run_script('train_ddp.py', *arguments(data_dir, out_dir, '--max_iters=20'), nproc=2)
-    assert 'resuming' in result.stdout
+    said = run_forked('train_ddp.py', *arguments(data_dir, out_dir, '--max_iters=20'), nproc=2, log=runs / 'again.log')
+    assert 'resuming' in said
     assert_bit_equal(final_weights(out_dir), final_weights(runs / 'ddp'))
     assert column(out_dir, 'step') == list(range(1, 21))
 
 
 def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_dir):
-    again = run_script('train_ddp.py', *arguments(data_dir, runs / 'ddp', '--max_iters=20', '--batch_size=6'))
-    assert 'done' in again.stdout and len(metrics(runs / 'ddp')) == 20
+    keys = arguments(data_dir, runs / 'ddp', '--max_iters=20', '--batch_size=6')
+    assert 'done' in run_forked('train_ddp.py', *keys, log=runs / 'done.log') and len(metrics(runs / 'ddp')) == 20
     shutil.copytree(runs / 'ddp', runs / 'longer')
-    run_script('train_ddp.py', *arguments(data_dir, runs / 'longer', '--max_iters=22', '--batch_size=6'))
+    keys = arguments(data_dir, runs / 'longer', '--max_iters=22', '--batch_size=6')
+    run_forked('train_ddp.py', *keys, log=runs / 'longer.log')
     assert column(runs / 'longer', 'step') == list(range(1, 23))
     assert (runs / 'longer' / 'DONE').read_text().strip() == '22'
 
@@ -187,10 +184,10 @@ def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_
     keys = arguments(data_dir, out_dir, '--max_iters=20', *options)
     out_dir.mkdir()
     (out_dir / 'STOP').touch()  # before the first step
-    first = run_script(script, *keys, nproc=2)
-    assert int((out_dir / 'PREEMPTED').read_text()) == 0 and 'stopped as asked (there is a file' in first.stdout
+    first = run_forked(script, *keys, nproc=2, log=runs / 'first.log')
+    assert int((out_dir / 'PREEMPTED').read_text()) == 0 and 'stopped as asked (there is a file' in first
     assert not (out_dir / 'STOP').exists() and not (out_dir / 'DONE').exists()
-    second = run_script(script, *keys, nproc=2)
-    assert 'starting from scratch' in second.stdout and (out_dir / 'DONE').exists()
+    second = run_forked(script, *keys, nproc=2, log=runs / 'second.log')
+    assert 'starting from scratch' in second and (out_dir / 'DONE').exists()
     assert not (out_dir / 'PREEMPTED').exists()
     assert_bit_equal(final_weights(out_dir), final_weights(runs / 'manual'))

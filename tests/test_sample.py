@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import REPO, TINY_MODEL, TINY_RUN, run_script
+from conftest import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
 SAMPLE = ['--device=cpu', '--dtype=float32', '--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
@@ -18,8 +18,8 @@ def runs(data_dir, tmp_path_factory):
     """The same run twice: 'fsdp' on two ranks and 'ddp' on one, each with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp('runs')
     run = [*TINY_MODEL, *TINY_RUN, *TRAIN, f'--data_dir={data_dir}', '--checkpoint_interval=2']
-    run_script('train_fsdp.py', *run, f'--out_dir={folder / "fsdp"}', nproc=2)
-    run_script('train_ddp.py', *run, f'--out_dir={folder / "ddp"}')
+    run_forked('train_fsdp.py', *run, f'--out_dir={folder / "fsdp"}', nproc=2, log=folder / 'fsdp.log')
+    run_forked('train_ddp.py', *run, f'--out_dir={folder / "ddp"}', log=folder / 'ddp.log')
     return folder
 
 

@@ -1,5 +1,9 @@
-"""scaling.py: batch arithmetic with its errors, exact counts, and memory predictions against what a real step holds."""
+"""scaling.py, footprint.py: batch arithmetic, exact counts; memory and traffic predicted against those of real runs."""
 
+import importlib.util
+import itertools
+import json
+import statistics
 import subprocess
 import sys
 import weakref
@@ -7,13 +11,15 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPO
+from conftest import REPO, column, run_many
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import deepspeed_engine
+import footprint
 import model as model_module
 import optim
 import scaling
@@ -53,6 +59,9 @@ def config_of(shape, **changes):
         'lr_decay_iters': None,
         'min_lr': None,
         'keep_checkpoints': 2,
+        'eval_iters': 20,
+        'eval_only': False,
+        'trace_step': 0,
     }
     return {**config, **changes}
 
@@ -81,6 +90,21 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the
 def test_the_batch_line_multiplies_out():
     line = scaling.batch_line(batch_size=8, accumulation_steps=16, world_size=4, block_size=2048)
     assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
+
+
+def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_said():
+    config = config_of(shape_of('gpt2'))
+    assert scaling.cautions(config, n_windows=1000) == []
+    for changes, said in (
+        ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
+        ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: expected 1 or more'),
+        ({'trace_step': -3}, 'trace_step=-3: expected 1 to max_iters=1000, or 0'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scaling.cautions({**config, **changes}, n_windows=1000)
+    assert scaling.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
+    (line,) = scaling.cautions({**config, 'trace_step': 1001}, n_windows=1000)
+    assert 'trace_step=1001 of max_iters=1000 steps: nothing is recorded' in line
 
 
 def test_replicas_must_divide_the_ranks():
@@ -117,8 +141,9 @@ def test_enoki_with_8_heads_has_the_published_number_of_parameters():
     assert parts['total'] == 70_393_088
 
 
-def test_constants_shared_with_the_model_are_equal():
-    assert scaling.LOSS_CHUNK_BYTES == model_module.LOGITS_BYTES
+def test_constants_shared_with_other_modules_are_equal():
+    assert footprint.LOSS_CHUNK_BYTES == model_module.LOGITS_BYTES
+    assert footprint.DEEPSPEED_BUCKET == deepspeed_engine.BUCKET
     for vocab_size in (64, 65, 257, 50257, 50304):
         shape = ModelConfig(vocab_size=vocab_size)
         assert scaling.padded_vocab_size(shape.to_dict()) == shape.padded_vocab_size
@@ -211,7 +236,7 @@ def measure_step(model, config):
 def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab_size):
     shape = shape_of(name, vocab_size=vocab_size)
     config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = scaling.estimate(config, shape.to_dict(), world_size=1)
+    predicted = footprint.estimate(config, shape.to_dict(), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
     measured = measure(shape, config)
     for part, size in measured.items():
@@ -223,7 +248,7 @@ def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
     shape = shape_of('llama with grouped queries')
 
     def need(**changes):
-        return sum(scaling.estimate(config_of(shape, **changes), shape.to_dict(), 1).values())
+        return sum(footprint.estimate(config_of(shape, **changes), shape.to_dict(), 1).values())
 
     modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
     assert modes == sorted(modes) and len(set(modes)) == 3
@@ -283,11 +308,11 @@ def measure_sharded(shape, config):
 def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak(four_ranks, name, changes):
     shape = shape_of(name, n_embd=132, head_dim=34, mlp_hidden_dim=301)  # odd sizes: shards are padded
     config = config_of(shape, **{**FSDP, **changes})
-    predicted = scaling.estimate(config, shape.to_dict(), world_size=4, strategy='fsdp')
+    predicted = footprint.estimate(config, shape.to_dict(), world_size=4, strategy='fsdp')
     measured, peak = measure_sharded(shape, config)
-    if config['accumulate'] == 'unsharded':  # of the micro-steps before the last; what is left in the end is a shard
-        assert predicted['gradients'] == 4 * scaling.parameter_parts(shape.to_dict())['total']
-        del measured['gradients']
+    if config['accumulate'] == 'unsharded':  # whole ones before the last micro-step; what is left in the end is a shard
+        whole = predicted['gradients'] + predicted['accumulated']
+        assert whole == 4 * scaling.parameter_parts(shape.to_dict())['total']
     for part, size in measured.items():
         assert predicted[part] == pytest.approx(size, rel=0.05), part
     without_optimizer = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
@@ -300,11 +325,11 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
     diloco |= {'error_feedback': False, 'exchange_dtype': 'int8'}
 
     def parts(**changes):
-        return scaling.estimate(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
+        return footprint.estimate(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
 
     plain = parts()
     assert plain['outer'] == 2 * plain['weights']
-    fsdp = scaling.estimate(config_of(shape, **FSDP), shape.to_dict(), 8, 'fsdp', shard_size=4)
+    fsdp = footprint.estimate(config_of(shape, **FSDP), shape.to_dict(), 8, 'fsdp', shard_size=4)
     assert {part: size for part, size in plain.items() if part != 'outer'} == fsdp
     diloco['overlap_steps'] = 1
     assert parts()['outer'] == 2.5 * plain['weights']
@@ -314,8 +339,8 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
 
 def test_offloaded_states_are_counted_on_the_host():
     shape = shape_of('gpt2')
-    parts = scaling.estimate(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
-    plain = scaling.estimate(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
+    parts = footprint.estimate(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
+    plain = footprint.estimate(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
     assert (parts['host weights'], parts['host optimizer']) == (plain['weights'], plain['optimizer'])
     assert 'weights' not in parts and parts['gathered'] == plain['gathered']
 
@@ -441,12 +466,12 @@ def test_what_a_block_of_transformers_keeps_is_predicted(pretrained_of, name, dt
     tokens = torch.randint(1000, (8, 128))
     config = {'dtype': dtype, 'device': 'cpu', 'block_size': 128}
     casts = dtype == 'bfloat16' and not sharded  # train_ddp.py's autocast, which keeps copies of the weights
-    predicted = tokens.numel() * scaling.kept_per_token(config, pretrained.to_dict(), casts)
+    predicted = tokens.numel() * footprint.kept_per_token(config, pretrained.to_dict(), casts)
     predicted += 2 * scaling.count(pretrained.to_dict()['block_shapes']) * casts
     measured = kept_by_a_block(model_of(pretrained, dtype, sharded), tokens)
     assert predicted == pytest.approx(measured, rel=0.05), predicted / measured
     on_gpu = {**config, 'device': 'cuda:0'}
-    assert scaling.kept_per_token(on_gpu, pretrained.to_dict(), casts) <= scaling.kept_per_token(
+    assert footprint.kept_per_token(on_gpu, pretrained.to_dict(), casts) <= footprint.kept_per_token(
         config, pretrained.to_dict(), casts
     )
 
@@ -469,7 +494,7 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
 ):
     pretrained = pretrained_of(name, lora_rank=lora_rank)
     config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = scaling.estimate(config, pretrained.to_dict(), world_size=1)
+    predicted = footprint.estimate(config, pretrained.to_dict(), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
     model = model_of(pretrained, dtype)
     model.checkpoint_activations(checkpointing)
@@ -485,15 +510,15 @@ def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
     config = config_of(ModelConfig(**SIZES), dtype='bfloat16', **FSDP)
     for accumulate in ('sharded', 'unsharded'):
         config['accumulate'] = accumulate
-        all_parts, parts = (scaling.estimate(config, model, 4, 'fsdp') for model in (full, frozen))
+        all_parts, parts = (footprint.estimate(config, model, 4, 'fsdp') for model in (full, frozen))
         for part in ('gradients', 'optimizer', 'reduction'):
             assert parts[part] == pytest.approx(all_parts[part] / 4, rel=0.01), part
         assert all(parts[part] == all_parts[part] for part in ('weights', 'gathered', 'activations', 'logits'))
-    of_lora = scaling.estimate(config, lora, 1, 'ddp')
+    of_lora = footprint.estimate(config, lora, 1, 'ddp')
     assert of_lora['gradients'] == 4 * lora['trainable'] and of_lora['optimizer'] == 8 * lora['trainable']
     diloco = config | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'error_feedback': False}
     diloco |= {'exchange_dtype': 'int8', 'num_fragments': 1}
-    outer, of_all = (scaling.estimate(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
+    outer, of_all = (footprint.estimate(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
     assert outer == pytest.approx(of_all / 4, rel=0.01)
 
 
@@ -501,7 +526,7 @@ def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameter
     model = pretrained_of('qwen3', lora_rank=4).to_dict()
     config = config_of(ModelConfig(**SIZES), init_from='models/tiny', **FSDP) | model
     for strategy in ('ddp', 'fsdp'):
-        words = ' '.join(scaling.report(config, model, 2, strategy).split())
+        words = ' '.join(footprint.report(config, model, 2, strategy).split())
         total = scaling.parameter_parts(model)['total']
         checkpoint = 4 * (total + 2 * model['trainable']) / 1e9
         for said in (
@@ -512,7 +537,7 @@ def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameter
             assert said in words, said
         assert 'padded' not in words
     full = pretrained_of('qwen3').to_dict()
-    assert 'trainable' not in scaling.report(config | full, full, 2)
+    assert 'trainable' not in footprint.report(config | full, full, 2)
 
 
 def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_most(pretrained_of):
@@ -520,7 +545,7 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
         model = pretrained_of('llama', **options).to_dict()
         config = config_of(ModelConfig(**SIZES), batch_size=batch_size, init_from='models/tiny', dtype='bfloat16')
         config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
-        return scaling.out_of_memory_advice(config | model | {'block_size': 8}, 1)
+        return footprint.out_of_memory_advice(config | model | {'block_size': 8}, 1)
 
     assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
     assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP)
@@ -529,7 +554,7 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
     config = config_of(
         shape_of('gpt2'), batch_size=1, init_from='scratch', lora_rank=0, activation_checkpointing='full'
     )
-    assert 'lora_rank' not in scaling.out_of_memory_advice(config | native, 1)
+    assert 'lora_rank' not in footprint.out_of_memory_advice(config | native, 1)
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
@@ -542,19 +567,115 @@ def test_epochs_are_rounded_up_to_whole_steps():
             scaling.iterations_of_epochs(wrong, 30, 8)
 
 
+# --- predicted and measured -------------------------------------------------------------------------------------------
+
+MEASURED = ['--device=cpu', '--dataset=synthetic', '--vocab_size=512', '--n_layer=3', '--n_head=4', '--n_embd=128']
+MEASURED += ['--mlp_hidden_dim=500', '--block_size=16', '--batch_size=2', '--log_interval=1', '--max_iters=2']
+MEASURED += ['--warmup_iters=1', '--eval_iters=0', '--keep_checkpoints=0', '--compile=False']
+ENGINES = {
+    'ddp': ('train_ddp.py',),
+    'torch': ('train_fsdp.py',),
+    'manual 1': ('train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=1'),
+    'manual 2': ('train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=2'),
+    'manual 3': ('train_fsdp.py', '--fsdp_impl=manual'),
+}
+FURTHER = {  # on 2 ranks, with 2 micro-steps in fp32
+    'ZeRO 2, sharded sums': ('train_fsdp.py', '--zero_stage=2', '--accumulate=sharded'),
+    'units of 2, sharded sums': ('train_fsdp.py', '--fsdp_impl=manual', '--accumulate=sharded', '--blocks_per_unit=2'),
+    'HSDP': ('train_fsdp.py', '--replicate_size=2'),
+    'HSDP, manual': ('train_fsdp.py', '--fsdp_impl=manual', '--replicate_size=2'),
+    'Muon': ('train_fsdp.py', '--optimizer=muon'),
+    'SGD': ('train_ddp.py', '--optimizer=sgd'),
+    'DiLoCo': ('train_diloco.py', '--num_replicas=2', '--inner_steps=2', '--exchange_dtype=int8'),
+}
+
+
+ZERO = {f'DeepSpeed {stage}': ('train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2, 3)}
+ZERO['DeepSpeed, offload'] = ('train_deepspeed.py', '--zero_stage=2', '--cpu_offload=optimizer')
+
+
+@pytest.fixture(scope='module')
+def measured_runs(tmp_path_factory):
+    """{(ranks, name): out_dir} of two steps with every engine; on 3 ranks not each with each."""
+    runs, cases = {}, {2: [], 3: []}
+    folder = tmp_path_factory.mktemp('measured')
+
+    def add(ranks, name, dtype, micro_steps, script, *more):
+        runs[ranks, name] = folder / f'{ranks} {name}'
+        arguments = [*MEASURED, f'--dtype={dtype}', f'--global_batch_size={2 * ranks * micro_steps}', *more]
+        arguments.append(f'--out_dir={runs[ranks, name]}')
+        cases[ranks].append({'name': name, 'script': script, 'arguments': arguments})
+
+    for name, engine in ENGINES.items():
+        for dtype, micro_steps in itertools.product(('float32', 'bfloat16'), (1, 2)):
+            add(2, f'{name}, {dtype}, {micro_steps}', dtype, micro_steps, *engine)
+        add(3, f'{name}, float32, 2', 'float32', 2, *engine)
+        add(3, f'{name}, bfloat16, 1', 'bfloat16', 1, *engine)
+    for name, engine in FURTHER.items():
+        add(2, name, 'float32', 2, *engine)
+    for name, engine in ZERO.items() if importlib.util.find_spec('deepspeed') else ():
+        add(2, name, 'float32', 2, *engine)
+        add(3, name, 'bfloat16', 1, *engine)
+    for ranks in cases:
+        run_many(cases[ranks], ranks, folder)
+    return runs
+
+
+def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
+    for (ranks, name), out_dir in measured_runs.items():
+        about = json.loads((out_dir / 'config.json').read_text())
+        strategy = about['script'].removeprefix('train_').removesuffix('.py')
+        predicted = footprint.communication_bytes(about['config'], about['config'], ranks, strategy)
+        sent = column(out_dir, 'comm/sent_gb')
+        # A round of DiLoCo is both steps. Of the others the second counts: in its first, DeepSpeed gathers more.
+        sent = 1e9 * (statistics.mean(sent) if strategy == 'diloco' else sent[-1])
+        assert predicted['sent'] == pytest.approx(sent, rel=0.02), f'{name} on {ranks} ranks'
+        assert predicted['sent'] == sum(size for kind, size in predicted.items() if kind != 'sent')
+
+
+def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
+    for (ranks, name), out_dir in measured_runs.items():
+        about = json.loads((out_dir / 'config.json').read_text())
+        strategy = about['script'].removeprefix('train_').removesuffix('.py')
+        predicted = footprint.estimate(about['config'], about['config'], ranks, strategy)
+        for part in ('weights', 'gradients', 'optimizer'):
+            (held,) = column(out_dir, f'mem/{part}_gb')
+            somewhere = predicted.get(part, 0) + predicted.get(f'host {part}', 0)
+            rel = 0.1 if strategy == 'deepspeed' else 0.02  # not counted: gradients of what lies in two slices
+            assert somewhere == pytest.approx(1e9 * held, rel=rel), f'{part} of {name} on {ranks} ranks'
+
+
+def test_on_gpus_the_bytes_are_those_of_rings():
+    shape = shape_of('llama with grouped queries')
+    whole = 4 * scaling.parameter_parts(shape.to_dict())['total']
+
+    def sent(strategy, **changes):
+        config = config_of(shape, device='cuda:0', global_batch_size=16, **FSDP | changes)
+        return footprint.communication_bytes(config, shape.to_dict(), 4, strategy)
+
+    assert sent('ddp')['sent'] == 2 * 3 / 4 * whole
+    root = 4 * scaling.count(scaling.root_shapes(shape.to_dict()))
+    parts = sent('fsdp', dtype='bfloat16')  # blocks are gathered twice, in half the bytes; one fp32 reduction
+    assert parts['all-gather'] == 3 / 4 * (2 * (whole - root) + root) / 2
+    assert parts['reduce-scatter'] == 3 / 4 * whole and parts['all-reduce'] == 0
+    assert sent('fsdp', fsdp_impl='manual', zero_stage=1)['sent'] == 2 * 3 / 4 * whole
+    assert sent('fsdp', replicate_size=2)['all-reduce'] == 2 * 1 / 2 * whole / 2
+
+
 # --- what the user reads ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp', 'deepspeed'])
 def test_the_report_names_every_part_with_its_numbers(strategy):
     shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
     config = config_of(shape, dtype='bfloat16', device='cuda:0', batch_size=8, global_batch_size=512, max_iters=1342)
-    text = scaling.report(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
+    text = footprint.report(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
     words = ' '.join(text.split())
-    parts = scaling.estimate(config | FSDP, shape.to_dict(), 4, strategy)
+    parts = footprint.estimate(config | FSDP, shape.to_dict(), 4, strategy)
     for part, size in parts.items():
         assert f'{part} {size / 1e9:.3f}' in words
     assert f'total on the device {sum(parts.values()) / 1e9:.3f}' in words
+    sent = footprint.communication_bytes(config | FSDP, shape.to_dict(), 4, strategy)['sent']
     for said in (
         'n_layer 6',
         'mlp_hidden_dim 2,048',
@@ -567,15 +688,18 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
         f'per token {scaling.flops_per_token(shape.to_dict()):.3e}',
         'per checkpoint 0.845',  # 70,393,088 x (4 + 4 + 4) bytes
         'at most (3 of them) 2.534',
+        f'{sent / 1e9:.3f} GB sent per rank per step',
     ):
         assert said in words, said
+    none = footprint.report(config | FSDP | {'keep_checkpoints': 0}, shape.to_dict(), 4, strategy)
+    assert 'at most (0 of them) 0.000' in ' '.join(none.split())
 
 
 @pytest.mark.parametrize(
     ('changes', 'strategy', 'said'),
     [
         ({'dtype': 'auto'}, 'ddp', "dtype='auto': expected one of float32"),
-        ({'optimizer': 'sgd'}, 'ddp', "optimizer='sgd': expected one of adamw"),
+        ({'optimizer': 'lion'}, 'ddp', "optimizer='lion': expected one of adamw"),
         ({}, 'zero', "strategy='zero': expected one of ddp, fsdp"),
         ({'replicate_size': 3}, 'fsdp', 'replicate_size=3 does not divide 4 ranks'),
     ],
@@ -583,28 +707,38 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
 def test_keys_that_cannot_be_estimated_are_refused_in_one_line(changes, strategy, said):
     shape = shape_of('gpt2')
     with pytest.raises(ValueError, match=said):
-        scaling.report(config_of(shape, **{**FSDP, **changes}), shape.to_dict(), 4, strategy)
+        footprint.report(config_of(shape, **{**FSDP, **changes}), shape.to_dict(), 4, strategy)
 
 
 def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most():
     shape = shape_of('gpt2')
     config = config_of(shape, batch_size=16, global_batch_size=64)
-    need = sum(scaling.estimate(config, shape.to_dict(), 4).values())
-    advice = scaling.out_of_memory_advice(config | shape.to_dict(), 4)
+    need = sum(footprint.estimate(config, shape.to_dict(), 4).values())
+    advice = footprint.out_of_memory_advice(config | shape.to_dict(), 4)
     assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
     assert '--activation_checkpointing=full' in advice and '\n' not in advice
 
     wide = shape_of('gpt2', n_embd=2048, block_size=16)
-    config = config_of(wide, batch_size=1, activation_checkpointing='full', **FSDP)
-    advice = scaling.out_of_memory_advice(config | wide.to_dict(), 4)
-    assert 'most of it gradients: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
+    config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full', **FSDP)
+    advice = footprint.out_of_memory_advice(config | wide.to_dict(), 4)
+    assert (
+        'most of it accumulated: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
+    )
+
+
+def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
+    shape = shape_of('gpt2', n_embd=2048, block_size=16)
+    config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
+    del config['accumulate'], config['fsdp_impl']
+    advice = footprint.out_of_memory_advice(config | shape.to_dict() | {'deepspeed_config': None}, 4)
+    assert 'most of it gradients: set --zero_stage=3, or set --cpu_offload=' in advice and 'accumulate' not in advice
 
 
 def test_out_of_memory_advice_works_before_the_model_is_known():
     shape = shape_of('gpt2')
-    assert scaling.out_of_memory_advice(config_of(shape), 4) == 'lower batch_size or block_size'
+    assert footprint.out_of_memory_advice(config_of(shape), 4) == 'lower batch_size or block_size'
 
 
-def test_scaling_imports_no_torch():
-    code = 'import scaling, sys; sys.exit("torch" in sys.modules)'
+def test_footprint_and_scaling_import_no_torch():
+    code = 'import footprint, sys; sys.exit("torch" in sys.modules)'
     subprocess.run([sys.executable, '-c', code], cwd=REPO, check=True)

@@ -48,10 +48,12 @@ def test_plot_it(out_dir, tmp_path):
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
-@pytest.mark.parametrize('script', ['train_ddp.py', 'train_fsdp.py'])
-def test_sanity_check_needs_no_data_and_leaves_a_checkpoint(script, tmp_path):
-    run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=2)
+@pytest.mark.parametrize('script, nproc', [('train_ddp.py', None), ('train_ddp.py', 2), ('train_fsdp.py', 2)])
+def test_sanity_check_needs_no_data_and_leaves_one_checkpoint(script, nproc, tmp_path):
+    run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=nproc)
+    assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['step_00000001']
     assert (tmp_path / 'checkpoints' / 'step_00000001' / 'manifest.json').exists()
+    assert (tmp_path / 'DONE').read_text().strip() == '1'
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):

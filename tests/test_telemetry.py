@@ -2,11 +2,14 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +83,20 @@ def overlapped_collective(meter):
     work.wait()
 
 
+def four_megabytes(thread):
+    """A step with an all-reduce of 4 MB, while a thread writes 10 MB to the disk."""
+    import torch.distributed as dist
+
+    def step(meter):
+        meter.mark('update')
+        with tempfile.TemporaryFile() as file:
+            write = thread.submit(file.write, bytes(10**7))
+            dist.all_reduce(torch.ones(10**6))
+            write.result()
+
+    return step
+
+
 def short_step(meter):
     """About 10 ms with a collective in it."""
     import torch.distributed as dist
@@ -133,6 +150,8 @@ def run_two_ranks(path):
     results['compiler_imported'] = 'torch._dynamo' in sys.modules  # before DDP and AdamW, which do import it
     results['ddp'] = measure(training_step(DistributedDataParallel))
     results['fsdp'] = measure(training_step(fully_sharded))
+    with ThreadPoolExecutor() as thread:
+        results['four megabytes'] = measure(four_megabytes(thread))
     results['long'] = measure(short_step, steps=600, log_interval=10)
     with open(f'{path}.{dist.get_rank()}', 'w') as file:
         json.dump(results, file)
@@ -208,6 +227,13 @@ def test_profiling_neither_prints_nor_imports_the_compiler(ranks):
     assert not ranks.results[0]['compiler_imported']
 
 
+@pytest.mark.skipif(not os.access('/proc/self/io', os.R_OK), reason='the system does not tell what was written')
+def test_bytes_sent_are_those_of_the_collectives_alone(ranks):
+    for result in ranks.results:
+        for row in result['four megabytes'].rows:
+            assert row['comm/sent_gb'] == pytest.approx(0.004, rel=0.001)
+
+
 def test_ranks_exchange_their_memory(ranks):
     rows = [result['ddp'].rows[-1] for result in ranks.results]
     for row in rows:
@@ -234,6 +260,29 @@ def test_evaluations_between_steps_do_not_count():
     assert row['tokens_per_sec'] == pytest.approx(100 / (row['time/total'] / 1000), rel=1e-3)
     assert not {'time/comm', 'mfu', 'mem/reserved_gb'} & row.keys(), 'unknown on one CPU process, hence left out'
     assert 'time/total' not in meter.interval(), 'no step, no time'
+
+
+def test_memory_held_counts_each_storage_once_and_in_full():
+    flat = torch.zeros(1000)
+    assert telemetry.held_gb([flat[:10], flat[10:20], None, torch.zeros(5, dtype=torch.bfloat16)]) == 4010e-9
+    assert telemetry.held_gb([]) == 0
+
+
+def test_the_state_of_a_run_is_in_its_first_row():
+    meter = telemetry.Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
+    layer = torch.nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(100)).sum().backward()
+    rows = []
+    for _ in range(2):
+        meter.begin_step()
+        optimizer.step()
+        meter.measure_state(layer.parameters(), optimizer)
+        meter.end_step()
+        rows.append(meter.interval())
+    parts = ('weights', 'gradients', 'optimizer')
+    assert [rows[0][f'mem/{part}_gb'] for part in parts] == [4e-5] * 3
+    assert not any(f'mem/{part}_gb' in rows[1] for part in parts)
 
 
 def test_peak_memory_begins_anew_at_each_interval():
@@ -306,6 +355,18 @@ def test_log_begins_with_what_runs(tmp_path, capsys, monkeypatch):
     assert f'torch {torch.__version__}' in text and f'{os.cpu_count()} cores' in text
     assert re.search(r'code: \S+.*, sha256 of \*\.py [0-9a-f]{12}', text)
     assert 'secret' not in text
+
+
+def test_what_runs_is_a_file_for_programs_of_the_last_start(tmp_path, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(sys, 'argv', ['/somewhere/train_ddp.py', '--batch_size=8'])
+    for batch_size in (4, 8):
+        telemetry.Log(tmp_path, 0, 0, 100, {**CONFIG, 'batch_size': batch_size}, set(), flops_per_token=6e9).close()
+    about = json.loads((tmp_path / 'config.json').read_text())
+    assert about.pop('config') == CONFIG
+    assert about.pop('versions') == {'python': platform.python_version(), 'torch': torch.__version__}
+    name = telemetry.device_name(CPU)
+    assert about == {'script': 'train_ddp.py', 'world_size': 2, 'device_name': name, 'flops_per_token': 6e9}
 
 
 def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):

@@ -1,11 +1,13 @@
 """The train scripts as users run them: every strategy and option gives the same numbers, and does what it is for."""
 
+import json
 import shutil
 
 import pytest
-from conftest import TINY_MODEL, TINY_RUN, column, run_many
+from conftest import TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
 
 MANUAL = ('--fsdp_impl=manual',)
+BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')
 GLOBAL_BATCH = 12  # divides by 1, 2, 3 and 4 ranks
 
 
@@ -79,6 +81,9 @@ def two_ranks(data_dir, runs, one_process):
         case('bf16_fsdp', 'train_fsdp.py', data_dir, runs, '--dtype=bfloat16'),
         case('fp16_ddp', 'train_ddp.py', data_dir, runs, '--dtype=float16'),
         case('fp16_fsdp', 'train_fsdp.py', data_dir, runs, '--dtype=float16'),
+        case('bare_ddp', 'train_ddp.py', data_dir, runs, *BARE),
+        case('bare_fsdp', 'train_fsdp.py', data_dir, runs, *BARE),
+        case('bare_diloco', 'train_diloco.py', data_dir, runs, *BARE, '--inner_steps=3'),
         case('count_ddp', 'train_ddp.py', data_dir, runs, *few, watch=True),
         case('count_fsdp', 'train_fsdp.py', data_dir, runs, *few, watch=True),
         case('count_sharded', 'train_fsdp.py', data_dir, runs, *few, '--accumulate=sharded', watch=True),
@@ -136,6 +141,20 @@ def test_an_option_changes_no_number(runs, two_ranks, option):
     assert largest_difference(runs / option, runs / 'plain20', 'val_loss') <= 1e-5
 
 
+@pytest.mark.parametrize('script', ['ddp', 'fsdp', 'diloco'])
+def test_a_run_without_checkpoints_and_evaluations_leaves_none_and_traces_the_step_asked_for(runs, two_ranks, script):
+    out_dir = runs / f'bare_{script}'
+    assert not list((out_dir / 'checkpoints').iterdir()) and (out_dir / 'DONE').exists()
+    assert len(column(out_dir, 'loss')) == 3 and column(out_dir, 'val_loss') == []
+    assert ['time/comm' in row for row in metrics(out_dir)] == [False, True, False]  # the traced step is a profiled one
+    for rank in range(2):
+        events = json.loads((out_dir / f'trace_rank{rank}.json').read_text())['traceEvents']
+        names = {event.get('name', '') for event in events}
+        assert {'aten::mm', 'aten::addmm'} & names and any('backward' in name.lower() for name in names)
+        assert any(name.startswith('gloo:') for name in names)
+    assert not (runs / 'ddp2' / 'trace_rank0.json').exists()
+
+
 @pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
 def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
     for name in ('compile', 'compile_manual'):
@@ -190,6 +209,13 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     # HSDP averages each unit's gradient over the replicas, on top of a reduce-scatter inside each.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
     assert extra >= units * steps
+
+
+def test_a_negative_number_of_checkpoints_is_refused_in_one_line(data_dir, tmp_path):
+    result = run_script('train_ddp.py', *arguments(data_dir, tmp_path, '--keep_checkpoints=-1'), check=False)
+    errors = [line for line in (result.stdout + result.stderr).splitlines() if 'error: ' in line]
+    assert result.returncode != 0 and len(errors) == 1 and 'Traceback' not in result.stderr
+    assert 'keep_checkpoints=-1, permanent_interval=0: expected 0 (none) or more' in errors[0]
 
 
 def test_three_and_four_ranks_with_uneven_shards_agree(runs, data_dir, one_process):

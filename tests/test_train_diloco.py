@@ -7,13 +7,15 @@ import re
 import runpy
 import shutil
 import socket
-import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+import faults
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_many, run_script
+from conftest import REPO, TINY_MODEL, TINY_RUN, column, metrics, run_forked, run_many, run_script
 
 import checkpoint
 import data
@@ -375,7 +377,7 @@ def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, d
 def test_what_was_evaluated_is_what_other_scripts_find(runs, data_dir, tmp_path, name, step, of_weights):
     """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is of step 2."""
     shutil.copytree(runs / name / 'checkpoints' / f'step_{step:08}', tmp_path / 'checkpoints' / f'step_{step:08}')
-    run_script('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'))
+    run_forked('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'), log=tmp_path / 'log')
     (row,) = metrics(tmp_path)
     logged = {row['step']: row for row in metrics(runs / name)}[step]
     assert row['step'] == of_weights and row['val_loss'] == pytest.approx(logged['val_loss'], rel=1e-6)
@@ -514,18 +516,18 @@ def test_sample_reads_what_replicas_saved(runs, monkeypatch, capsys):
 def test_verify_passes_here(data_dir, tmp_path, more):
     began = time.monotonic()
     keys = case(data_dir, tmp_path / 'out', 2, '--batch_size=1', '--verify', *more)['arguments']
-    result = run_script('train_diloco.py', *keys, nproc=4)
+    said = run_forked('train_diloco.py', *keys, nproc=4, log=tmp_path / 'log')
     assert time.monotonic() - began < 60
-    verdicts = [line.partition('verify: ')[2] for line in result.stdout.splitlines() if 'verify: ' in line]
-    assert verdicts[-1] == 'passed' and len(verdicts) == 5, result.stdout
+    verdicts = [line.partition('verify: ')[2] for line in said.splitlines() if 'verify: ' in line]
+    assert verdicts[-1] == 'passed' and len(verdicts) == 5, said
     assert all(verdict.startswith('pass: ') for verdict in verdicts[:-1])
-    assert 'step 1' not in result.stdout and not list((tmp_path / 'out' / 'checkpoints').iterdir())
+    assert 'step 1' not in said and not list((tmp_path / 'out' / 'checkpoints').iterdir())
 
 
 def test_plan_prints_a_table_and_compares_it_with_the_run(data_dir, tmp_path):
     keys = ('--plan', '--max_iters=130', '--log_interval=100', '--eval_interval=0', '--checkpoint_interval=0')
-    result = run_script('train_diloco.py', *case(data_dir, tmp_path / 'out', 2, *keys)['arguments'], nproc=2)
-    table = result.stdout.partition('plan: ')[2]
+    keys = case(data_dir, tmp_path / 'out', 2, *keys)['arguments']
+    table = run_forked('train_diloco.py', *keys, nproc=2, log=tmp_path / 'log').partition('plan: ')[2]
     for dtype in ('float32', 'bfloat16', 'int8', 'int4'):
         (row,) = re.findall(rf' {dtype} +\d.*', table)
         shares = [float(share) for share in re.findall(r'([\d.]+)%', row)]
@@ -544,27 +546,29 @@ def free_port():
 
 
 def start_by_hand(ranks, script='train_diloco.py', local=None, world_size=None, first=0, timeout=60):
-    """One plain process for each list of arguments in `ranks`, with the environment a launcher would give it.
+    """One process for each list of arguments in `ranks`, with the environment a launcher would give it.
 
     local: {rank: LOCAL_WORLD_SIZE} where it is not 1. first: the rank of the first process.
     Returns [the line of each process that says why it ended]: they end with code 1, one such line, and no traceback.
     """
     port, processes, lines = free_port(), [], []
-    world_size = world_size or len(ranks)
-    for rank, keys in enumerate(ranks, start=first):
-        env = environment(RANK=str(rank), LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-        env |= {'WORLD_SIZE': str(world_size), 'LOCAL_WORLD_SIZE': str((local or {}).get(rank, 1))}
-        command = [sys.executable, str(REPO / script), *keys]
-        pipes = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.PIPE, 'text': True}
-        processes.append(subprocess.Popen(command, env=env, **pipes))
-    try:
+    world_size, local = world_size or len(ranks), local or {}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(number)) for number in range(len(ranks))]
+        for rank, (keys, log) in enumerate(zip(ranks, logs, strict=True), start=first):
+            place = {'RANK': rank, 'LOCAL_RANK': 0, 'LOCAL_WORLD_SIZE': local.get(rank, 1), 'WORLD_SIZE': world_size}
+            place = {name: str(number) for name, number in {**place, 'MASTER_PORT': port}.items()}
+            command = [str(REPO / script), *keys]
+            processes.append(faults.CONTEXT.Process(target=faults.run_alone, args=(command, str(log), place)))
+            processes[-1].start()
         deadline = time.monotonic() + timeout
-        outputs = [process.communicate(timeout=deadline - time.monotonic())[1] for process in processes]
-    finally:
         for process in processes:
-            process.kill()
+            process.join(max(0, deadline - time.monotonic()))
+            process.kill()  # if it has not ended in time
+            process.join()
+        outputs = [log.read_text() for log in logs]
     for rank, (process, output) in enumerate(zip(processes, outputs, strict=True), start=first):
-        assert process.returncode == 1 and 'Traceback' not in output, output
+        assert process.exitcode == 1 and 'Traceback' not in output, output
         of_rank = [line for line in output.splitlines() if line.startswith((f'[{rank}] error: ', f'[{rank}] stopped'))]
         assert len(of_rank) == 1, output
         lines.append(of_rank[0].removeprefix(f'[{rank}] error: '))

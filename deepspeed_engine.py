@@ -1,0 +1,335 @@
+"""
+Between train_deepspeed.py and DeepSpeed: its JSON configuration, and the run's weights and optimizer state by parameter
+name, brought into and out of the flat slices in which ZeRO keeps them.
+
+    engine_config = configuration(config, ...)  # the keys as DeepSpeed's JSON, or the user's file checked against them
+    engine = start(deepspeed, model, opt, raw_model, engine_config, device, timeout)  # from rows on the host
+    holder = take_back(engine, opt, raw_model)  # and there again, for a checkpoint
+
+ZeRO (arXiv 1910.02054) flattens the parameters of a group, one after the other, and gives each rank an equal part of
+the fp32 weights and moments; under stage 3 each parameter is cut by itself. Checkpoints know none of this: they hold
+whole tensors by name, of which each rank writes rows. So every strategy and any number of ranks can go on from them.
+
+Written for deepspeed 0.19: places_in_zero(), gradients() and refresh() read attributes of its optimizers.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+INSTALL = 'pip install -r requirements-deepspeed.txt'
+BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
+
+
+def package(device):
+    """The package deepspeed, imported for this device. Raises ValueError where it is missing or of another version."""
+    os.environ['DS_ACCELERATOR'] = device.type  # read once, by the import
+    os.environ.setdefault('LOCAL_RANK', str(device.index or 0))  # expected without torchrun, too
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(f'train_deepspeed.py needs the package deepspeed ({error}): {INSTALL}') from error
+    if not deepspeed.__version__.startswith('0.19.'):
+        raise ValueError(f'deepspeed {deepspeed.__version__} is installed, 0.19 is expected: {INSTALL}')
+    return deepspeed
+
+
+def refuse_unsupported(config):
+    """Raise ValueError for what DeepSpeed's engine, or this script with it, cannot do. config: all keys, resolved."""
+    stage, fp16 = config['zero_stage'], config['dtype'] == 'float16'
+    if stage not in (1, 2, 3):
+        raise ValueError(f'zero_stage={stage}: expected 1, 2 or 3')
+    for is_asked, what in (
+        (config['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),
+        (config['init_from'] != 'scratch' and stage == 3, 'init_from with zero_stage=3: use --zero_stage=2'),
+        (config['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
+        (config['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
+        (fp16 and config['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),
+    ):
+        if is_asked:
+            raise ValueError(f'DeepSpeed cannot train with {what}, or train with train_fsdp.py')
+
+
+# --- its configuration ------------------------------------------------------------------------------------------------
+
+
+def configuration(config, accumulation_steps, file=None):
+    """DeepSpeed's configuration (a dict, as in its JSON) of a run with these keys.
+
+    file: a JSON file of the user's. Its settings hold, but those that a key of the script decides must agree with the
+    key; 'auto' and what is left out are filled in. Raises ValueError with the setting, its value and the key.
+    """
+    zero = {
+        'stage': config['zero_stage'],
+        'reduce_bucket_size': BUCKET,
+        'overlap_comm': config['device'] != 'cpu',
+    }
+    if config['cpu_offload'] != 'none':
+        zero['offload_optimizer'] = {'device': 'cpu', 'pin_memory': config['device'] != 'cpu'}
+    if config['cpu_offload'] == 'params':
+        zero['offload_param'] = {'device': 'cpu', 'pin_memory': config['device'] != 'cpu'}
+    ours = {
+        'train_batch_size': config['global_batch_size'],
+        'train_micro_batch_size_per_gpu': config['batch_size'],
+        'gradient_accumulation_steps': accumulation_steps,
+        'gradient_clipping': config['grad_clip'],
+        'zero_optimization': zero,
+        'bf16': {'enabled': config['dtype'] == 'bfloat16', 'check_grad_overflow': config['dtype'] == 'bfloat16'},
+        'fp16': {'enabled': config['dtype'] == 'float16', 'hysteresis': 1, 'min_loss_scale': 0},
+        'data_types': {'grad_accum_dtype': 'fp32'},  # as in the other scripts; DeepSpeed's default is the compute dtype
+        'communication_data_type': 'fp32',  # of gradients; weights are gathered in the compute dtype
+        'zero_allow_untested_optimizer': True,  # all of optim.py but muon are elementwise: a flat slice will do
+        'zero_force_ds_cpu_optimizer': False,  # PyTorch's fused Adam, where DeepSpeed would compile its own
+    }
+    if file is None:
+        return ours
+    try:
+        with open(file, encoding='utf-8') as opened:
+            theirs = json.load(opened)
+    except OSError as error:
+        raise OSError(f'deepspeed_config={file} cannot be read ({error.strerror}): name a JSON file') from error
+    except ValueError as error:
+        raise ValueError(f'deepspeed_config={file} is not JSON ({error})') from error
+    if not isinstance(theirs, dict):
+        raise ValueError(f'deepspeed_config={file}: expected a JSON object, as in {{"zero_optimization": {{...}}}}')
+    for section, keys in {
+        'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
+        'scheduler': '--lr_schedule, --warmup_iters, ...',
+        'amp': '--dtype',
+    }.items():
+        if section in theirs:
+            raise ValueError(f'deepspeed_config={file} has "{section}": delete it, here {keys} decide')
+    for path, key in {
+        'train_batch_size': 'global_batch_size',
+        'train_micro_batch_size_per_gpu': 'batch_size',
+        'gradient_accumulation_steps': 'global_batch_size',
+        'gradient_clipping': 'grad_clip',
+        'zero_optimization.stage': 'zero_stage',
+        'zero_optimization.offload_optimizer.device': 'cpu_offload',
+        'zero_optimization.offload_param.device': 'cpu_offload',
+        'bf16.enabled': 'dtype',
+        'fp16.enabled': 'dtype',
+    }.items():
+        given, expected = setting(theirs, path), setting(ours, path)
+        expected = 'none' if expected is None else expected  # of offload_...: the section is left out
+        if given not in (None, 'auto', expected):
+            raise ValueError(
+                f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, with {key}={config[key]} it has to be '
+                f'{json.dumps(expected)}: change one of them, or write "auto"'
+            )
+    return merged(ours, theirs)
+
+
+def setting(settings, path):
+    """What stands at a path like 'zero_optimization.stage', or None."""
+    for name in path.split('.'):
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
+
+
+def merged(ours, theirs):
+    """Their settings, with ours for what they leave out or call 'auto'. 'auto' that we have nothing for is left out."""
+    result = dict(ours)
+    for name, value in theirs.items():
+        if isinstance(value, dict):
+            result[name] = merged(ours.get(name) or {}, value)
+        elif value != 'auto':
+            result[name] = value
+    return result
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
+    """DeepSpeed's engine over the process group that is there. Collective.
+
+    model: what is to be trained, on meta. raw_model: its weights, as rows (see shard_rows), which are freed. optimizer:
+    over raw_model's parameters, with their state if there is one; it is given the engine's flat slices in their place.
+    timeout: of the engine's collectives, a timedelta.
+    Raises ValueError for settings that DeepSpeed refuses.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay fp32
+        parameter.data = parameter.data.to(model.compute_dtype)
+    # To be cut under stage 3, a parameter passes through the device by itself: the whole model need not fit.
+    model.to_empty(device='cpu' if settings['zero_optimization']['stage'] == 3 else device)
+    states = retarget(optimizer, raw_model, model)
+    # Its comm module would compile a shared-memory all-reduce for CPUs, which only its inference uses.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # of a run before, in this process
+    warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')  # new names of collectives
+    logging.getLogger('DeepSpeed').setLevel(logging.WARNING)
+    chatter = io.StringIO()  # memory reports that no setting turns off
+    with contextlib.redirect_stdout(chatter):
+        deepspeed.init_distributed(verbose=False)
+        try:
+            deepspeed.DeepSpeedConfig(settings)
+        except Exception as error:  # pydantic's, assertions, ...
+            line = ' '.join(str(error).split()).partition(' For further')[0][:300]
+            raise ValueError(f'DeepSpeed refuses the configuration: {line}; correct deepspeed_config') from error
+        if settings['zero_optimization']['stage'] == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=settings)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
+    _set_pg_timeout(timeout, engine.data_parallel_group)
+    hand_over(engine, optimizer, raw_model, states)
+    return engine
+
+
+def gradients(engine):
+    """This rank's part of the gradient, as a list of tensors: after the last backward(), before step()."""
+    zero = engine.optimizer
+    if hasattr(zero, 'fp32_groups_gradient_flat_partition'):  # stage 1 in bf16 has an optimizer of its own
+        return zero.fp32_groups_gradient_flat_partition
+    if getattr(zero, 'cpu_offload', False):
+        return [flat.grad for flat in zero.single_partition_of_fp32_groups]
+    if getattr(zero, 'offload_optimizer', False):
+        return [flat.grad for flat in zero.fp32_partitioned_groups_flat]
+    return [tensor for group in zero.averaged_gradients.values() for tensor in group]
+
+
+def held(engine, optimizer, gradients):
+    """(weights, for compute and in fp32; gradients; optimizer state) of this rank, as lists of tensors."""
+    weights = {flat for flat, _, _, _ in places_in_zero(engine).values()}
+    for parameter in engine.module.parameters():
+        weights |= {parameter.data, getattr(parameter, 'ds_tensor', None)}
+    return list(weights), gradients, [tensor for state in optimizer.state.values() for tensor in state.values()]
+
+
+def places_in_zero(engine):
+    """{parameter: (flat, start, first, length)} of the parameters that this rank has numbers of.
+
+    flat[start : start + length], of its fp32 weights, are the numbers from `first` on of the flattened parameter.
+    """
+    zero, places = engine.optimizer, {}
+    if engine.zero_optimization_stage() == 3:
+        for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+            start = 0
+            for parameter in group:
+                size = parameter.partition_numel()  # on every rank: the last one's may end in padding
+                first = dist.get_rank() * size
+                if first < parameter.ds_numel:
+                    places[parameter] = flat, start, first, min(size, parameter.ds_numel - first)
+                start += size
+        return places
+    in_bf16 = hasattr(zero, 'bf16_groups')
+    flats = zero.fp32_groups_flat_partition if in_bf16 else zero.single_partition_of_fp32_groups
+    for flat, group in zip(flats, zero.bf16_groups if in_bf16 else zero.bit16_groups, strict=True):
+        for parameter in group:
+            if mapping := parameter._hp_mapping:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                places[parameter] = flat, here.start, there.start, here.numel
+    return places
+
+
+def refresh(engine):
+    """Make the weights for compute those of fp32 again, on all ranks."""
+    zero = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        zero.update_lp_params()
+        return
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:  # small ones are kept whole on every rank
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+# --- rows on the host -------------------------------------------------------------------------------------------------
+
+
+def shard_rows(model, mesh):
+    """Make every parameter of a model on the meta device a DTensor, Shard(0), as fully_shard does."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                module._parameters[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+
+def retarget(optimizer, raw_model, model):
+    """Put the parameters of `model` in the place of those of raw_model; returns the state that these had, by name."""
+    names = {parameter: name for name, parameter in raw_model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group['params'] = [parameters[names[parameter]] for parameter in group['params']]
+    states = {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
+    optimizer.state.clear()
+    return states
+
+
+@torch.no_grad()
+def hand_over(engine, optimizer, raw_model, states):
+    """Give the engine the weights of raw_model (rows, see shard_rows) and the optimizer's state by name; free the rows.
+
+    Collective: each parameter is whole for a moment, in host memory.
+    """
+    places = places_in_zero(engine)
+    fused = any(group.get('fused') for group in optimizer.param_groups)
+    for (name, image), parameter in zip(raw_model.named_parameters(), engine.module.parameters(), strict=True):
+        for slot, value in {None: image, **states.pop(name, {})}.items():
+            whole = value.full_tensor().flatten() if isinstance(value, DTensor) else value
+            if not parameter.requires_grad:  # ZeRO has no fp32 weights of it; its rows stay, for the checkpoints
+                parameter.copy_(whole.view(parameter.shape))
+            if parameter not in places:
+                continue
+            flat, start, first, length = places[parameter]
+            if whole.dim() == 0:  # `step`: fused Adam has it on its device
+                optimizer.state[flat][slot] = whole.to(flat.device if fused else 'cpu')
+                continue
+            if slot is None:
+                target = flat
+            elif slot not in optimizer.state[flat]:
+                target = optimizer.state[flat][slot] = torch.zeros_like(flat)
+            else:
+                target = optimizer.state[flat][slot]
+            target[start : start + length] = whole[first : first + length]
+    for image, buffer in zip(raw_model.buffers(), engine.module.buffers(), strict=True):
+        buffer.copy_(image)
+    refresh(engine)
+    drop(raw_model)
+
+
+@torch.no_grad()
+def take_back(engine, optimizer, raw_model):
+    """Fill the rows of raw_model with the engine's fp32 weights; returns an optimizer that holds its state in rows.
+
+    Collective: each parameter is whole for a moment, on the device. drop(raw_model) frees the rows again.
+    """
+    places, rank, world_size = places_in_zero(engine), dist.get_rank(), dist.get_world_size()
+    holder = torch.optim.Optimizer(raw_model.parameters(), {})
+    some = next((state for state in optimizer.state.values() if state), {})  # empty before the first step
+    for image, parameter in zip(raw_model.parameters(), engine.module.parameters(), strict=True):
+        for slot in (None, *some) if image.requires_grad else ():
+            if slot is not None and some[slot].dim() == 0:
+                holder.state[image][slot] = some[slot].cpu()
+                continue
+            whole = torch.zeros(image.numel(), device=engine.device)
+            if parameter in places:
+                flat, start, first, length = places[parameter]
+                source = flat if slot is None else optimizer.state[flat][slot]
+                whole[first : first + length] = source[start : start + length]
+            dist.all_reduce(whole)  # of what one rank has and zeros: exact
+            chunks = whole.view(image.shape).chunk(world_size)
+            rows = (chunks[rank] if rank < len(chunks) else chunks[0][:0]).clone().cpu()
+            if slot is None:
+                image._local_tensor = rows
+            else:
+                like = {'run_check': False, 'shape': image.shape, 'stride': image.stride()}
+                holder.state[image][slot] = DTensor.from_local(rows, image.device_mesh, image.placements, **like)
+    return holder
+
+
+def drop(raw_model):
+    """Free the rows of what is trained; names and shapes stay."""
+    for image in raw_model.parameters():
+        if image.requires_grad:
+            image._local_tensor = image._local_tensor.to('meta')

@@ -1,0 +1,141 @@
+"""
+How fast the links between the ranks are, by all-reduces of 1 KiB to 256 MiB.
+
+    torchrun --nproc_per_node=2 compare.py --bench_links
+
+algbw = size / time; busbw = algbw x 2 (n-1) / n for n ranks, as in nccl-tests: what each rank of a ring sends and
+receives, which is what a link's data sheet names, whatever n is.
+"""
+
+import os
+import statistics
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SIZES = tuple(2**power for power in range(10, 30, 2))  # bytes: 1 KiB, 4 KiB, ..., 256 MiB
+LARGEST_ON_CPU = 2**26
+COLUMNS = ('link', 'size', 'ms', 'algbw GB/s', 'busbw GB/s')
+
+
+def nodes_of_ranks():
+    """Lists of the ranks on each node, in order, by torchrun's GROUP_RANK (or RANK // LOCAL_WORLD_SIZE without it)."""
+    rank = dist.get_rank()
+    local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', dist.get_world_size()))
+    node_of = [None] * dist.get_world_size()
+    dist.all_gather_object(node_of, int(os.environ.get('GROUP_RANK', rank // local_world_size)))
+    return [[rank for rank, node in enumerate(node_of) if node == wanted] for wanted in sorted(set(node_of))]
+
+
+def links_between(nodes):
+    """
+    {name of a link: groups of ranks that all-reduce at the same time, over it}, by lists of each node's ranks.
+
+    'between nodes, 1 rank of each' has the network for itself; in 'all ranks of each', the i-th ranks of all nodes
+    exchange with each other, for every i at once: what the sharded strategies with replicas do.
+    """
+    columns = [list(ranks) for ranks in zip(*nodes, strict=False)]  # of unequal nodes as many as the smallest has
+    return {
+        'all ranks': [sorted(sum(nodes, []))],
+        'within a node': nodes,
+        'between nodes, 1 rank of each': columns[:1],
+        'between nodes, all ranks of each': columns,
+    }
+
+
+def measure(group, size, device, seconds):
+    """
+    Seconds of one all-reduce of `size` bytes of fp32 in this rank's group (None: a rank that only waits), the slowest
+    rank's median. All ranks of the job call it together. seconds: about how long to repeat it, at least 3 times.
+    """
+    tensor = torch.zeros(size // 4, device=device)
+
+    def seconds_per_call(calls):
+        slowest(0.0)  # all begin together
+        begin = time.perf_counter()
+        for _ in range(calls if group is not None else 0):
+            dist.all_reduce(tensor, group=group)
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / calls
+
+    calls = max(1, min(20, 2**20 // size))  # small ones in a row: a single one is shorter than its start
+    seconds_per_call(1)  # connects
+    once = slowest(seconds_per_call(calls)) * calls
+    repeats = max(3, min(20, round(seconds / once)))
+    return slowest(statistics.median(seconds_per_call(calls) for _ in range(repeats)))
+
+
+def slowest(value):
+    """The largest of the ranks' numbers. On the host, over gloo: it loads no link between GPUs."""
+    value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def bench(device, sizes=None, seconds=0.5):
+    """
+    Measure every link in the running process group, which needs gloo for CPU tensors; rank 0 prints the table.
+
+    sizes: bytes of the messages, multiples of 4; None: SIZES, on a CPU those up to 64 MiB. Returns on every rank rows
+    of 'link', 'ranks' (of the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes).
+    """
+    nodes, rank, rows, done = nodes_of_ranks(), dist.get_rank(), [], {}
+    sizes = sizes or [size for size in SIZES if device.type == 'cuda' or size <= LARGEST_ON_CPU]
+
+    def say(*cells):
+        if rank == 0:
+            print('{:38} {:>8} {:>10} {:>11} {:>11}'.format(*cells, *[''] * (5 - len(cells))).rstrip(), flush=True)
+
+    if rank == 0:
+        print(f'all-reduce on {len(nodes)} node(s) of {", ".join(str(len(ranks)) for ranks in nodes)} rank(s)')
+    say(*COLUMNS)
+    for link, groups in links_between(nodes).items():
+        groups = [ranks for ranks in groups if len(ranks) > 1]
+        if not groups or str(groups) in done:
+            reason = f'the same as {done[str(groups)]}' if groups else 'left out, it has no second member'
+            if rank == 0:
+                print(f'{link}: {reason}', flush=True)
+            continue
+        done[str(groups)] = link
+        n = max(map(len, groups))
+        group, _ = dist.new_subgroups_by_enumeration(groups)  # None on a rank that is in none of them
+        for size in sizes:
+            took = measure(group, size, device, seconds)
+            algbw = size / took / 1e9
+            busbw = algbw * 2 * (n - 1) / n
+            row = {'link': link, 'ranks': n, 'bytes': size, 'ms': took * 1000, 'algbw': algbw, 'busbw': busbw}
+            rows.append(row)
+            say(f'{link} ({n})', human(size), f'{took * 1000:.3f}', f'{algbw:.3f}', f'{busbw:.3f}')
+        if group is not None:
+            dist.destroy_process_group(group)
+    return rows
+
+
+def human(size):
+    """2**20 -> '1 MiB'."""
+    power = min(3, (size.bit_length() - 1) // 10)
+    return f'{size / 1024**power:g} {("B", "KiB", "MiB", "GiB")[power]}'
+
+
+def main(device, sizes=None, seconds=0.5, timeout_s=600):
+    """
+    Make the process group, measure, print, leave. device: of this rank, such as guard.choose_device() chooses.
+
+    Raises ValueError in a job of one rank.
+    """
+    if int(os.environ.get('WORLD_SIZE', 1)) < 2:
+        raise ValueError(
+            'one rank has no link to another: start two or more, such as '
+            'torchrun --nproc_per_node=2 compare.py --bench_links'
+        )
+    backend = 'gloo'
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        backend = 'cpu:gloo,cuda:nccl'
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    rows = bench(device, sizes, seconds)
+    dist.destroy_process_group()
+    return rows

@@ -1,0 +1,455 @@
+"""compare.py and results.py: what is run, in which order, what is made of it; and every strategy once, for real."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO, environment, run_script
+
+import compare
+import results
+from configurator import read_knobs
+
+# Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
+FAKE = """
+import json, os, pathlib, sys, time
+keys = dict(argument[2:].split('=', 1) for argument in sys.argv[2:])
+out = pathlib.Path(keys['out_dir'])
+out.mkdir(parents=True, exist_ok=True)
+with open(os.environ['CALLS'], 'a') as calls:
+    calls.write(f'{out.parent.name} {out.name}\\n')
+if out.parent.name == os.environ.get('FAILS'):
+    print('[0] starting'), sys.exit('[1] error: no such thing; use another')
+if out.parent.name == os.environ.get('SLEEPS'):
+    time.sleep(60)
+step_ms = {'ddp': 20.0, 'fsdp': 40.0, 'fsdp_manual': 25.0}[out.parent.name]
+rows = [{'step': step, 'tokens': 100 * step, 'loss': 5 - step / 10, 'tokens_per_sec': 100_000 / step_ms,
+         'time/total': step_ms} for step in range(1, 5)]
+(out / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\\n' for row in rows))
+(out / 'config.json').write_text(json.dumps({'config': {'dtype': 'float32'}}))
+(out / 'DONE').write_text('4')
+"""
+
+
+def spec(**changes):
+    return {knob: getattr(compare, knob) for knob in read_knobs(REPO / 'compare.py')} | changes
+
+
+def entries(train_keys=None, explicit=(), **changes):
+    """{label: entry} of the plan."""
+    plan, _ = compare.expand(spec(**changes), train_keys or {}, explicit)
+    return {entry['label']: entry for entry in plan['runs']}
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
+    runs = entries(strategies=['single', 'ddp', 'fsdp', 'fsdp_manual', 'diloco'], zero_stages=[1, 3])
+    assert list(runs) == ['single', 'ddp', 'fsdp-zero3', 'fsdp_manual-zero1', 'fsdp_manual-zero3', 'diloco']
+    assert {label: entry['world_size'] for label, entry in runs.items() if entry['world_size'] != 2} == {'single': 1}
+    keys = {label: entry['overrides'] for label, entry in runs.items()}
+    assert keys['fsdp-zero3']['fsdp_impl'] == 'torch' and keys['fsdp_manual-zero1']['fsdp_impl'] == 'manual'
+    assert keys['fsdp_manual-zero1']['zero_stage'] == 1 and 'zero_stage' not in keys['ddp']
+    assert keys['diloco']['num_replicas'] == 2 and keys['diloco']['inner_steps'] == 10
+    assert runs['diloco']['script'] == 'train_diloco.py'
+
+
+def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():
+    plan, notes = compare.expand(spec(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
+    assert [entry['label'] for entry in plan['runs']] == ['ddp'] and notes == [
+        'fsdp is left out: it has zero_stages=(2, 3) alone'
+    ]
+
+
+def test_axes_are_multiplied_and_named_where_they_have_several_values():
+    runs = entries(strategies=['ddp'], dtypes=['float32', 'bfloat16'], checkpointing=['none', 'full'])
+    assert list(runs) == [
+        'ddp-checkpoint-none-float32', 'ddp-checkpoint-none-bfloat16',
+        'ddp-checkpoint-full-float32', 'ddp-checkpoint-full-bfloat16',
+    ]  # fmt: skip
+    last = runs['ddp-checkpoint-full-bfloat16']['overrides']
+    assert (last['activation_checkpointing'], last['dtype']) == ('full', 'bfloat16')
+    assert list(entries(strategies=['diloco'], inner_steps=[1, 10])) == ['diloco-H1', 'diloco-H10']
+
+
+def test_every_run_has_the_same_global_batch():
+    runs = entries({'batch_size': 4}, strategies=['single', 'ddp'], nproc=[1, 2, 4], accumulations=[1, 2])
+    batches = {
+        label: (entry['world_size'], entry['overrides']['batch_size'], entry['overrides']['global_batch_size'])
+        for label, entry in runs.items()
+    }
+    # 4 sequences x 4 ranks x 2 micro-steps = 32; with one micro-step a rank takes 8 at once
+    assert batches['ddp-4ranks-1micro'] == (4, 8, 32) and batches['ddp-4ranks-2micro'] == (4, 4, 32)
+    assert batches['single-2micro'] == (1, 4, 32), 'one process runs 8 micro-steps'
+    assert {batch[2] for batch in batches.values()} == {32}
+
+
+def test_keys_of_runs_come_from_variants_then_the_command_line_then_defaults():
+    variants = {'wide': {'strategy': 'ddp', 'n_embd': 256}, 'sgd': {'strategy': 'fsdp', 'optimizer': 'sgd', 'nproc': 1}}
+    runs = entries({'n_embd': 192, 'learning_rate': 1e-4}, strategies=['ddp'], variants=variants)
+    assert runs['ddp']['overrides']['n_embd'] == 192 and runs['wide']['overrides']['n_embd'] == 256
+    assert runs['sgd']['overrides']['optimizer'] == 'sgd' and runs['sgd']['world_size'] == 1
+    assert runs['wide']['overrides']['learning_rate'] == 1e-4
+    assert 'n_layer' not in runs['ddp']['overrides'], 'not the small model: a model was given'
+    assert entries(strategies=['ddp'])['ddp']['overrides']['n_layer'] == compare.SMALL['n_layer']
+    assert runs['ddp']['overrides']['keep_checkpoints'] == 0
+
+
+def test_bench_times_random_tokens_and_leaves_evaluation_and_checkpoints_out():
+    given = {'n_layer': 2, 'max_iters': 19000, 'global_batch_size': 512, 'dataset': 'fineweb', 'batch_size': 16}
+    keys = entries(given, bench=True, trace=True, strategies=['ddp'])['ddp']['overrides']
+    assert keys['dataset'] == 'synthetic' and keys['eval_iters'] == keys['keep_checkpoints'] == 0
+    assert (keys['max_iters'], keys['global_batch_size'], keys['trace_step']) == (30, 32, 10)
+    assert entries(given, {'max_iters'}, bench=True, strategies=['ddp'])['ddp']['overrides']['max_iters'] == 19000
+
+
+def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tmp_path):
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'meta.json').write_text('{"vocab_size": 777}')
+    given = {'data_dir': str(tmp_path), 'n_layer': 2}
+    keys = entries({**given, 'dataset': 'mine'}, bench=True, strategies=['ddp'])['ddp']['overrides']
+    assert (keys['dataset'], keys['vocab_size']) == ('synthetic', 777)
+    keys = entries(given, strategies=['ddp'])['ddp']['overrides']
+    assert (keys['dataset'], keys['vocab_size']) == ('synthetic', 2048)
+    assert 'vocab_size' not in entries({'dataset': 'mine'}, strategies=['ddp'])['ddp']['overrides']
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'strategies': ['dpp']}, ['dpp', 'fsdp_manual']),
+        ({'strategies': []}, ['nothing to compare']),
+        ({'nproc': [0]}, ['nproc=[0]', '--nproc=2']),
+        ({'nproc': ['two']}, ['nproc']),
+        ({'nproc': [2, 3]}, ['ddp-2ranks', 'not a multiple of 16']),
+        ({'repeats': 0}, ['repeats=0']),
+        ({'baseline': 'fsdp'}, ["'fsdp'", 'use one of ddp']),
+        ({'variants': {'ddp': {}}}, ['two runs', "'ddp'"]),
+        ({'variants': {'a/b': {}}}, ["'a/b'", 'label']),
+        ({'variants': {'odd': {'zero_stag': 2, 'strategy': 'fsdp'}}}, ['odd: zero_stag', 'did you mean zero_stage?']),
+        ({'variants': {'odd': {'n_layer': 'two'}}}, ['odd: n_layer', 'expects int']),
+        ({'accumulations': [5, 3]}, ['batch_size=8 x 5 micro-steps cannot be split into 3']),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
+    with pytest.raises(ValueError) as refused:
+        compare.expand(spec(**{'strategies': ['ddp'], **changes}), {'batch_size': 8})
+    assert all(words in str(refused.value) for words in said) and '\n' not in str(refused.value)
+
+
+def test_each_repeat_begins_with_another_run():
+    assert [compare.order_of(repeat, ['a', 'b', 'c']) for repeat in range(3)] == [
+        ['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'],
+    ]  # fmt: skip
+
+
+def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
+    out = tmp_path / 'out'
+    arguments = ['config/gpt2_124m.py', '--strategies=ddp,fsdp', '--max_iters=50', '--write_only', f'--out_dir={out}']
+    said = run_script('compare.py', *arguments, '--repeats=2', '--launcher=srun -n {nproc} python', '--nproc=4').stdout
+    plan = json.loads((out / 'plan.json').read_text())
+    assert [entry['label'] for entry in plan['runs']] == ['ddp', 'fsdp']
+    keys = plan['runs'][1]['overrides']
+    assert (keys['n_layer'], keys['max_iters'], keys['global_batch_size'], keys['batch_size']) == (12, 50, 512, 16)
+    lines = (out / 'runs.sh').read_text().splitlines()[2:]
+    assert len(lines) == 4 and f'bash {out / "runs.sh"}' in said
+    assert lines[0].startswith(f'[ -e {out}/runs/ddp/rep0/DONE ] || srun -n 4 python {REPO}/train_ddp.py --')
+    assert '/fsdp/rep1' in lines[2] and '/ddp/rep1' in lines[3], 'the second repeat begins with the other one'
+    refused = run_script('compare.py', '--out_dir=x', '--stratgies=ddp', check=False).stderr
+    assert 'did you mean strategies?' in refused and refused.count('\n') == 1
+
+
+def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(compare.importlib.util, 'find_spec', lambda name: None)
+    variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
+    left = compare.without_missing(spec(strategies=['ddp', 'deepspeed'], variants=variants))
+    assert left['strategies'] == ['ddp'] and list(left['variants']) == ['other']
+    assert capsys.readouterr().out.count('\n') == 1
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(*arguments, FAILS=label, ...) -> Popen of compare.py, whose runs are FAKE; start.calls() lists them."""
+    fake = tmp_path / 'fake.py'
+    fake.write_text(FAKE)
+    calls = tmp_path / 'calls'
+
+    def start(*arguments, strategies='ddp,fsdp,fsdp_manual', **env):
+        command = [sys.executable, str(REPO / 'compare.py'), f'--strategies={strategies}', '--repeats=2',
+                   f'--launcher={sys.executable} {fake}', f'--out_dir={tmp_path / "out"}', *arguments]  # fmt: skip
+        env = environment(CALLS=str(calls), **env)
+        return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    start.calls = lambda: calls.read_text().splitlines()
+    start.out = tmp_path / 'out'
+    return start
+
+
+def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
+    process = start()
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    order = ['ddp rep0', 'fsdp rep0', 'fsdp_manual rep0', 'fsdp rep1', 'fsdp_manual rep1', 'ddp rep1']
+    assert start.calls() == order
+    assert '[1/6] ddp, 1: loss 4.6000, 5,000 tokens/s' in said
+    assert {path.name for path in start.out.glob('*.*')} == {
+        'plan.json', 'table.md', 'results.json', 'loss.png', 'phases.png', 'memory.png', 'communication.png',
+    }  # fmt: skip
+    speedups = {row['label']: row['speedup'] for row in json.loads((start.out / 'results.json').read_text())}
+    assert speedups == {'ddp': 1.0, 'fsdp': 0.5, 'fsdp_manual': 0.8}
+
+    (start.out / 'runs/fsdp/rep1/DONE').unlink()
+    said, _ = start().communicate()
+    assert start.calls() == [*order, 'fsdp rep1'] and '5 of 6 runs are finished: 1 to go' in said
+    process = start('--n_layer=3')
+    _, errors = process.communicate()
+    assert process.returncode == 1 and errors.count('\n') == 1 and start.calls() == [*order, 'fsdp rep1']
+    assert 'holds another comparison: ddp has' in errors and '--out_dir' in errors
+    process = start('--analyze', '--baseline=fsdp')
+    said, _ = process.communicate()
+    assert process.returncode == 0 and 'ddp is 2.00x as fast as fsdp' in said
+
+
+def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start):
+    process = start(FAILS='fsdp')
+    said, _ = process.communicate()
+    assert process.returncode == 1 and len(start.calls()) == 6
+    assert 'fsdp, 1: failed: [1] error: no such thing; use another\n' in said
+    assert 'failed: [1] error: no such thing; use another |' in (start.out / 'table.md').read_text()
+    process = start()
+    said, _ = process.communicate()
+    assert process.returncode == 0 and start.calls()[6:] == ['fsdp rep0', 'fsdp rep1'] and 'failed' not in said
+
+
+def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start):
+    process = start(SLEEPS='fsdp')
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (start.out / 'runs/fsdp/rep0').exists():
+        time.sleep(0.05)
+    while time.monotonic() < deadline and 'fsdp rep0' not in start.calls():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors.count('\n') == 2 and 'the same command goes on' in errors
+    running = [path for path in Path('/proc').glob('[0-9]*/cmdline') if str(start.out).encode() in command_line(path)]
+    assert not running
+    process = start()
+    process.communicate()
+    assert process.returncode == 0 and start.calls().count('ddp rep0') == 1
+
+
+def command_line(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b''
+
+
+def test_what_cannot_be_started_is_a_failed_run(start):
+    process = start('--launcher=no-such-launcher', strategies='ddp')
+    said, _ = process.communicate()
+    assert process.returncode == 1 and 'no-such-launcher: No such file' in said
+
+
+@pytest.mark.parametrize(('arguments', 'said'), [(['--analyze'], 'no plan.json'), (['--plot', 'nowhere'], 'nowhere')])
+def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_path):
+    result = run_script('compare.py', *arguments, f'--out_dir={tmp_path}', check=False)
+    assert result.returncode == 1 and said in result.stderr and result.stderr.count('\n') == 1
+
+
+def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
+    plan, _ = compare.expand(spec(strategies=['ddp']), {})
+    compare.keep_plan(tmp_path, plan)
+    with pytest.raises(ValueError, match='no run has finished'):
+        compare.analyse(tmp_path, plan, 0)
+
+
+def test_a_disk_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(OSError, match='cannot be written.*--out_dir'):
+        compare.write(tmp_path / 'file' / 'table.md', 'text')
+
+
+# --- what is made of it -----------------------------------------------------------------------------------------------
+
+CONFIG = {'dtype': 'float32', 'optimizer': 'adamw', 'grad_clip': 1.0}
+DILOCO = {'num_replicas': 2, 'inner_steps': 4, 'outer_lr': 1.0, 'outer_momentum': 0.0, 'exchange_dtype': 'float32'}
+
+
+def run(loss=3.0, tokens_per_sec=1000.0, config=None, **values):
+    """A Run of 8 steps: the first two, twice as slow, are warm-up."""
+    rows = [
+        {
+            'step': step,
+            'tokens': 100 * step,
+            'loss': loss,
+            'tokens_per_sec': tokens_per_sec / (1 + (step <= 2)),
+            **values,
+        }
+        for step in range(1, 9)
+    ]
+    return results.Run(rows, {'config': {**CONFIG, **(config or {})}})
+
+
+def summary(runs, baseline='a'):
+    plan = {
+        'runs': [{'label': label, 'strategy': 'ddp', 'script': '', 'overrides': {}, 'world_size': 2} for label in runs]
+    }
+    return {row['label']: row for row in results.summarise(plan, runs, baseline)}
+
+
+def test_speed_is_the_median_of_medians_after_warm_up_and_speed_ups_are_within_a_repeat():
+    rows = summary({
+        'a': [run(tokens_per_sec=speed) for speed in (1000, 500, 1200)],
+        'b': [run(tokens_per_sec=speed) for speed in (1100, 600, 1200)],
+    })  # fmt: skip
+    b = rows['b']
+    assert (b['tokens_per_sec'], b['tokens_per_sec_min'], b['tokens_per_sec_max']) == (1100, 600, 1200)
+    assert (b['speedup'], b['speedup_min'], b['speedup_max']) == (1.1, 1.0, 1.2), '1.1, 1.2 and 1.0'
+    assert rows['a']['speedup'] == 1 and b['rows'] == 3
+
+
+def test_difference_is_the_largest_of_any_logged_step():
+    other = run(3.0)
+    other.rows[4]['loss'] = 3.003
+    row = summary({'a': [run(3.0)], 'b': [other]})['b']
+    assert row['loss_diff'] == pytest.approx(1e-3) and row['loss'] == 3.0 and 'apart' not in row
+    other.rows[5]['loss'] = math.nan
+    assert summary({'a': [run(3.0)], 'b': [other]})['b']['loss_diff'] == math.inf
+
+
+def test_what_has_other_mathematics_is_compared_with_its_own_kind():
+    sgd = {'optimizer': 'sgd', 'grad_clip': 0.0}
+    once = {**DILOCO, **sgd, 'inner_steps': 1}
+    rows = summary({
+        'a': [run(3.0)],
+        'H4': [run(3.3, config=DILOCO)],
+        'sgd': [run(5.0, config=sgd)],
+        'H1': [run(5.0, config=once)],
+        'half': [run(3.0, config={'dtype': 'bfloat16'})],
+    })  # fmt: skip
+    assert {label: row['reference'] for label, row in rows.items()} == {
+        'a': 'a', 'H4': 'a', 'sgd': 'sgd', 'H1': 'sgd', 'half': 'a',
+    }  # fmt: skip
+    assert 'every 4 steps' in rows['H4']['apart'] and rows['half']['apart'] == 'bfloat16 against float32'
+    assert 'apart' not in rows['H1'] and rows['H1']['loss_diff'] == 0, 'averaging after each step of SGD is exact'
+    text = results.verdict(list(rows.values()))
+    assert '1 of 1 agree' in text and 'H4 may differ (DiLoCo: 2 replicas meet every 4 steps): loss 3.3' in text
+
+
+def test_diloco_pays_for_its_exchange_also_where_most_steps_have_none():
+    rows = [{'step': step, 'tokens_per_sec': 100.0, 'comm/sent_gb': 0, 'time/total': 10.0} for step in range(1, 13)]
+    for row in rows[3::4]:
+        row |= {'tokens_per_sec': 50.0, 'comm/sent_gb': 4.0, 'time/total': 20.0, 'time/outer': 10.0}
+    for key, mean in (('time/total', 12.5), ('time/outer', 2.5), ('comm/sent_gb', 1.0), ('tokens_per_sec', 80.0)):
+        assert results.median_of_run(rows, key, round_steps=4) == mean
+    assert results.median_of_run(rows, 'time/total') == 10.0
+
+
+def test_the_verdict_says_what_disagrees_and_what_was_not_resumed_well():
+    rows = summary({'a': [run(3.0)], 'b': [run(3.001)], 'c': [run(3.0)], 'd': [results.Run(failure='error: no')]})
+    rows['c']['resume_diff'] = 0.5
+    text = results.verdict(list(rows.values()))
+    assert 'They do NOT agree: b differ by more than 0.0001' in text
+    assert 'do NOT go on as without the stop: c.' in text and 'd failed: error: no' in text
+    assert 'One repeat says nothing about noise' in text
+
+
+def test_the_verdict_explains_speed_by_phases_and_is_honest_about_noise():
+    slow = {'time/total': 40.0, 'time/forward': 10.0, 'time/backward': 30.0, 'time/comm_exposed': 15.0}
+    fast = {'time/total': 20.0, 'time/forward': 8.0, 'time/backward': 12.0, 'time/comm_exposed': 3.0}
+    rows = summary({
+        'a': [run(tokens_per_sec=speed, **slow) for speed in (500, 510)],
+        'b': [run(tokens_per_sec=speed, **fast) for speed in (1000, 1020)],
+        'c': [run(tokens_per_sec=speed, **fast) for speed in (990, 1030)],
+    })  # fmt: skip
+    text = results.verdict(list(rows.values()))
+    assert 'Fastest are b and c; no difference between them measured.' in text
+    assert 'b is 2.00x as fast as a (tokens/s 1,010 (1,000 to 1,020), 505 (500 to 510))' in text
+    assert '20.0 instead of 40.0 ms per step, most of it in backward (12.0 instead of 30.0)' in text
+    assert 'its 3.0 ms of exposed communication are 12.0 less' in text
+
+
+def test_the_verdict_says_what_fits_a_gpu():
+    rows = [{'label': label, 'rows': 0, 'gpu_gb': size} for label, size in (('ddp', 100.0), ('fsdp', 30.0))]
+    assert 'On a GPU of 80 GB, by prediction and in bfloat16: fsdp (30) fit; ddp (100) do not.' in results.verdict(
+        rows, 80
+    )
+    assert 'All fit a GPU of 120 GB' in results.verdict(rows, 120)
+
+
+def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
+    state = {'mem/weights_gb': 0.002, 'mem/gradients_gb': 0.002, 'mem/optimizer_gb': 0.0, 'comm/sent_gb': 0.003}
+    rows = summary({'a': [run(3.0, **state)], 'b': [run(3.0003), run(3.0003)], 'c': [results.Run(failure='error: no')]})
+    rows['a'] |= {
+        'predicted_sent_gb': 0.0015,
+        'predicted': {'weights_gb': 0.002, 'gradients_gb': 0.001, 'optimizer_gb': 0},
+    }
+    lines = [
+        [cell.strip() for cell in line.split('|')[1:-1]] for line in results.table(list(rows.values())).splitlines()
+    ]
+    head, _, *cells = lines
+    assert head == ['run', 'ranks', 'loss', 'largest difference', 'tokens/s', 'speed-up', 'MB sent (predicted)']
+    assert cells == [
+        ['a', '2', '3.0000', '', '1,000', '1', '3 (1.5, 2.00x)'],
+        ['b', '2', '3.0003', '1.0e-04', '1,000 (1,000 to 1,000)', '1.00 (1.00 to 1.00)', ''],
+        ['c', '2', 'failed: error: no', '', '', '', ''],
+    ]
+    assert '| a   | 2 (2, 1.00x)           | 2 (1, 2.00x)             | 0 (0)' in results.memory_table(
+        list(rows.values())
+    )
+    assert results.memory_table([rows['b']]) == ''
+
+
+@pytest.mark.parametrize(
+    ('console', 'line'),
+    [
+        ('step 1\n[1] error: no memory\n[0] stopped because another\nE torch: exit', '[1] error: no memory'),
+        ('Traceback\n  File "x"\nKeyError: 7\nW1 closing', 'KeyError: 7'),
+        ('Killed\n', 'Killed'),
+        ('', 'it said nothing'),
+    ],
+)  # fmt: skip
+def test_the_line_that_says_why_a_run_failed(console, line):
+    assert results.last_error(console) == line
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_strategies_train_agree_save_and_resume(tmp_path):
+    """config/compare_smoke.py as it stands: what CI runs."""
+    result = run_script('compare.py', 'config/compare_smoke.py', f'--out_dir={tmp_path}', timeout=600)
+    rows = {row['label']: row for row in json.loads((tmp_path / 'results.json').read_text())}
+    expected = {'single', 'ddp', 'fsdp', 'fsdp_manual', 'diloco', 'fsdp_manual-zero1', 'ddp-sgd', 'diloco-sgd-H1'}
+    has_deepspeed = compare.importlib.util.find_spec('deepspeed') is not None
+    assert set(rows) == expected | ({'deepspeed', 'deepspeed-zero1'} if has_deepspeed else set())
+    assert ('deepspeed is left out' in result.stdout) != has_deepspeed
+
+    exact = [row for label, row in rows.items() if label not in ('single', 'ddp-sgd', 'diloco')]
+    assert all(row['loss_diff'] <= 1e-4 and 'apart' not in row for row in exact), result.stdout
+    assert rows['diloco-sgd-H1']['loss_diff'] <= 1e-6 and rows['diloco-sgd-H1']['reference'] == 'ddp-sgd'
+    assert 0 < rows['diloco']['loss_diff'] < 0.1 and 'every 5 steps' in rows['diloco']['apart']
+    resumed = {label: row['resume_diff'] for label, row in rows.items() if 'resume_diff' in row}
+    assert set(resumed) == set(rows) & {'single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco'}
+    assert all(value <= 1e-6 for value in resumed.values()), resumed
+
+    for label, row in rows.items():
+        assert row['tokens_per_sec'] > 0 and len(row['curve']['loss']) == 20, label
+        assert 0.9 < row['mem/weights_gb'] / row['predicted']['weights_gb'] < 1.1, label
+        if row['world_size'] > 1 and 'comm/sent_gb' in row:
+            assert 0.9 < row['comm/sent_gb'] / row['predicted_sent_gb'] < 1.1, label
+    assert rows['fsdp']['mem/weights_gb'] == pytest.approx(rows['ddp']['mem/weights_gb'] / 2, rel=0.05)
+    table = (tmp_path / 'table.md').read_text()
+    assert 'agree with what they are compared with' in table and table.strip() in result.stdout
+    for picture in ('loss', 'phases', 'memory', 'communication'):
+        assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')

@@ -1,0 +1,226 @@
+"""train_deepspeed.py: the same run under every stage of ZeRO, and checkpoints that all train scripts share."""
+
+import json
+
+import pytest
+from conftest import TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
+
+import checkpoint
+import deepspeed_engine
+
+try:
+    import deepspeed  # noqa: F401  find_spec() would find what cannot be imported, too
+except ImportError as error:
+    INSTALLED, REASON = False, f'{error}: pip install -r requirements-deepspeed.txt'
+else:
+    INSTALLED, REASON = True, ''
+needs_deepspeed = pytest.mark.skipif(not INSTALLED, reason=REASON)
+
+STEPS = 6
+RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=12', '--dtype=float32', '--lr_decay_iters=6']
+# No weight is small enough to be kept whole on every rank, and a bucket holds one matrix: what large models meet.
+SMALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0, 'reduce_bucket_size': 5000}}
+UNTIED = ['--arch=llama']  # its head is used outside of its module, and nothing else gathers it
+RUNS_ON_2 = {
+    'stage1': ['--zero_stage=1'],
+    'stage2': ['--zero_stage=2'],
+    'stage3': ['--zero_stage=3'],
+    'stage3_small': ['--zero_stage=3', '--deepspeed_config=small.json', '--activation_checkpointing=full', *UNTIED],
+    'bf16_1': ['--zero_stage=1', '--dtype=bfloat16'],
+    'bf16_2': ['--zero_stage=2', '--dtype=bfloat16'],
+    'bf16_3': ['--zero_stage=3', '--dtype=bfloat16'],
+    'offload_1': ['--zero_stage=1', '--cpu_offload=optimizer'],
+    'offload_3': ['--zero_stage=3', '--cpu_offload=params'],
+    'adana': ['--zero_stage=2', '--optimizer=adana'],
+}
+HALF = ['--max_iters=3']
+
+
+def arguments(out_dir, data_dir, *more):
+    return [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', f'--max_iters={STEPS}', *map(str, more)]
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, data_dir):
+    """A folder with the runs of this file: what trained where is in their names."""
+    folder = tmp_path_factory.mktemp('deepspeed')
+    (folder / 'small.json').write_text(json.dumps(SMALL))
+
+    def case(name, script, *more, out=None):
+        more = [part.replace('small.json', f'{folder}/small.json') for part in more]
+        return {'name': name, 'script': script, 'arguments': arguments(folder / (out or name), data_dir, *more)}
+
+    single = [case('single', 'train_ddp.py'), case('single_untied', 'train_ddp.py', *UNTIED)]
+    single += [case('single_bf16', 'train_ddp.py', '--dtype=bfloat16')]
+    single += [case('single_adana', 'train_ddp.py', '--optimizer=adana')]
+    single += [case('ddp_to_deepspeed', 'train_ddp.py', *HALF)]
+    run_many(single, 1, folder)
+    on_2 = [case(name, 'train_deepspeed.py', *more) for name, more in RUNS_ON_2.items()]
+    for stage in (1, 3):  # interrupted after 3 of 6 steps
+        zero = f'--zero_stage={stage}'
+        on_2.append(case(f'again{stage}_half', 'train_deepspeed.py', zero, *HALF, out=f'again{stage}'))
+        on_2.append(case(f'again{stage}', 'train_deepspeed.py', zero))
+    on_2.append(case('deepspeed_to_fsdp', 'train_deepspeed.py', '--zero_stage=2', '--async_checkpoint', *HALF))
+    on_2.append(case('unsaved', 'train_deepspeed.py', '--zero_stage=2', '--keep_checkpoints=0', '--eval_iters=0'))
+    run_many(on_2, 2, folder)
+    on_3 = [case(f'three{stage}', 'train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2)]
+    on_3 += [case('three3', 'train_deepspeed.py', '--zero_stage=3', '--deepspeed_config=small.json')]
+    on_3 += [case('resumed_by_deepspeed', 'train_deepspeed.py', '--zero_stage=3', out='ddp_to_deepspeed')]
+    on_3 += [case('resumed_by_fsdp', 'train_fsdp.py', out='deepspeed_to_fsdp')]
+    run_many(on_3, 3, folder)
+    return folder
+
+
+def assert_equal(out_dir, expected, tolerance):
+    for key in ('loss', 'grad_norm'):
+        assert column(out_dir, key) == pytest.approx(column(expected, key), rel=tolerance), key
+    assert column(out_dir, 'val_loss')[-1] == pytest.approx(column(expected, 'val_loss')[-1], rel=tolerance)
+    assert [row['step'] for row in metrics(out_dir)] == list(range(1, STEPS + 1))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('name', ['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
+def test_every_stage_computes_what_one_process_computes(runs, name):
+    assert_equal(runs / name, runs / 'single', 1e-4)
+
+
+@needs_deepspeed
+def test_weights_that_are_used_outside_of_their_module_are_gathered(runs):
+    assert_equal(runs / 'stage3_small', runs / 'single_untied', 1e-4)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('stage', [1, 2, 3])
+def test_in_bf16_it_computes_what_the_others_do_up_to_rounding(runs, stage):
+    assert_equal(runs / f'bf16_{stage}', runs / 'single_bf16', 5e-3)
+    weights = [
+        checkpoint.load_weights(f'{runs}/{name}/checkpoints/step_00000006')[0] for name in (f'bf16_{stage}', 'single')
+    ]
+    tensor, like = (of_run['embed.weight'] for of_run in weights)
+    assert tensor.dtype == like.dtype and not tensor.bfloat16().float().equal(tensor)  # fp32 masters, not the copies
+
+
+@needs_deepspeed
+def test_an_optimizer_of_ours_runs_on_flat_slices(runs):
+    assert_equal(runs / 'adana', runs / 'single_adana', 1e-4)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('stage', [1, 3])
+def test_a_resumed_run_is_the_same_run(runs, stage):
+    assert 'resuming' in (runs / f'again{stage}' / 'train.log').read_text()
+    assert_equal(runs / f'again{stage}', runs / f'stage{stage}', 1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('name', ['ddp_to_deepspeed', 'deepspeed_to_fsdp'])
+def test_scripts_go_on_from_each_others_checkpoints_with_the_optimizer(runs, name):
+    """From 1 rank to 3, from 2 to 3: without the moments the loss of step 5 would be another one."""
+    assert 'resuming' in (runs / name / 'train.log').read_text()
+    assert_equal(runs / name, runs / 'single', 1e-4)
+
+
+@needs_deepspeed
+def test_what_it_holds_is_measured(runs):
+    parameters = 4 * 30_000  # at least; fp32
+    for name, gathered in (('stage1', 1), ('stage3_small', 0)):
+        row = metrics(runs / name)[0]
+        assert row['mem/weights_gb'] * 1e9 > parameters * (gathered + 0.5)
+        assert 0 < row['mem/gradients_gb'] < row['mem/weights_gb']
+    bf16, fp32 = (metrics(runs / name)[0] for name in ('bf16_2', 'stage2'))
+    assert bf16['mem/optimizer_gb'] == pytest.approx(fp32['mem/optimizer_gb'], rel=1e-3)  # moments are fp32
+    assert bf16['mem/weights_gb'] < 0.8 * fp32['mem/weights_gb']  # 2 + 4/2 bytes per parameter and not 4 + 4/2
+
+
+@needs_deepspeed
+def test_it_writes_its_configuration_and_no_checkpoint_where_none_is_wanted(runs):
+    settings = json.loads((runs / 'stage3_small' / 'deepspeed.json').read_text())
+    assert settings['zero_optimization']['stage'] == 3 and settings['train_batch_size'] == 12
+    assert settings['zero_optimization']['reduce_bucket_size'] == SMALL['zero_optimization']['reduce_bucket_size']
+    assert not checkpoint.checkpoints_in(str(runs / 'unsaved' / 'checkpoints'))
+    assert column(runs / 'unsaved', 'val_loss') == []
+
+
+@needs_deepspeed
+def test_a_checkpoint_is_exported(runs, tmp_path):
+    result = run_script('export_model.py', f'--out_dir={runs}/stage3', f'--to={tmp_path}/model')
+    assert 'weights equal, logits equal' in result.stdout
+
+
+@needs_deepspeed
+def test_bad_steps_are_skipped_on_all_ranks_and_nothing_else_is_said(runs, data_dir, tmp_path):
+    """With such a learning rate the weights leave the range of fp32 after the first step."""
+    more = ['--zero_stage=1', '--dtype=bfloat16', '--max_bad_steps=1', '--learning_rate=1e38', '--warmup_iters=1']
+    result = run_script('train_deepspeed.py', *arguments(tmp_path, data_dir, *more), nproc=2, check=False)
+    assert result.returncode != 0
+    said = (tmp_path / 'train.log').read_text()
+    assert 'the step is skipped on all ranks (1 so far)' in said
+    assert 'bad steps in a row (max_bad_steps=1)' in result.stdout + result.stderr
+    others = [line for line in result.stdout.splitlines() if line and line not in said]
+    assert others == []  # of DeepSpeed: its settings, memory reports, and what it would compile
+
+
+def test_without_the_package_one_line_says_what_to_install(data_dir, tmp_path):
+    (tmp_path / 'deepspeed.py').write_text("raise ImportError('No module named deepspeed')\n")
+    command = arguments(tmp_path / 'out', data_dir)
+    result = run_script('train_deepspeed.py', *command, check=False, PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0 and 'Traceback' not in result.stderr
+    assert 'pip install -r requirements-deepspeed.txt' in result.stderr
+
+
+KEYS = {'zero_stage': 2, 'optimizer': 'adamw', 'cpu_offload': 'none', 'compile': False, 'init_from': 'scratch'}
+KEYS |= {'device': 'cpu', 'dtype': 'bfloat16', 'global_batch_size': 16, 'batch_size': 2, 'grad_clip': 1.0}
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        ({'zero_stage': 0}, 'zero_stage=0: expected 1, 2 or 3'),
+        ({'optimizer': 'muon'}, 'optimizer=muon: it needs whole matrices'),
+        ({'zero_stage': 3, 'init_from': 'models/llama'}, 'use --zero_stage=2'),
+        ({'zero_stage': 3, 'compile': True}, 'use --compile=False'),
+        ({'cpu_offload': 'params'}, 'cpu_offload=params with zero_stage=2'),
+        ({'dtype': 'float16'}, 'use --dtype=bfloat16'),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(changes, words):
+    deepspeed_engine.refuse_unsupported(KEYS)
+    with pytest.raises(ValueError) as raised:
+        deepspeed_engine.refuse_unsupported(KEYS | changes)
+    assert words in str(raised.value) and '\n' not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('{"train_batch_size": 32}', '"train_batch_size" is 32, with global_batch_size=16 it has to be 16'),
+        ('{"gradient_clipping": 0.5}', '"gradient_clipping" is 0.5, with grad_clip=1.0'),
+        ('{"zero_optimization": {"stage": 3}}', '"zero_optimization.stage" is 3, with zero_stage=2'),
+        ('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', 'with cpu_offload=none'),
+        ('{"fp16": {"enabled": true}}', '"fp16.enabled" is true, with dtype=bfloat16'),
+        ('{"optimizer": {"type": "AdamW"}}', 'has "optimizer": delete it'),
+        ('{"scheduler": {}}', 'has "scheduler": delete it'),
+        ('[1]', 'expected a JSON object'),
+        ('{', 'is not JSON'),
+        (None, 'cannot be read'),
+    ],
+)
+def test_a_json_file_that_contradicts_the_keys_is_refused(tmp_path, text, words):
+    path = tmp_path / 'ds.json'
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ValueError, OSError)) as raised:
+        deepspeed_engine.configuration(KEYS, 4, str(path))
+    assert words in str(raised.value) and str(path) in str(raised.value) and '\n' not in str(raised.value)
+
+
+def test_a_json_file_is_filled_in(tmp_path):
+    """As files written for other trainers are: 'auto' is what the keys say, what is left out as well."""
+    theirs = {'train_batch_size': 'auto', 'gradient_clipping': 1, 'bf16': {'enabled': 'auto'}, 'comms_logger': 'auto'}
+    theirs['zero_optimization'] = {'stage': 2, 'reduce_bucket_size': 'auto', 'overlap_comm': True}
+    (tmp_path / 'ds.json').write_text(json.dumps(theirs))
+    settings = deepspeed_engine.configuration(KEYS, 4, str(tmp_path / 'ds.json'))
+    assert settings['train_batch_size'] == 16 and settings['gradient_accumulation_steps'] == 4
+    assert settings['bf16']['enabled'] is True and 'comms_logger' not in settings
+    zero = {'stage': 2, 'reduce_bucket_size': deepspeed_engine.BUCKET, 'overlap_comm': True}
+    assert settings['zero_optimization'] == zero
