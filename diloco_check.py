@@ -174,14 +174,14 @@ class Plan:
 
 
 def advice(steps, inner_steps, outer_momentum):
-    """A warning, or '' for a run that is long enough for its outer momentum.
+    """A warning, or '' for a run that is over, or long enough for its outer momentum.
 
     The momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they
     went in a round: 7 times with 0.7 and 0.9. How many rounds it takes to work off what the first ones gave it grows
     with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (see the README).
     """
     rounds = steps / inner_steps
-    if outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
+    if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
         return ''
     lower = math.floor(10 * (1 - math.sqrt(4 / rounds)) + 1e-6) / 10
     shorter = int(steps * (1 - outer_momentum) ** 2 / 4 + 1e-6)

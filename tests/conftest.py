@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults import Job
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / 'shared'  # test material that may be missing: the tests that need it say so
@@ -51,11 +52,9 @@ def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=300
 def run_forked(script, *arguments, nproc=1, log, timeout=300, **env):
     """Run a script in nproc processes that have imported torch already (see faults.Job); returns what they said.
 
-    The way for runs that end well and are looked at afterwards: run_script() takes 3 to 6 seconds longer.
+    For runs that end well and are looked at afterwards: run_script() starts them as a user does, seconds later.
     """
-    import faults  # which imports this project's path from here
-
-    job = faults.Job(script, arguments, nproc, log, **env)
+    job = Job(script, arguments, nproc, log, **env)
     codes = job.wait(timeout)
     assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
     return job.text()

@@ -335,6 +335,7 @@ def run_rank(command, place, fault=None):
     import torch
 
     torch.set_num_threads(1)  # the server may have read another OMP_NUM_THREADS
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
     os.environ.update(MASTER_ADDR='127.0.0.1', **place)
     os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
     os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')

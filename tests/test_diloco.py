@@ -1172,6 +1172,7 @@ def test_blocks_are_found_under_the_names_of_hugging_face_models_too():
 def test_a_run_of_few_rounds_is_warned_of_its_momentum_with_values_that_pass():
     assert diloco_check.advice(40_000, 100, 0.9) == ''
     assert diloco_check.advice(1000, 100, 0.0) == ''
+    assert diloco_check.advice(0, 100, 0.9) == '', 'a finished run, started again'
     line = diloco_check.advice(2000, 20, 0.9)
     momentum, steps = re.search(r'--outer_momentum=([\d.]+), or --inner_steps=(\d+)', line).groups()
     assert '100 rounds' in line and (momentum, steps) == ('0.8', '5')
