@@ -32,7 +32,7 @@ repeats = 3  # so often each run, in alternation: what is slow for a while, is s
 resume_check = False  # go on from the middle, once under each strategy: are the losses those of the run that went on?
 # how
 out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
-launcher: str | None = None  # what starts a script, with {nproc}, such as 'srun -n {nproc} python'; None = torchrun
+launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
 bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
 trace = False  # record a step of each run for chrome://tracing
 gpu_gb = 80.0  # memory of a GPU: what would fit? 0 = do not ask
@@ -48,9 +48,9 @@ if __name__ == '__main__':
     config, explicit = configure(globals(), pass_on=_train_keys)
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -66,6 +66,7 @@ import guard
 import plots
 import results
 import scaling
+import verdict
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
@@ -76,7 +77,7 @@ IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
 # Where neither a file nor the command line says anything. A run of the small model takes some 10 seconds on 2 cores:
 # 4 layers of 128 = 0.8M parameters and 2 x 2048 x 128 of the vocabulary; fp32, so that agreement can be seen.
 SMALL = {'arch': 'llama', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': 128, 'batch_size': 4}
-SMALL |= {'dtype': 'float32', 'max_iters': 40, 'learning_rate': 3e-3, 'warmup_iters': 5}
+SMALL |= {'dtype': 'float32', 'max_iters': 50, 'learning_rate': 3e-3, 'warmup_iters': 5}
 # Any of these given: not the small one
 OF_A_MODEL = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
 QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_iters': 10, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
@@ -129,20 +130,26 @@ def expand(spec, train_keys, explicit=()):
 
 def check(spec):
     """Raises ValueError for values of knobs that no run could have."""
-    for strategy in (*spec['strategies'], *(variant.get('strategy', 'ddp') for variant in spec['variants'].values())):
-        if strategy not in SCRIPTS:
-            raise ValueError(f'strategies={strategy}: expected some of {", ".join(SCRIPTS)}')
-    for key, least in (('nproc', 1), ('accumulations', 1), ('inner_steps', 1), ('zero_stages', 1)):
-        if not spec[key] or any(type(value) is not int or value < least for value in spec[key]):
-            raise ValueError(f'{key}={spec[key]}: expected whole numbers from {least} on, as in --{key}=2')
-    if spec['repeats'] < 1:
-        raise ValueError(f'repeats={spec["repeats"]}: expected 1 or more')
     for label, variant in spec['variants'].items():
         if not re.fullmatch(r'[\w.+=-]+', str(label)) or not isinstance(variant, dict):
             raise ValueError(
                 f'variants: {label!r}: expected a label of letters, digits and _ . + = - (it names a folder), and a '
-                'dict of keys'
+                f'dict of keys, given {variant!r}'
             )
+    for strategy in (*spec['strategies'], *(variant.get('strategy', 'ddp') for variant in spec['variants'].values())):
+        if strategy not in [*SCRIPTS]:
+            raise ValueError(f'strategies={strategy}: expected some of {", ".join(SCRIPTS)}')
+    ranks = [*spec['nproc'], *(variant['nproc'] for variant in spec['variants'].values() if 'nproc' in variant)]
+    for key in ('nproc', 'accumulations', 'inner_steps', 'zero_stages'):
+        values = ranks if key == 'nproc' and spec['nproc'] else spec[key]
+        if not values or any(type(value) is not int or value < 1 for value in values):
+            raise ValueError(f'{key}={values}: expected whole numbers from 1 on, as in --{key}=2')
+    if spec['repeats'] < 1:
+        raise ValueError(f'repeats={spec["repeats"]}: expected 1 or more')
+    try:
+        shlex.split(spec['launcher'] or '')
+    except ValueError as error:
+        raise ValueError(f'launcher={spec["launcher"]}: {error}') from None
 
 
 def axes(strategy, spec):
@@ -191,7 +198,7 @@ def keys_of_run(label, strategy, ranks, given, spec, train_keys, explicit, most_
     # Random tokens in place of a dataset have its vocabulary, as far as that is known; otherwise GPT-2's, 50,304.
     replaced = Path(data_dir) / train_keys.get('dataset', 'stdlib-bpe2048') / 'meta.json'
     if keys['dataset'] == 'synthetic' and replaced.exists():
-        keys.setdefault('vocab_size', read_json(replaced)['vocab_size'])
+        keys.setdefault('vocab_size', results.read_json(replaced)['vocab_size'])
     elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not spec['bench']):
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
     keys |= given
@@ -199,10 +206,10 @@ def keys_of_run(label, strategy, ranks, given, spec, train_keys, explicit, most_
         keys['fsdp_impl'] = IMPLEMENTATIONS[strategy]
     if strategy == 'diloco':
         keys.setdefault('num_replicas', ranks)  # a rank each: one per node, the script's default, would be one here
-    if spec['resume_check'] and 'max_iters' not in keys:
-        raise ValueError(f'{label}: resume_check stops half-way: expected --max_iters=N')
-    if spec['resume_check']:
-        keys |= {'checkpoint_interval': max(1, keys['max_iters'] // 2), 'keep_checkpoints': 2}
+    if spec['resume_check'] and keys.get('max_iters', 0) < 2:
+        raise ValueError(f'{label}: resume_check stops half-way: expected --max_iters=2 or more')
+    if spec['resume_check']:  # rounded up: two checkpoints, of which both are kept
+        keys |= {'checkpoint_interval': -(-keys['max_iters'] // 2), 'keep_checkpoints': 2}
     if spec['trace']:
         keys['trace_step'] = min(results.WARM_UP, keys.get('max_iters', results.WARM_UP))
     batch_size, most = keys.get('batch_size', 8), max(spec['accumulations'])
@@ -226,45 +233,6 @@ def order_of(repeat, entries):
     return entries[start:] + entries[:start]
 
 
-def keep_plan(folder, plan):
-    """Write plan.json. Raises ValueError where another comparison is kept already, which this one would mix with."""
-    path = folder / 'plan.json'
-    if path.exists():
-        old = {entry['label']: entry for entry in read_json(path)['runs']}
-        new = {entry['label']: entry for entry in json.loads(json.dumps(plan))['runs']}
-        if old != new:
-            changed = [label for label in {**old, **new} if old.get(label) != new.get(label)]
-            keys = [
-                f'{key}={pair[0].get(key)} there, {pair[1].get(key)} here'
-                for pair in [[runs.get(changed[0], {}).get('overrides', {}) for runs in (old, new)]]
-                for key in {**pair[0], **pair[1]}
-                if pair[0].get(key) != pair[1].get(key)
-            ]
-            raise ValueError(
-                f'{folder} holds another comparison: {changed[0]} has {", ".join(keys[:3]) or "other ranks"}; give '
-                f'this one another --out_dir, or delete {folder}'
-            )
-    write(path, json.dumps(plan, indent=1) + '\n')
-
-
-def read_json(path):
-    try:
-        return json.loads(path.read_text(encoding='utf-8'))
-    except ValueError:
-        raise ValueError(f'{path} is damaged: delete it, and start again') from None
-
-
-def write(path, text):
-    """Replace a file as a whole. Raises OSError with the path and the reason."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + '.tmp')
-        temporary.write_text(text, encoding='utf-8')
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(f'{path} cannot be written: {error.strerror}; free the disk, or give another --out_dir') from None
-
-
 # --- RUN --------------------------------------------------------------------------------------------------------------
 
 
@@ -281,11 +249,8 @@ def command_of(script, ranks, launcher):
 
 def environment(ranks):
     """This process's, with the cores shared out over the ranks: each strategy has the whole machine."""
-    return {
-        'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // ranks)),
-        'PYTHONUNBUFFERED': '1',
-        **os.environ,
-    }
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {**os.environ, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'}
 
 
 def folder_of(folder, entry, repeat):
@@ -294,21 +259,26 @@ def folder_of(folder, entry, repeat):
 
 def arguments_of(folder, entry, repeat):
     """The keys of a run as its script reads them."""
-    return [f'--{key}={value}' for key, value in entry['overrides'].items()] + [
-        f'--out_dir={folder_of(folder, entry, repeat)}'
-    ]
+    keys = {**entry['overrides'], 'out_dir': folder_of(folder, entry, repeat)}
+    return [f'--{key}={value}' for key, value in keys.items()]
+
+
+def end_with_us():
+    """In the child: Linux sends it SIGTERM when this process dies; torchrun then ends its ranks. See guard.py."""
+    if sys.platform == 'linux':
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def execute(command, console, ranks):
     """
-    The exit code of a command whose output goes to the file `console`.
-
-    An interruption ends its whole process group: it has 30 seconds to end well.
+    The exit code of a command whose output goes to the file `console`. An interruption ends its whole process group,
+    which has 30 seconds to end well.
     """
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment(ranks), start_new_session=True,
+            env=environment(ranks), start_new_session=True, preexec_fn=end_with_us,
         )  # fmt: skip
         try:
             return process.wait()
@@ -324,19 +294,30 @@ def execute(command, console, ranks):
 def run_one(folder, entry, repeat, launcher, more=()):
     """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps."""
     out = folder_of(folder, entry, repeat)
-    write(out / 'console.txt', '')
-    (out / 'FAILED').unlink(missing_ok=True)
+    results.write(out / 'console.txt', '')
+    if (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
+        shutil.rmtree(out / 'checkpoints', ignore_errors=True)
+    for marker in ('FAILED', 'DONE'):
+        (out / marker).unlink(missing_ok=True)
     command = [*command_of(entry['script'], entry['world_size'], launcher), *arguments_of(folder, entry, repeat), *more]
     try:
         code = execute(command, out / 'console.txt', entry['world_size'])
     except OSError as error:
         code = f'{command[0]}: {error.strerror}'
     if code == 0 and (out / 'DONE').exists():
-        return ''
-    console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
-    failure = code if isinstance(code, str) else results.last_error(console) + ('' if code else ' (it did not finish)')
-    write(out / 'FAILED', failure + '\n')
+        failure = results.read_run(out, entry['world_size']).failure
+    else:
+        console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
+        failure = results.last_error(console) + ('' if code else ' (it did not finish)')
+        failure = code if isinstance(code, str) else failure
+    if failure:
+        results.write(out / 'FAILED', failure + '\n')
     return failure
+
+
+def resumed_ones(entries):
+    """The first run of each strategy: what resume_check resumes."""
+    return list({entry['strategy']: entry for entry in reversed(entries)}.values())[::-1]
 
 
 def run_all(folder, plan, repeats, launcher, resume_check):
@@ -344,16 +325,17 @@ def run_all(folder, plan, repeats, launcher, resume_check):
     entries, failed = plan['runs'], []
     queue = [(repeat, entry) for repeat in range(repeats) for entry in order_of(repeat, entries)]
     if resume_check:
-        queue += [('resumed', entry) for entry in {entry['strategy']: entry for entry in reversed(entries)}.values()]
-    todo = [(repeat, entry) for repeat, entry in queue if not (folder_of(folder, entry, repeat) / 'DONE').exists()]
+        queue += [('resumed', entry) for entry in resumed_ones(entries)]
+    ended = [results.read_run(folder_of(folder, entry, repeat), entry['world_size']) for repeat, entry in queue]
+    todo = [one for one, run in zip(queue, ended, strict=True) if not run or run.failure]
     if len(todo) < len(queue):
         print(f'{len(queue) - len(todo)} of {len(queue)} runs are finished: {len(todo)} to go', flush=True)
     for number, (repeat, entry) in enumerate(todo, start=1):
         name = f'[{number}/{len(todo)}] {entry["label"]}' + (f' {repeat}' if repeat == 'resumed' else f', {repeat + 1}')
         begin = time.perf_counter()
-        if repeat == 'resumed' and not take_half(folder, entry):
-            continue
-        if failure := run_one(folder, entry, repeat, launcher, ['--resume=must'] if repeat == 'resumed' else []):
+        failure = take_half(folder, entry) if repeat == 'resumed' else ''
+        more = ['--resume=must'] if repeat == 'resumed' else []
+        if failure := failure or run_one(folder, entry, repeat, launcher, more):
             failed.append(entry['label'])
             print(f'{name}: failed: {failure}', flush=True)
             continue
@@ -364,19 +346,25 @@ def run_all(folder, plan, repeats, launcher, resume_check):
     return failed
 
 
+def halves(folder, entry):
+    """(checkpoint in the middle of the first repeat, where the run that resumes expects it)."""
+    name = f'checkpoints/step_{entry["overrides"]["checkpoint_interval"]:08}'
+    return folder_of(folder, entry, 0) / name, folder_of(folder, entry, 'resumed') / name
+
+
 def take_half(folder, entry):
-    """Give the run that resumes the checkpoint in the middle of the first repeat; whether there is one."""
-    source = folder_of(folder, entry, 0) / 'checkpoints' / f'step_{entry["overrides"]["checkpoint_interval"]:08}'
-    target = folder_of(folder, entry, 'resumed') / 'checkpoints'
+    """Give the run that resumes its checkpoint; '' or the line that says why there is none, which FAILED keeps."""
+    source, target = halves(folder, entry)
+    shutil.rmtree(target.parent.parent, ignore_errors=True)
     if not source.exists():
-        print(f'{entry["label"]} resumed: left out, the run has left no {source}', flush=True)
-        return False
-    shutil.rmtree(target.parent, ignore_errors=True)
+        failure = f'the run has left no {source}'
+        results.write(target.parent.parent / 'FAILED', failure + '\n')
+        return failure
     try:
-        shutil.copytree(source, target / source.name)
+        shutil.copytree(source, target)
     except (OSError, shutil.Error) as error:
         raise OSError(f'{target} cannot be written: {error}'[:300]) from None
-    return True
+    return ''
 
 
 # --- RESULTS ----------------------------------------------------------------------------------------------------------
@@ -389,23 +377,27 @@ def analyse(folder, plan, gpu_gb):
         raise ValueError(f'{folder}: no run has finished yet: start the comparison without --analyze')
     rows = results.summarise(plan, runs, plan['baseline'])
     for row in rows:
-        if row['rows']:
-            first = next(out for out in results.repeats_of(folder, row['label']) if (out / 'DONE').exists())
-            row['curve'] = dataclasses.asdict(plots.loss_curves(plots.read_rows(first))['loss'])
-            resumed = folder_of(folder, row, 'resumed')
-            if (resumed / 'DONE').exists():
-                row['resume_diff'] = results.difference(results.read_rows(resumed), results.read_rows(first), 'loss')
-            config = next(run.config for run in runs[row['label']] if not run.failure)
-            row |= predict(config, row['world_size'], row['strategy'], gpu_gb)
-    text = [results.table(rows), results.memory_table(rows), results.verdict(rows, gpu_gb)]
+        every = runs[row['label']]
+        row |= predict(next((run.config for run in every.values() if run.config), {}), row, gpu_gb)
+        resumed = results.read_run(folder_of(folder, row, 'resumed'), row['world_size'])
+        if resumed and resumed.failure:
+            row['resume_failed'] = resumed.failure
+        for repeat, run in list(results.finished(every).items())[:1]:
+            curves = plots.loss_curves(plots.read_rows(folder_of(folder, row, repeat)))
+            row['curve'] = dataclasses.asdict(curves['loss'])
+            if resumed and not resumed.failure:
+                row['resume_diff'] = results.difference(resumed.rows, run.rows, 'loss')
+    text = [verdict.table(rows), verdict.memory_table(rows), verdict.sentences(rows, gpu_gb)]
     text = '\n\n'.join(part for part in text if part)
     print(f'\n{text}\n', flush=True)
-    write(folder / 'table.md', text + '\n')
-    write(folder / 'results.json', json.dumps(rows, indent=1) + '\n')
+    results.write(folder / 'table.md', text + '\n')
+    results.write_json(folder / 'results.json', rows)
     if importlib.util.find_spec('matplotlib') is None:
         print('no pictures: they need a package that is missing: pip install matplotlib')
         return rows
     measured = sorted((row for row in rows if row['rows']), key=lambda row: row['label'] != plan['baseline'])
+    if not measured:
+        return rows
     plots.plot_comparison(measured, folder / 'loss.png')
     plots.plot_phases(measured, folder / 'phases.png')
     plots.plot_memory(measured, folder / 'memory.png')
@@ -413,9 +405,10 @@ def analyse(folder, plan, gpu_gb):
     return rows
 
 
-def predict(config, world_size, strategy, gpu_gb):
+def predict(config, row, gpu_gb):
     """What footprint.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
-    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(strategy, strategy)
+    world_size = row['world_size']
+    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
         parts = footprint.estimate(config, config, world_size, strategy)
@@ -425,8 +418,9 @@ def predict(config, world_size, strategy, gpu_gb):
         predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
         predicted['predicted']['total_gb'] = sum(gb.values())
         if world_size > 1:
-            sent = footprint.communication_bytes(config, config, world_size, strategy)['sent']
-            predicted['predicted_sent_gb'] = sent / 1e9
+            every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
+            sent = footprint.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
+            predicted['predicted_sent_gb'] = sent['sent'] / 1e9
         if gpu_gb:
             on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
             parts = footprint.estimate(on_gpu, on_gpu, world_size, strategy)
@@ -439,9 +433,10 @@ def predict(config, world_size, strategy, gpu_gb):
 
 def plot_runs(runs, output):
     """--plot: the loss of any runs."""
-    common = Path(os.path.commonpath([Path(run).absolute() for run in runs]))
+    runs = [Path(str(run)) for run in runs]
+    common = Path(os.path.commonpath([run.absolute() for run in runs]))
     output = Path(output) if output else Path(os.path.relpath(common)) / 'loss.png'
-    plots.plot_losses([Path(run) for run in runs], output)
+    plots.plot_losses(runs, output)
     print(f'loss plot: {output}')
 
 
@@ -454,25 +449,41 @@ def measure_links(spec, train_keys):
         links.main(guard.choose_device(train_keys.get('device', 'auto'), local_rank))
         return 0
     check(spec)
-    ranks = max(spec['nproc'])
+    if (ranks := max(spec['nproc'])) < 2:
+        raise ValueError(
+            f'bench_links: {ranks} rank has no link to another: expected --nproc=2 or more, and of a --launcher that '
+            'it sets RANK and WORLD_SIZE, as torchrun does'
+        )
     arguments = [f'--{key}={value}' for key, value in train_keys.items() if key == 'device']
-    command = [*command_of('compare.py', ranks, spec['launcher']), '--bench_links', *arguments]
-    return subprocess.call(command, env=environment(ranks))
+    # nproc=1: a rank that the launcher has not made one measures nothing, rather than 2 ranks of its own
+    command = [*command_of('compare.py', ranks, spec['launcher']), '--bench_links', '--nproc=1', *arguments]
+    try:
+        return subprocess.call(command, env=environment(ranks))
+    except OSError as error:
+        raise OSError(f'launcher={spec["launcher"]}: {error.strerror}') from None
 
 
-def write_runs(folder, plan, repeats, launcher):
-    """--write_only: runs.sh, one line per run."""
-    lines = ['# Every run of the comparison, one a line; then: python compare.py --analyze --out_dir=...', 'set -u']
-    for repeat in range(repeats):
-        for entry in order_of(repeat, plan['runs']):
-            out = shlex.quote(str(folder_of(folder, entry, repeat)))
-            command = [
-                *command_of(entry['script'], entry['world_size'], launcher),
-                *arguments_of(folder, entry, repeat),
-            ]
-            lines.append(f'[ -e {out}/DONE ] || {shlex.join(command)}')
-    write(folder / 'runs.sh', '\n'.join(lines) + '\n')
-    print(f'{len(lines) - 2} runs: bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
+def write_runs(folder, plan, repeats, launcher, resume_check):
+    """--write_only: runs.sh, one line per run; a line says by itself what is finished, as compare.py sees it."""
+    lines = ['# The runs of a comparison, one a line; then: python compare.py --analyze --out_dir=...', 'set -u']
+    lines += ["# OMP_NUM_THREADS: this machine's cores over the ranks; on another one set what that has"]
+    queue = [(repeat, entry) for repeat in range(repeats) for entry in order_of(repeat, plan['runs'])]
+    queue += [('resumed', entry) for entry in resumed_ones(plan['runs'])] if resume_check else []
+    for repeat, entry in queue:
+        command = [*command_of(entry['script'], entry['world_size'], launcher), *arguments_of(folder, entry, repeat)]
+        threads = environment(entry['world_size'])['OMP_NUM_THREADS']
+        command = f'OMP_NUM_THREADS={threads} PYTHONUNBUFFERED=1 {shlex.join(command)}'
+        out, before = shlex.quote(str(folder_of(folder, entry, repeat))), ''
+        if repeat == 'resumed':
+            half, target = (shlex.quote(str(path)) for path in halves(folder, entry))
+            before = f'rm -rf {out}/checkpoints && mkdir -p {out}/checkpoints && cp -r {half} {target} && '
+            command += ' --resume=must'
+        lines.append(
+            f'[ -e {out}/DONE -a ! -e {out}/FAILED ] || {{ mkdir -p {out}; rm -f {out}/DONE {out}/FAILED; '
+            f'{{ {before}{command}; }} > {out}/console.txt 2>&1 || touch {out}/FAILED; }}'
+        )
+    results.write(folder / 'runs.sh', '\n'.join(lines) + '\n')
+    print(f'{len(queue)} runs: bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
 
 
 def without_missing(spec):
@@ -503,7 +514,7 @@ def main(spec, train_keys, explicit):
     if spec['analyze']:
         if not (folder / 'plan.json').exists():
             raise ValueError(f'{folder} holds no comparison (no plan.json): expected the --out_dir of one')
-        plan = read_json(folder / 'plan.json')
+        plan = results.read_json(folder / 'plan.json')
         if spec['baseline']:
             if spec['baseline'] not in [entry['label'] for entry in plan['runs']]:
                 labels = ', '.join(entry['label'] for entry in plan['runs'])
@@ -512,12 +523,12 @@ def main(spec, train_keys, explicit):
         analyse(folder, plan, spec['gpu_gb'])
         return 0
     plan, notes = expand(without_missing(spec), train_keys, explicit)
-    keep_plan(folder, plan)
+    results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or spec['bench']):
         notes.append('random tokens: there is no data/stdlib-bpe2048, which `python prepare_data.py` makes')
     print(*notes, sep='\n', end='\n' if notes else '', flush=True)
     if spec['write_only']:
-        write_runs(folder, plan, spec['repeats'], spec['launcher'])
+        write_runs(folder, plan, spec['repeats'], spec['launcher'], spec['resume_check'])
         return 0
     try:
         failed = run_all(folder, plan, spec['repeats'], spec['launcher'], spec['resume_check'])
@@ -533,5 +544,7 @@ def main(spec, train_keys, explicit):
 
 if __name__ == '__main__':
     guard.report_errors()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: end the run under way, say how to go on
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: end the run under way, say how to go on
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     sys.exit(main(config, _train_keys, explicit))

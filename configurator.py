@@ -263,7 +263,7 @@ def parse(text, knob, given):
             raise Mistake(f'{given} needs a value: {given}=..., expected {expected(knob)}')
         text = 'True'
     if isinstance(text, list):
-        return text
+        return [element for word in text for element in elements(word)]
     readings = [WORDS[text]] if text in WORDS else []
     if set(knob.types) - {'str', 'None'} or not knob.types:  # a string is taken as typed, quotes and all
         for read in (ast.literal_eval, float):  # float: inf and nan are no literals

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
+LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
 
 
 def package(device):
@@ -104,9 +105,15 @@ def configuration(config, accumulation_steps, file=None):
         'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
         'scheduler': '--lr_schedule, --warmup_iters, ...',
         'amp': '--dtype',
+        'torch_autocast': '--dtype',
     }.items():
         if section in theirs:
             raise ValueError(f'deepspeed_config={file} has "{section}": delete it, here {keys} decide')
+    for section, value in theirs.items():
+        if isinstance(ours.get(section), dict) and not isinstance(value, dict) and value not in LEFT_OUT:
+            raise ValueError(
+                f'deepspeed_config={file}: "{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"'
+            )
     for path, key in {
         'train_batch_size': 'global_batch_size',
         'train_micro_batch_size_per_gpu': 'batch_size',
@@ -120,7 +127,7 @@ def configuration(config, accumulation_steps, file=None):
     }.items():
         given, expected = setting(theirs, path), setting(ours, path)
         expected = 'none' if expected is None else expected  # of offload_...: the section is left out
-        if given not in (None, 'auto', expected):
+        if given not in (*LEFT_OUT, expected):
             raise ValueError(
                 f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, with {key}={config[key]} it has to be '
                 f'{json.dumps(expected)}: change one of them, or write "auto"'
@@ -140,8 +147,8 @@ def merged(ours, theirs):
     result = dict(ours)
     for name, value in theirs.items():
         if isinstance(value, dict):
-            result[name] = merged(ours.get(name) or {}, value)
-        elif value != 'auto':
+            result[name] = merged(ours[name] if isinstance(ours.get(name), dict) else {}, value)
+        elif value not in LEFT_OUT:
             result[name] = value
     return result
 
@@ -174,12 +181,15 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
         deepspeed.init_distributed(verbose=False)
         try:
             deepspeed.DeepSpeedConfig(settings)
+            if settings['zero_optimization']['stage'] == 3:
+                deepspeed.zero.Init(module=model, config_dict_or_path=settings)
+            options = {'config': settings, 'dist_init_required': False}
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, **options)[0]
+        except RuntimeError:  # memory or a collective, no setting
+            raise
         except Exception as error:  # pydantic's, assertions, ...
-            line = ' '.join(str(error).split()).partition(' For further')[0][:300]
+            line = f'{type(error).__name__}: {" ".join(str(error).split())}'.partition(' For further')[0][:300]
             raise ValueError(f'DeepSpeed refuses the configuration: {line}; correct deepspeed_config') from error
-        if settings['zero_optimization']['stage'] == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=settings)
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
     return engine
@@ -190,11 +200,23 @@ def gradients(engine):
     zero = engine.optimizer
     if hasattr(zero, 'fp32_groups_gradient_flat_partition'):  # stage 1 in bf16 has an optimizer of its own
         return zero.fp32_groups_gradient_flat_partition
-    if getattr(zero, 'cpu_offload', False):
-        return [flat.grad for flat in zero.single_partition_of_fp32_groups]
-    if getattr(zero, 'offload_optimizer', False):
-        return [flat.grad for flat in zero.fp32_partitioned_groups_flat]
+    if getattr(zero, 'cpu_offload', False) or getattr(zero, 'offload_optimizer', False):
+        if engine.device.type == 'cuda':
+            torch.cuda.synchronize()  # they are copied into pinned memory, for which nobody has waited yet
+        of_stage_3 = engine.zero_optimization_stage() == 3
+        flats = zero.fp32_partitioned_groups_flat if of_stage_3 else zero.single_partition_of_fp32_groups
+        return [flat.grad for flat in flats]
     return [tensor for group in zero.averaged_gradients.values() for tensor in group]
+
+
+def dtypes(engine, compute):
+    """The log's line: what a user's deepspeed_config may have made of them. compute: the key dtype, resolved."""
+    flats = [flat for flat, _, _, _ in places_in_zero(engine).values()]
+    masters, reduction = (
+        str(dtype).removeprefix('torch.')
+        for dtype in (flats[0].dtype if flats else torch.float32, engine.communication_data_type)
+    )
+    return f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
 
 
 def held(engine, optimizer, gradients):

@@ -8,6 +8,7 @@ Nothing is allocated and torch is not imported: every figure follows from the ke
 scaling.py, which counts the parameters. Sizes are bytes, 1 GB = 1e9 bytes.
 """
 
+import itertools
 import math
 
 from scaling import (
@@ -126,7 +127,7 @@ def deepspeed_states(config, model, world_size):
 
     Unlike fsdp it has weights in the compute dtype (in fp32, too) beside the fp32 ones: whole, or in stage 3 a slice
     and all small parameters whole. Stage 1 in bf16 keeps a whole fp32 gradient, else one of several micro-steps.
-    A parameter that lies in two ranks' slices has its gradient whole on both, which is not counted.
+    In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
     """
     stage, compute = config['zero_stage'], BYTES[config['dtype']]
     whole, small = parameter_parts(model)['total'], small_parameters(model)
@@ -136,16 +137,19 @@ def deepspeed_states(config, model, world_size):
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
+    of_gradients = trainable if sums_whole else part
+    if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
+        of_gradients = reaching_into_slices(model, world_size)
 
     weights = {'weights': compute * (small if stage == 3 else whole)}
     for place, size in ((host_of_slices, compute * math.ceil(whole / world_size) * (stage == 3)), (host, FP32 * part)):
         weights[f'{place}weights'] = weights.get(f'{place}weights', 0) + size
     parts = weights | {
-        f'{host}gradients': FP32 * (trainable if sums_whole else part),
+        f'{host}gradients': FP32 * of_gradients,
         f'{host}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * part,
     }
     if stage == 1 and micro_steps > 1 and not sums_whole:
-        parts['accumulated'] = FP32 * (trainable - (0 if host else part))
+        parts['accumulated'] = FP32 * (trainable - (0 if host else of_gradients))
     if stage == 3:
         parts['gathered'] = compute * min(whole - small, DEEPSPEED_REUSE)
     on_cuda = config['device'].startswith('cuda')
@@ -153,6 +157,25 @@ def deepspeed_states(config, model, world_size):
     bucket = 2 * DEEPSPEED_BUCKET if on_cuda else used  # one is filled while one is reduced; unused memory of a host
     of_bucket = compute if stage == 2 else FP32
     return parts | {'reduction': of_bucket * bucket + (FP32 * used if of_bucket < FP32 else 0)}
+
+
+def reaching_into_slices(model, world_size):
+    """
+    Numbers in the parameters of which rank 0's slices have a part, all being trained. ZeRO lays each group of the
+    optimizer (optim.parameter_groups()) out in the order of the modules and cuts it into equal slices, of even sizes.
+    """
+    root, of_blocks = root_shapes(model), model['n_layer'] * [*block_shapes(model).values()]
+    tables = {name: shape for name, shape in root.items() if any(word in name for word in ('embed', 'wte', 'wpe'))}
+    others = [shape for name, shape in root.items() if name not in tables]
+    head = [tables.pop(next(iter(tables)))] if model['tie_embeddings'] else []  # met as the head, behind the blocks
+    decayed = [shape for shape in (*of_blocks, *others, *head) if len(shape) >= 2]
+    not_decayed = [*tables.values(), *(shape for shape in (*of_blocks, *others) if len(shape) < 2)]
+    numbers = 0
+    for group in (decayed, not_decayed):
+        ends = [*itertools.accumulate(map(math.prod, group))]
+        end_of_slice = 2 * math.ceil(ends[-1] / 2 / world_size)
+        numbers += next((end for end in ends if end >= end_of_slice), ends[-1])
+    return numbers
 
 
 def small_parameters(model):

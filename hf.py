@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -51,9 +52,14 @@ ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 def transformers_offline():
     """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
     os.environ.setdefault('HF_HUB_OFFLINE', '1')
+    logging.getLogger('DeepSpeed').addFilter(is_worth_saying)  # which transformers imports where it is installed
     import transformers
 
     return transformers
+
+
+def is_worth_saying(record):
+    return not record.getMessage().startswith('Setting accelerator to CPU')
 
 
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------

@@ -36,13 +36,21 @@ def read_rows(run):
     """
     The rows of a run's metrics.jsonl; the last line of a running one may be half-written and is left out.
 
-    Raises FileNotFoundError for a folder without that file, ValueError for one without a row in it.
+    Raises FileNotFoundError for a folder without that file, ValueError for a damaged one or one without a row in it.
     """
     path = Path(run) / 'metrics.jsonl'
     if not path.exists():
         raise FileNotFoundError(f'{path} does not exist: expected the out_dir of a run, such as out/quickstart')
-    with open(path, encoding='utf-8') as file:
-        rows = [json.loads(line) for line in file if line.endswith('\n')]
+    rows = []
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith('\n'):
+                try:
+                    rows.append(json.loads(line))
+                    rows[-1]['step'] + 0
+                except (ValueError, TypeError, KeyError):
+                    said = f'{path} is damaged: expected a JSON object with its step in line {number}'
+                    raise ValueError(f'{said}, given {line[:40]!r}') from None
     if not rows:
         raise ValueError(f'{path} has no row yet: wait until the run has logged its first step')
     return rows
@@ -98,7 +106,8 @@ def plot_comparison(rows, output, limit=1e-4):
         of_both = [
             (at, loss) for at, loss in zip(row['curve']['tokens'], row['curve']['loss'], strict=True) if at in first
         ]
-        away = [max(EQUAL, abs(float(loss) / float(first[at]) - 1)) for at, loss in of_both]
+        away = [abs(float(loss) / float(first[at]) - 1) for at, loss in of_both]
+        away = [EQUAL if relative < EQUAL else relative for relative in away]  # a loss that is NaN leaves a gap
         if number > 0:
             style = _line(number, len(rows)) | {'linewidth': 1.3}
             apart.plot([at for at, _ in of_both], away, **style, label=row['label'])
@@ -132,7 +141,7 @@ def _tokens_axis(axes):
 
 def _draw_losses(by_tokens, by_time, curves):
     """curves: {label: {'loss': Curve, 'val_loss': Curve}}."""
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
     longest = max((max(curve.seconds, default=0) for pair in curves.values() for curve in pair.values()), default=0)
     units = {'hours': 3600, 'minutes': 60, 'seconds': 1}
@@ -153,7 +162,10 @@ def _draw_losses(by_tokens, by_time, curves):
         axes.set_yscale('log')  # the first steps fall far, the last ones differ little: both can be read
         lowest, highest = axes.get_ylim()
         axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter() if highest < 10 * lowest else NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        if highest < 10 * lowest:  # within a decade the ticks of a logarithmic axis are few
+            axes.yaxis.set_major_locator(MaxNLocator(7))
+            axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
 
 
@@ -176,7 +188,7 @@ def plot_phases(rows, output):
         waited = row.get('time/comm_exposed', 0)
         style = {'color': 'white', 'edgecolor': WAITED, 'hatch': '/////', 'label': 'waiting for communication'}
         axes.barh(place + 0.26, waited, 0.2, **style)
-        _write(axes, end + rest, place - 0.12, f'{end + rest:.4g} ms' if end + rest else 'not measured')
+        _write(axes, end + rest, place - 0.12, f'{end + rest:.1f} ms' if end + rest else 'not measured')
     axes.set_xlabel('milliseconds per optimizer step')
     _finish_bars(axes, rows)
     return _save(figure, output, axes, columns=7)
@@ -207,7 +219,7 @@ def plot_memory(rows, output):
             peak.plot(measured * scale, place, 'D', color=WAITED, label='measured peak')
         if predicted:
             peak.plot(predicted * scale, place, '|', color='black', markersize=14, markeredgewidth=2,
-                      label='predicted')  # fmt: skip
+                      label='predicted, tensors alone')  # fmt: skip
         said = f'{measured * scale:.3g}' if measured else 'not measured'
         at = ((measured or predicted) * scale, place)
         peak.annotate(said, at, (0, -13), textcoords='offset points', ha='center', va='center', fontsize=8)
@@ -226,7 +238,8 @@ def plot_communication(rows, output):
             hidden = max(0, 100 * row['time/comm'] / row['time/total'] - exposed)
             share.barh(place, exposed, 0.6, color=WAITED, hatch='/////', edgecolor='white', label='compute waits')
             share.barh(place, hidden, 0.6, left=exposed, color=HIDDEN, edgecolor='white', label='beside compute')
-            _write(share, exposed + hidden, place, f'{exposed:.3g} of {exposed + hidden:.3g} %')
+            outer = ' (outer step)' if 'outer_is_comm' in row else ''
+            _write(share, exposed + hidden, place, f'{exposed:.1f} of {exposed + hidden:.1f} %{outer}')
         else:
             _write(share, 0, place, _unknown(row))
     share.set_xlabel("share of a step's time (%)")
@@ -287,8 +300,10 @@ def _finish_bars(axes, rows, room=1.2):
 
 def _panels(rows, columns, height, ratios=None, **shared):
     """(figure, its axes) 10 inches wide, without pyplot: no display and no state that outlives the figure."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError('pictures need a package that is missing: pip install matplotlib') from None
     figure = Figure(figsize=(10, height), dpi=120, layout='constrained')
     axes = figure.subplots(rows, columns, squeeze=False, width_ratios=ratios, **shared)
     return figure, axes if rows > 1 else axes[0]
@@ -302,5 +317,11 @@ def _save(figure, output, *legend_of, columns=4):
             known.setdefault(label, handle)
     if known:
         figure.legend(known.values(), known.keys(), loc='outside lower center', ncols=columns, frameon=False)
-    figure.savefig(output)
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError) as error:  # no such folder, a full disk; an ending that names no kind of picture
+        why = ' '.join(str(getattr(error, 'strerror', None) or error).split())
+        raise OSError(
+            f'{output} cannot be written: {why}; expected a file in a folder that exists, as loss.png'
+        ) from None
     return figure

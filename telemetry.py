@@ -112,6 +112,7 @@ class Meter:
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
+        self.knows_state = False  # see measure_state()
         self._device = device
         self._on_cuda = device.type == 'cuda'
         self._synchronize = getattr(torch, device.type).synchronize  # does nothing on a CPU
@@ -129,8 +130,7 @@ class Meter:
         self._steps = 0
         self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
         self._communication = {}  # keys of the row, when a step of this interval was profiled
-        self._state = {}  # keys of the row, once measured
-        self._state_is_known = False
+        self._state = {}  # keys of the next row, once measured
         self._counts_bytes = world_size > 1 and not self._on_cuda and bytes_sent() is not None
         self._sent = 0  # bytes in this interval
         self._profile_next = False
@@ -174,19 +174,19 @@ class Meter:
     def measure_state(self, parameters, optimizer):
         """
         Measure what this rank holds of weights, gradients and optimizer state, for the next row: between
-        optimizer.step() and zero_grad(), when all three are there. Only the first call does something.
+        optimizer.step() and zero_grad(). Only the first call that finds a state does something: in fp16 GradScaler may
+        have skipped the first steps. Plain SGD never has one.
         """
-        if not self._state_is_known:  # nor are the lists made
+        if not self.knows_state and (optimizer.state or isinstance(optimizer, torch.optim.SGD)):
             parameters = list(parameters)
             moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
             self.note_state(parameters, [parameter.grad for parameter in parameters], moments)
 
     def note_state(self, weights, gradients, optimizer):
         """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
-        if not self._state_is_known:
-            held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
-            self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
-            self._state_is_known = True
+        held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
+        self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
+        self.knows_state = True
 
     def interval(self):
         """

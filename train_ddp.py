@@ -170,6 +170,7 @@ if dry_run:
         print(*notes, sep='\n')
         print(footprint.report(config, model_config.to_dict(), world_size, strategy='ddp'))
     sys.exit()
+notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
@@ -239,7 +240,6 @@ log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
-log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))

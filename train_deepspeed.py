@@ -105,8 +105,8 @@ max_failures = 5  # refuse to start from the same step more often in a row than 
 max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
 loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
 # deepspeed
-zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
-cpu_offload = 'none'  # 'none' | 'params' | 'optimizer': on the host: nothing, all state and the update, moments alone
+zero_stage = 3  # 3 = a block is whole while it computes; 2 = from its forward to its backward; 1 (not torch) = all step
+cpu_offload = 'none'  # 'none' | 'optimizer' | 'params': on the host: moments (deepspeed: and fp32 weights), all state
 deepspeed_config: str | None = None  # a DeepSpeed JSON file to use instead of the one written to out_dir
 # ----------------------------------------------------------------------------------------------------------------------
 config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
@@ -259,6 +259,7 @@ for block in trained.blocks if compile else ():
     block.forward = torch.compile(block.forward)
 # From here on opt updates the engine's slices. It begins with raw_model's weights and opt's state by name.
 model = deepspeed_engine.start(deepspeed, trained, opt, raw_model, engine_config, device, timedelta(seconds=timeout_s))
+notes += [deepspeed_engine.dtypes(model, config['dtype'])]
 if scaler.is_enabled():
     model.optimizer.loss_scaler.cur_scale = scaler.get_scale()  # it is the engine's from here on
 guard.on_rank_0(checkpoint.write_file, os.path.join(out_dir, 'deepspeed.json'), json.dumps(engine_config, indent=1))
@@ -269,7 +270,6 @@ log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
-log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
@@ -316,7 +316,7 @@ meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per
 numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-update, measured = opt.step, False
+update = opt.step
 stopping = stop_request.agreed()  # a signal that came before there was a step
 while step < max_iters and not stopping:
     lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
@@ -348,9 +348,8 @@ while step < max_iters and not stopping:
     # An engine cannot be told to drop a gradient: for a bad step its update is to do nothing.
     opt.step = update if is_good else lambda: None
     model.step()  # clips, updates this rank's slices, gathers the weights, frees the gradients
-    if is_good and not measured:
+    if not meter.knows_state and (opt.state or optimizer == 'sgd'):  # fp16 may skip the first steps: no state yet
         meter.note_state(*deepspeed_engine.held(model, opt, gradients))
-        measured = True
     del gradients
     step += 1
     meter.end_step()

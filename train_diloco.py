@@ -105,8 +105,8 @@ max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some ra
 loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
 # fsdp
 fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
-zero_stage = 3  # 3 = gather each block for forward and again for backward; 2 = once for both; 1 (manual) = once a step
-cpu_offload = 'none'  # 'none' | 'params' | 'optimizer': on the host: nothing, all state and the update, moments alone
+zero_stage = 3  # 3 = a block is whole while it computes; 2 = from its forward to its backward; 1 (not torch) = all step
+cpu_offload = 'none'  # 'none' | 'optimizer' | 'params': on the host: moments (deepspeed: and fp32 weights), all state
 accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
 blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
 prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
@@ -207,6 +207,7 @@ if dry_run:
         print(*notes, sep='\n')
         print(footprint.report(config, model_config.to_dict(), world_size, strategy='diloco'))
     sys.exit()
+notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
@@ -327,7 +328,6 @@ log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
-log.say(f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))

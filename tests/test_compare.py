@@ -1,7 +1,10 @@
-"""compare.py and results.py: what is run, in which order, what is made of it; and every strategy once, for real."""
+"""compare.py, results.py, verdict.py: what is run, in which order, what is made of it; and each strategy for real."""
 
+import ast
 import json
 import math
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +15,10 @@ import pytest
 from conftest import REPO, environment, run_script
 
 import compare
+import footprint
 import results
-from configurator import read_knobs
+import verdict
+from configurator import literal, read_knobs
 
 # Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
 FAKE = """
@@ -31,8 +36,11 @@ step_ms = {'ddp': 20.0, 'fsdp': 40.0, 'fsdp_manual': 25.0}[out.parent.name]
 rows = [{'step': step, 'tokens': 100 * step, 'loss': 5 - step / 10, 'tokens_per_sec': 100_000 / step_ms,
          'time/total': step_ms} for step in range(1, 5)]
 (out / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\\n' for row in rows))
-(out / 'config.json').write_text(json.dumps({'config': {'dtype': 'float32'}}))
-(out / 'DONE').write_text('4')
+about = {'world_size': int(os.environ.get('STARTS', 2)), 'config': {'dtype': 'float32'}}
+(out / 'config.json').write_text(json.dumps(about))
+(out / 'threads').write_text(os.environ['OMP_NUM_THREADS'])
+if out.parent.name != os.environ.get('STOPS'):
+    (out / 'DONE').write_text('4')
 """
 
 
@@ -132,6 +140,11 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
         ({'baseline': 'fsdp'}, ["'fsdp'", 'use one of ddp']),
         ({'variants': {'ddp': {}}}, ['two runs', "'ddp'"]),
         ({'variants': {'a/b': {}}}, ["'a/b'", 'label']),
+        ({'variants': {'x': 3}}, ["'x'", 'a dict of keys, given 3']),
+        ({'variants': {'x': {'nproc': 'two'}}}, ['nproc=', "'two'", 'whole numbers']),
+        ({'variants': {'x': {'nproc': 0}}}, ['nproc=[2, 0]', 'whole numbers']),
+        ({'launcher': "srun 'x"}, ["launcher=srun 'x", 'quotation']),
+        ({'resume_check': True, 'nproc': [2]}, ['half-way', '--max_iters=2']),
         ({'variants': {'odd': {'zero_stag': 2, 'strategy': 'fsdp'}}}, ['odd: zero_stag', 'did you mean zero_stage?']),
         ({'variants': {'odd': {'n_layer': 'two'}}}, ['odd: n_layer', 'expects int']),
         ({'accumulations': [5, 3]}, ['batch_size=8 x 5 micro-steps cannot be split into 3']),
@@ -139,7 +152,7 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
     with pytest.raises(ValueError) as refused:
-        compare.expand(spec(**{'strategies': ['ddp'], **changes}), {'batch_size': 8})
+        compare.expand(spec(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
     assert all(words in str(refused.value) for words in said) and '\n' not in str(refused.value)
 
 
@@ -157,12 +170,41 @@ def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
     assert [entry['label'] for entry in plan['runs']] == ['ddp', 'fsdp']
     keys = plan['runs'][1]['overrides']
     assert (keys['n_layer'], keys['max_iters'], keys['global_batch_size'], keys['batch_size']) == (12, 50, 512, 16)
-    lines = (out / 'runs.sh').read_text().splitlines()[2:]
+    lines = (out / 'runs.sh').read_text().splitlines()[3:]
     assert len(lines) == 4 and f'bash {out / "runs.sh"}' in said
-    assert lines[0].startswith(f'[ -e {out}/runs/ddp/rep0/DONE ] || srun -n 4 python {REPO}/train_ddp.py --')
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
+    ddp = out / 'runs/ddp/rep0'
+    assert lines[0].startswith(f'[ -e {ddp}/DONE -a ! -e {ddp}/FAILED ] || {{ mkdir -p {ddp}; ')
+    assert f' OMP_NUM_THREADS={threads} PYTHONUNBUFFERED=1 srun -n 4 python {REPO}/train_ddp.py --' in lines[0]
     assert '/fsdp/rep1' in lines[2] and '/ddp/rep1' in lines[3], 'the second repeat begins with the other one'
     refused = run_script('compare.py', '--out_dir=x', '--stratgies=ddp', check=False).stderr
     assert 'did you mean strategies?' in refused and refused.count('\n') == 1
+
+
+def test_the_half_of_an_odd_run_is_rounded_up_so_that_its_checkpoint_is_kept():
+    keys = entries({'max_iters': 21}, strategies=['ddp'], resume_check=True)['ddp']['overrides']
+    assert (keys['checkpoint_interval'], keys['keep_checkpoints']) == (11, 2), 'steps 11 and 21'
+
+
+def test_the_small_comparison_takes_50_steps():
+    assert entries(strategies=['ddp'])['ddp']['overrides']['max_iters'] == 50
+
+
+def test_each_strategy_has_the_whole_machine_whatever_is_exported(monkeypatch):
+    monkeypatch.setenv('OMP_NUM_THREADS', '77')
+    monkeypatch.setattr(compare.os, 'sched_getaffinity', lambda process: range(8))
+    threads = {ranks: compare.environment(ranks)['OMP_NUM_THREADS'] for ranks in (1, 2, 8, 16)}
+    assert threads == {1: '8', 2: '4', 8: '1', 16: '1'}
+
+
+def test_one_rank_has_no_link(monkeypatch):
+    monkeypatch.delenv('RANK', raising=False)
+    monkeypatch.setattr(compare.subprocess, 'call', lambda *_, **__: pytest.fail('something was started'))
+    with pytest.raises(ValueError, match='1 rank has no link to another: expected --nproc=2 or more'):
+        compare.measure_links(spec(nproc=[1]), {})
+    monkeypatch.setattr(compare.subprocess, 'call', lambda command, env: command)
+    command = compare.measure_links(spec(nproc=[2], launcher='srun -n {nproc} python'), {})
+    assert command[-2:] == ['--bench_links', '--nproc=1'], 'a rank without RANK does not start ranks of its own'
 
 
 def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch, capsys):
@@ -200,6 +242,7 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     assert process.returncode == 0, errors
     order = ['ddp rep0', 'fsdp rep0', 'fsdp_manual rep0', 'fsdp rep1', 'fsdp_manual rep1', 'ddp rep1']
     assert start.calls() == order
+    assert (start.out / 'runs/ddp/rep0/threads').read_text() == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert '[1/6] ddp, 1: loss 4.6000, 5,000 tokens/s' in said
     assert {path.name for path in start.out.glob('*.*')} == {
         'plan.json', 'table.md', 'results.json', 'loss.png', 'phases.png', 'memory.png', 'communication.png',
@@ -216,7 +259,7 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     assert 'holds another comparison: ddp has' in errors and '--out_dir' in errors
     process = start('--analyze', '--baseline=fsdp')
     said, _ = process.communicate()
-    assert process.returncode == 0 and 'ddp is 2.00x as fast as fsdp' in said
+    assert process.returncode == 0 and 'Fastest is ddp: 2.00x as fast as fsdp' in said
 
 
 def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start):
@@ -230,21 +273,38 @@ def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start)
     assert process.returncode == 0 and start.calls()[6:] == ['fsdp rep0', 'fsdp rep1'] and 'failed' not in said
 
 
-def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start):
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.05)
+    assert condition()
+
+
+def running(out):
+    return [path for path in Path('/proc').glob('[0-9]*/cmdline') if str(out).encode() in command_line(path)]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGHUP])
+def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start, number):
     process = start(SLEEPS='fsdp')
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (start.out / 'runs/fsdp/rep0').exists():
-        time.sleep(0.05)
-    while time.monotonic() < deadline and 'fsdp rep0' not in start.calls():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    wait_for(lambda: (start.out / 'runs/fsdp/rep0').exists() and 'fsdp rep0' in start.calls())
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and errors.count('\n') == 2 and 'the same command goes on' in errors
-    running = [path for path in Path('/proc').glob('[0-9]*/cmdline') if str(start.out).encode() in command_line(path)]
-    assert not running
-    process = start()
+    assert not running(start.out)
+    if number == signal.SIGINT:
+        process = start()
+        process.communicate()
+        assert process.returncode == 0 and start.calls().count('ddp rep0') == 1
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs PR_SET_PDEATHSIG')
+def test_a_killed_comparison_leaves_nothing_running(start):
+    process = start(SLEEPS='ddp')
+    wait_for(lambda: start.out.parent.joinpath('calls').exists())
+    process.kill()
     process.communicate()
-    assert process.returncode == 0 and start.calls().count('ddp rep0') == 1
+    wait_for(lambda: not running(start.out), seconds=20)
 
 
 def command_line(path):
@@ -260,6 +320,49 @@ def test_what_cannot_be_started_is_a_failed_run(start):
     assert process.returncode == 1 and 'no-such-launcher: No such file' in said
 
 
+def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start):
+    process = start('--repeats=1', strategies='ddp,fsdp', STARTS='3', STOPS='fsdp')
+    said, errors = process.communicate()
+    assert process.returncode == 1 and not errors and not (start.out / 'loss.png').exists()
+    assert 'ddp, 1: failed: it ran on 3 rank(s), expected 2: use another --launcher\n' in said
+    assert 'fsdp, 1: failed: it said nothing (it did not finish)\n' in said
+    assert (start.out / 'runs/ddp/rep0/DONE').exists() and (start.out / 'runs/ddp/rep0/FAILED').exists()
+    process = start('--repeats=1', strategies='ddp,fsdp')
+    said, errors = process.communicate()
+    assert process.returncode == 0 and start.calls().count('ddp rep0') == 2, 'FAILED beside DONE is run again'
+
+
+def test_the_lines_of_runs_sh_do_what_compare_does(start):
+    said, errors = start('--write_only', '--repeats=1').communicate()
+    script = start.out / 'runs.sh'
+    env = environment(CALLS=str(start.out.parent / 'calls'), FAILS='fsdp')
+    subprocess.run(['bash', script], env=env, check=True)
+    assert start.calls() == ['ddp rep0', 'fsdp rep0', 'fsdp_manual rep0'], errors
+    said, _ = start('--analyze').communicate()
+    assert 'fsdp failed: [1] error: no such thing; use another\n' in said
+    subprocess.run(['bash', script], env={**env, 'FAILS': ''}, check=True)
+    assert start.calls()[3:] == ['fsdp rep0'] and not (start.out / 'runs/fsdp/rep0/FAILED').exists()
+
+
+def test_runs_sh_resumes_the_half(tmp_path, capsys):
+    plan, _ = compare.expand(spec(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
+    for entry in plan['runs']:
+        compare.halves(tmp_path, entry)[0].mkdir(parents=True)
+    compare.write_runs(tmp_path, plan, 1, 'true', True)
+    lines = (tmp_path / 'runs.sh').read_text().splitlines()
+    assert len(lines) == 3 + 4 and all(shlex.split(line) for line in lines[3:])
+    assert lines[5].count(' --resume=must; }') == 1 and f'--out_dir={tmp_path}/runs/ddp/resumed' in lines[5]
+    subprocess.run(['bash', '-c', lines[5]], check=True)
+    assert (tmp_path / 'runs/ddp/resumed/checkpoints/step_00000025').is_dir()
+
+
+def test_a_run_without_a_checkpoint_half_way_cannot_be_resumed(start):
+    process = start('--resume_check', '--repeats=1', strategies='ddp,fsdp')
+    said, _ = process.communicate()
+    assert process.returncode == 1 and said.count('resumed: failed: the run has left no') == 2
+    assert 'ddp was NOT resumed: the run has left no' in said
+
+
 @pytest.mark.parametrize(('arguments', 'said'), [(['--analyze'], 'no plan.json'), (['--plot', 'nowhere'], 'nowhere')])
 def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_path):
     result = run_script('compare.py', *arguments, f'--out_dir={tmp_path}', check=False)
@@ -268,7 +371,7 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
 
 def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
     plan, _ = compare.expand(spec(strategies=['ddp']), {})
-    compare.keep_plan(tmp_path, plan)
+    results.keep_plan(tmp_path, plan)
     with pytest.raises(ValueError, match='no run has finished'):
         compare.analyse(tmp_path, plan, 0)
 
@@ -276,7 +379,7 @@ def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
 def test_a_disk_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(OSError, match='cannot be written.*--out_dir'):
-        compare.write(tmp_path / 'file' / 'table.md', 'text')
+        results.write(tmp_path / 'file' / 'table.md', 'text')
 
 
 # --- what is made of it -----------------------------------------------------------------------------------------------
@@ -300,10 +403,11 @@ def run(loss=3.0, tokens_per_sec=1000.0, config=None, **values):
     return results.Run(rows, {'config': {**CONFIG, **(config or {})}})
 
 
-def summary(runs, baseline='a'):
-    plan = {
-        'runs': [{'label': label, 'strategy': 'ddp', 'script': '', 'overrides': {}, 'world_size': 2} for label in runs]
-    }
+def summary(runs, baseline='a', **entries):
+    """{label: row}; runs: {label: its repeats, in order or by number}."""
+    entry = {'strategy': 'ddp', 'script': '', 'overrides': {}, 'world_size': 2}
+    plan = {'runs': [{'label': label, **entry, **entries.get(label, {})} for label in runs]}
+    runs = {label: every if isinstance(every, dict) else dict(enumerate(every)) for label, every in runs.items()}
     return {row['label']: row for row in results.summarise(plan, runs, baseline)}
 
 
@@ -318,11 +422,100 @@ def test_speed_is_the_median_of_medians_after_warm_up_and_speed_ups_are_within_a
     assert rows['a']['speedup'] == 1 and b['rows'] == 3
 
 
+def test_one_failed_repeat_and_one_that_is_not_finished_leave_the_others_paired_by_number():
+    failure = results.Run(failure='error: lost')
+    rows = summary({
+        'a': [run(tokens_per_sec=speed) for speed in (1000, 500, 2000)],
+        'b': {0: run(tokens_per_sec=1100), 2: run(tokens_per_sec=2400)},
+        'c': [run(tokens_per_sec=1000), failure, run(tokens_per_sec=2000)],
+        'd': {1: failure},
+        'e': {1: run(tokens_per_sec=250)},
+    })  # fmt: skip
+    assert (rows['b']['speedup_min'], rows['b']['speedup_max']) == (1.1, 1.2) and rows['b']['rows'] == 2
+    assert (rows['c']['speedup'], rows['c']['rows'], rows['c']['failed']) == (1.0, 2, 'error: lost')
+    assert rows['d']['rows'] == 0 and rows['e']['speedup'] == 0.5 and rows['e']['loss_diff'] == 0
+    text = verdict.sentences(list(rows.values()))
+    assert 'c: 1 of 3 repeats failed: error: lost' in text and 'd failed: error: lost' in text
+    assert summary({'a': {0: run()}, 'b': {1: run()}})['b'].get('speedup') is None, 'never side by side'
+
+
+def test_warm_up_is_a_quarter_of_a_short_run_and_ten_steps_of_a_longer_one():
+    def median(steps):
+        rows = [{'step': step, 'tokens_per_sec': 1.0, 'time/total': float(step)} for step in range(1, steps + 1)]
+        return results.median_of_run(rows, 'time/total')
+
+    assert median(8) == 5.5, 'of steps 3 to 8'
+    assert median(60) == 35.5, 'of steps 11 to 60'
+
+
+def test_peak_memory_is_the_largest_of_all_rows_of_all_repeats():
+    repeats = [run(**{'mem/rank_max_gb': peak}) for peak in (1.0, 2.0)]
+    repeats[1].rows[3]['mem/rank_max_gb'] = 3.0
+    assert summary({'a': repeats})['a']['mem/rank_max_gb'] == 3.0
+
+
+def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_the_host():
+    resolved = {'arch': 'llama', 'n_kv_head': 12, 'head_dim': 64, 'mlp_hidden_dim': 2048, 'vocab_size': 50304}
+    resolved |= {'bias': False, 'tie_embeddings': False, 'packed': False, 'global_batch_size': 16, 'device': 'cpu'}
+    config = {**defaults_of('train_fsdp.py'), **resolved, 'dtype': 'float32', 'cpu_offload': 'params'}
+    on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
+    parts = footprint.estimate(on_gpu, on_gpu, 2, 'fsdp')
+    predicted = compare.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
+    host = sum(size for part, size in parts.items() if part.startswith('host'))
+    assert host > 0 and predicted['gpu_gb'] == pytest.approx((sum(parts.values()) - host) / 1e9)
+    assert predicted['predicted']['weights_gb'] == pytest.approx(parts['host weights'] / 1e9)
+    assert 'gpu_gb' not in compare.predict(config, {'world_size': 2, 'strategy': 'fsdp'}, 0)
+    assert compare.predict({}, {'world_size': 2, 'strategy': 'fsdp'}, 80) == {}, 'a run without config.json'
+
+
+def defaults_of(script):
+    """The defaults of a script's knobs."""
+    lines = [
+        node for node in ast.parse((REPO / script).read_text()).body if isinstance(node, (ast.Assign, ast.AnnAssign))
+    ]
+    names = [(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], node.value) for node in lines]
+    return {target.id: literal(value) for target, value in names if isinstance(target, ast.Name)}
+
+
+def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
+    rows = [{'label': 'a', 'rows': 1, 'gpu_gb': 1.0}, {'label': 'big', 'rows': 0, 'gpu_gb': 90.0, 'failed': 'memory'}]
+    assert 'a (1) fit; big (90) do not.' in verdict.fitting(rows, 80)[0]
+    rows[1].pop('gpu_gb')
+    assert '1 of 2 fit a GPU of 80 GB' in verdict.fitting(rows, 80)[0]
+    assert 'Not known of big.' in verdict.fitting(rows, 80)[0]
+    (tmp_path / 'FAILED').write_text('out of memory')
+    (tmp_path / 'config.json').write_text('{"config": {"n_layer": 2}}')
+    failed = results.read_run(tmp_path, 2)
+    assert (failed.failure, failed.config) == ('out of memory', {'n_layer': 2})
+
+
+def test_damaged_files_are_a_failed_run(tmp_path):
+    for name, text in (('DONE', '1'), ('config.json', '{}'), ('metrics.jsonl', '{"step": 1}\n{"st')):
+        (tmp_path / name).write_text(text)
+    assert 'metrics.jsonl is damaged: delete' in results.read_run(tmp_path, 2).failure
+    (tmp_path / 'metrics.jsonl').write_text('')
+    assert 'metrics.jsonl is damaged' in results.read_run(tmp_path, 2).failure
+    (tmp_path / 'metrics.jsonl').unlink()
+    assert 'No such file' in results.read_run(tmp_path, 2).failure
+    (tmp_path / 'config.json').write_text('{')
+    assert 'config.json is damaged' in results.read_run(tmp_path, 2).failure
+
+
+def test_results_json_is_json_also_of_what_diverged(tmp_path):
+    results.write_json(tmp_path / 'results.json', [{'loss': math.nan, 'curve': {'loss': (1.0, -math.inf)}}])
+    text = (tmp_path / 'results.json').read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == [{'loss': 'nan', 'curve': {'loss': [1.0, '-inf']}}]
+
+
 def test_difference_is_the_largest_of_any_logged_step():
     other = run(3.0)
     other.rows[4]['loss'] = 3.003
     row = summary({'a': [run(3.0)], 'b': [other]})['b']
     assert row['loss_diff'] == pytest.approx(1e-3) and row['loss'] == 3.0 and 'apart' not in row
+    worst = run(3.0)
+    worst.rows[7]['loss'] = 3.03
+    row = summary({'a': [run(3.0)] * 3, 'b': [other, worst, run(3.0)]})['b']
+    assert row['loss_diff'] == pytest.approx(1e-2), 'of any repeat' and row['loss_diff_first'] == 0
     other.rows[5]['loss'] = math.nan
     assert summary({'a': [run(3.0)], 'b': [other]})['b']['loss_diff'] == math.inf
 
@@ -342,24 +535,118 @@ def test_what_has_other_mathematics_is_compared_with_its_own_kind():
     }  # fmt: skip
     assert 'every 4 steps' in rows['H4']['apart'] and rows['half']['apart'] == 'bfloat16 against float32'
     assert 'apart' not in rows['H1'] and rows['H1']['loss_diff'] == 0, 'averaging after each step of SGD is exact'
-    text = results.verdict(list(rows.values()))
+    text = verdict.sentences(list(rows.values()))
     assert '1 of 1 agree' in text and 'H4 may differ (DiLoCo: 2 replicas meet every 4 steps): loss 3.3' in text
 
 
-def test_diloco_pays_for_its_exchange_also_where_most_steps_have_none():
-    rows = [{'step': step, 'tokens_per_sec': 100.0, 'comm/sent_gb': 0, 'time/total': 10.0} for step in range(1, 13)]
-    for row in rows[3::4]:
-        row |= {'tokens_per_sec': 50.0, 'comm/sent_gb': 4.0, 'time/total': 20.0, 'time/outer': 10.0}
-    for key, mean in (('time/total', 12.5), ('time/outer', 2.5), ('comm/sent_gb', 1.0), ('tokens_per_sec', 80.0)):
-        assert results.median_of_run(rows, key, round_steps=4) == mean
-    assert results.median_of_run(rows, 'time/total') == 10.0
+@pytest.mark.parametrize('key', ['rope_theta', 'lr_decay_iters', 'kappa', 'wd_ts', 'lora_alpha', 'freeze', 'heads'])
+def test_keys_that_decide_on_losses_make_another_kind(key):
+    assert summary({'a': [run()], 'b': [run(config={key: 5})]})['b']['reference'] == 'b'
+
+
+def test_every_key_of_model_optimizer_and_schedule_decides_on_the_losses():
+    knobs = read_knobs(REPO / 'train_fsdp.py')
+    of_others = {'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters and learning_rate
+    named = {key for key, knob in knobs.items() if knob.section in ('model', 'lora', 'optimizer', 'schedule')}
+    assert len(named) > 30 and named - of_others <= set(results.MATHEMATICS)
+
+
+def test_dropout_draws_by_rank():
+    def on(world_size, dropout=0.1, batch_size=4):
+        one = run(config={'dropout': dropout, 'batch_size': batch_size})
+        one.about['world_size'] = world_size
+        return one
+
+    runs = {'a': [on(1)], 'b': [on(2)], 'same': [on(1)], 'other': [on(1, batch_size=2)]}
+    assert {label for label, row in summary(runs).items() if 'apart' in row} == {'b', 'other'}
+    assert 'apart' not in summary({'a': [on(1, 0.0)], 'b': [on(2, 0.0)]})['b']
+
+
+@pytest.mark.parametrize(
+    ('changes', 'apart'),
+    [
+        ({'num_replicas': 1}, ''),
+        ({'num_replicas': 1, 'outer_lr': 0.7}, 'an outer step of one replica every 4 steps'),
+        ({'num_replicas': 1, 'outer_momentum': 0.9}, 'an outer step of one replica every 4 steps'),
+        ({'num_replicas': 1, 'outer_repeats': 2}, 'an outer step of one replica'),
+        ({}, '2 replicas meet every 4 steps'),
+    ],
+)
+def test_an_outer_step_is_exact_only_where_it_changes_nothing(changes, apart):
+    config = {**DILOCO, **changes}
+    rows = summary({'a': [run()], 'b': [run(config=config)], 'c': [run(config=config)]})
+    assert apart in rows['b'].get('apart', '') and bool(apart) == ('apart' in rows['b'])
+    rows = summary({'b': [run(config=config)], 'a': [run()], 'c': [run(config=config)]}, baseline='b')
+    assert bool(apart) == ('apart' in rows['a']) and 'apart' not in rows['c'], 'also where it is the baseline'
+
+
+def exchanging(steps, log_interval, inner_steps):
+    """Rows of a DiLoCo run: a step takes 10 ms, an exchange 10 more and sends 4 GB, every so many and the last."""
+    rows, begin = [], 0
+    for step in [step for step in range(1, steps + 1) if step % log_interval == 0 or step in (1, steps)]:
+        passed = range(begin + 1, step + 1)
+        exchanges = sum(one % inner_steps == 0 or one == steps for one in passed) / len(passed)
+        total = 10 + 10 * exchanges
+        row = {'step': step, 'time/total': total, 'tokens_per_sec': 1000 / total, 'comm/sent_gb': 4 * exchanges}
+        rows.append(row | ({'time/outer': 10 * exchanges} if exchanges else {}))
+        begin = step
+    return rows
+
+
+@pytest.mark.parametrize(
+    ('steps', 'log_interval', 'inner_steps'),
+    [
+        (12, 1, 4),
+        (40, 2, 5),  # rows straddle rounds
+        (45, 2, 5),  # an exchange at the end, in what is not a whole round
+        (47, 1, 10),
+        (50, 5, 10),
+        (40, 2, 30),  # no whole round after warm-up
+        (40, 1, 40),
+        (40, 10, 5),  # several rounds in a row
+    ],
+)
+def test_diloco_pays_for_its_exchange_once_a_round_however_rows_and_rounds_lie(steps, log_interval, inner_steps):
+    rows = exchanging(steps, log_interval, inner_steps)
+    share = 1 / inner_steps
+    for key, mean in (('time/total', 10 + 10 * share), ('time/outer', 10 * share), ('comm/sent_gb', 4 * share),
+                      ('tokens_per_sec', 1000 / (10 + 10 * share))):  # fmt: skip
+        assert results.median_of_run(rows, key, inner_steps) == pytest.approx(mean), key
+
+
+def test_diloco_with_rounds_longer_than_the_run_pays_for_its_only_exchange():
+    rows = exchanging(40, 7, 100)
+    assert results.median_of_run(rows, 'comm/sent_gb', 100) == pytest.approx(4 / 40)
+    assert results.median_of_run(rows, 'time/outer', 100) == pytest.approx(10 / 40)
+
+
+def test_a_row_of_an_evaluation_has_no_steps_of_its_own():
+    rows = exchanging(20, 10, 10)
+    rows.insert(2, {'step': 15, 'val_loss': 3.0})
+    assert (results.median_of_run(rows, 'time/total', 10), results.median_of_run(rows, 'time/outer', 10)) == (11, 1)
+
+
+def test_communication_of_diloco_is_its_outer_step_and_said_so():
+    rows = exchanging(8, 1, 2)
+    row = summary({'a': [results.Run(rows, {'config': {**CONFIG, **DILOCO, 'inner_steps': 2}})]})['a']
+    assert row['time/comm_exposed'] == row['time/comm'] == row['time/outer'] == 5
+    assert verdict.table([row]).splitlines()[-1].startswith('a: communication is the outer step')
+    for one in rows:
+        one |= {'time/comm': 3.0, 'time/comm_exposed': 1.0}
+    row = summary({'a': [results.Run(rows, {'config': {**CONFIG, **DILOCO, 'inner_steps': 2}})]})['a']
+    assert (row['time/comm'], row['time/comm_exposed']) == (8, 6), 'of replicas of several ranks'
+    other = {**row, 'time/comm_exposed': 7, 'time/total': 99}
+    other.pop('outer_is_comm')
+    assert 'its 6.0 ms of exposed communication and outer step are 1.0 less' in verdict.reasons(row, other)
 
 
 def test_the_verdict_says_what_disagrees_and_what_was_not_resumed_well():
     rows = summary({'a': [run(3.0)], 'b': [run(3.001)], 'c': [run(3.0)], 'd': [results.Run(failure='error: no')]})
     rows['c']['resume_diff'] = 0.5
-    text = results.verdict(list(rows.values()))
-    assert 'They do NOT agree: b differ by more than 0.0001' in text
+    rows['half'] = {**rows['b'], 'label': 'half', 'dtype': 'bfloat16', 'loss_diff': 0.5, 'loss_diff_first': 0.0}
+    text = verdict.sentences(list(rows.values()))
+    assert 'They do NOT agree within 0.0001, relatively: b 3.3e-04 from a (3.3e-04 at first).' in text
+    assert 'They do NOT agree within 0.01, relatively: half 5.0e-01 from a (0 at first).' in text
     assert 'do NOT go on as without the stop: c.' in text and 'd failed: error: no' in text
     assert 'One repeat says nothing about noise' in text
 
@@ -372,19 +659,39 @@ def test_the_verdict_explains_speed_by_phases_and_is_honest_about_noise():
         'b': [run(tokens_per_sec=speed, **fast) for speed in (1000, 1020)],
         'c': [run(tokens_per_sec=speed, **fast) for speed in (990, 1030)],
     })  # fmt: skip
-    text = results.verdict(list(rows.values()))
+    text = verdict.sentences(list(rows.values()))
     assert 'Fastest are b and c; no difference between them measured.' in text
     assert 'b is 2.00x as fast as a (tokens/s 1,010 (1,000 to 1,020), 505 (500 to 510))' in text
     assert '20.0 instead of 40.0 ms per step, most of it in backward (12.0 instead of 30.0)' in text
     assert 'its 3.0 ms of exposed communication are 12.0 less' in text
 
 
+def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_deepspeed():
+    def entry(strategy, stage, **keys):
+        keys = {'zero_stage': stage, 'n_layer': 2, **keys}
+        keys |= {'fsdp_impl': 'manual'} if strategy == 'fsdp_manual' else {}
+        return {'strategy': strategy, 'overrides': keys}
+
+    speeds = {'a': (100, 100), 'manual3': (131, 125), 'manual1': (90, 90), 'other': (99, 98), 'deep3': (100, 100)}
+    speeds['fsdp3'] = (98, 103)
+    rows = summary(
+        {label: [run(tokens_per_sec=speed) for speed in pair] for label, pair in speeds.items()},
+        manual3=entry('fsdp_manual', 3), manual1=entry('fsdp_manual', 1), deep3=entry('deepspeed', 3),
+        other=entry('fsdp_manual', 3, prefetch=0), fsdp3=entry('fsdp', 3, fsdp_impl='torch'),
+    )  # fmt: skip
+    text = verdict.sentences(list(rows.values()))
+    assert 'Fastest is manual3: 1.28x as fast as a (tokens/s 128 (125 to 131), 100 (100 to 100))' in text
+    assert 'Beside the same stage of DeepSpeed: manual3 is 1.28x (1.25 to 1.31) as fast as deep3; ' in text
+    assert 'other is' not in text and 'manual1 is' not in text, 'with other keys, or of another stage'
+    assert text.endswith('fsdp3 is 1.00x (0.98 to 1.03) as fast as deep3 (no difference measured).')
+
+
 def test_the_verdict_says_what_fits_a_gpu():
     rows = [{'label': label, 'rows': 0, 'gpu_gb': size} for label, size in (('ddp', 100.0), ('fsdp', 30.0))]
-    assert 'On a GPU of 80 GB, by prediction and in bfloat16: fsdp (30) fit; ddp (100) do not.' in results.verdict(
+    assert 'On a GPU of 80 GB, by prediction and in bfloat16: fsdp (30) fit; ddp (100) do not.' in verdict.sentences(
         rows, 80
     )
-    assert 'All fit a GPU of 120 GB' in results.verdict(rows, 120)
+    assert 'All fit a GPU of 120 GB' in verdict.sentences(rows, 120)
 
 
 def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
@@ -395,19 +702,19 @@ def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
         'predicted': {'weights_gb': 0.002, 'gradients_gb': 0.001, 'optimizer_gb': 0},
     }
     lines = [
-        [cell.strip() for cell in line.split('|')[1:-1]] for line in results.table(list(rows.values())).splitlines()
+        [cell.strip() for cell in line.split('|')[1:-1]] for line in verdict.table(list(rows.values())).splitlines()
     ]
     head, _, *cells = lines
     assert head == ['run', 'ranks', 'loss', 'largest difference', 'tokens/s', 'speed-up', 'MB sent (predicted)']
     assert cells == [
-        ['a', '2', '3.0000', '', '1,000', '1', '3 (1.5, 2.00x)'],
-        ['b', '2', '3.0003', '1.0e-04', '1,000 (1,000 to 1,000)', '1.00 (1.00 to 1.00)', ''],
+        ['a', '2', '3.0000', '', '1,000', '1.00', '3 (1.5, 2.00x)'],
+        ['b', '2', '3.0003', '1.0e-04', '1,000 (1,000 to 1,000)', '1.00', ''],
         ['c', '2', 'failed: error: no', '', '', '', ''],
     ]
-    assert '| a   | 2 (2, 1.00x)           | 2 (1, 2.00x)             | 0 (0)' in results.memory_table(
+    assert '| a   | 2 (2, 1.00x)           | 2 (1, 2.00x)             | 0 (0)' in verdict.memory_table(
         list(rows.values())
     )
-    assert results.memory_table([rows['b']]) == ''
+    assert verdict.memory_table([rows['b']]) == ''
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, ke
 def test_a_list_takes_the_words_after_its_bare_flag(run, error):
     script = run('--layers', 'out/a', 'out/b', '--batch_size=4')
     assert script['layers'] == ['out/a', 'out/b'] and script['batch_size'] == 4
+    assert run('--layers', '1,2', '4')['layers'] == [1, 2, 4]
+    assert run('--layers', 'a,b')['layers'] == ['a', 'b']
     assert '--layers needs a value' in error('--layers')
     assert "'c' is neither" in error('--layers=a', 'c')
 

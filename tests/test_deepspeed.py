@@ -1,9 +1,14 @@
 """train_deepspeed.py: the same run under every stage of ZeRO, and checkpoints that all train scripts share."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
+from faults import Job
+from test_finetune import save_model
 
 import checkpoint
 import deepspeed_engine
@@ -20,6 +25,8 @@ STEPS = 6
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=12', '--dtype=float32', '--lr_decay_iters=6']
 # No weight is small enough to be kept whole on every rank, and a bucket holds one matrix: what large models meet.
 SMALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0, 'reduce_bucket_size': 5000}}
+IN_HALF = {'communication_data_type': 'bf16'}
+IN_HALF['bf16'] = {'bf16_master_weights_and_grads': True, 'bf16_optimizer_states': True}
 UNTIED = ['--arch=llama']  # its head is used outside of its module, and nothing else gathers it
 RUNS_ON_2 = {
     'stage1': ['--zero_stage=1'],
@@ -32,7 +39,22 @@ RUNS_ON_2 = {
     'offload_1': ['--zero_stage=1', '--cpu_offload=optimizer'],
     'offload_3': ['--zero_stage=3', '--cpu_offload=params'],
     'adana': ['--zero_stage=2', '--optimizer=adana'],
+    'in_half': ['--zero_stage=2', '--dtype=bfloat16', '--deepspeed_config=half.json'],
 }
+LORA = [*TINY_RUN, '--dataset=synthetic', '--block_size=32', '--batch_size=2', '--global_batch_size=12']
+LORA += ['--dtype=float32', '--lora_rank=4', '--learning_rate=0.01', f'--max_iters={STEPS}']
+# train_deepspeed.py with a loss_spike_guard that takes every step from the third on for a spike.
+SPIKES = """
+import runpy
+
+import guard
+
+guard.SPIKE_WINDOW, guard.SPIKE_SIGMAS = 2, -1e9
+try:
+    globals().update(runpy.run_path('train_deepspeed.py', run_name='__main__'))
+finally:
+    guard.SPIKE_WINDOW, guard.SPIKE_SIGMAS = 128, 6
+"""
 HALF = ['--max_iters=3']
 
 
@@ -45,15 +67,22 @@ def runs(tmp_path_factory, data_dir):
     """A folder with the runs of this file: what trained where is in their names."""
     folder = tmp_path_factory.mktemp('deepspeed')
     (folder / 'small.json').write_text(json.dumps(SMALL))
+    (folder / 'half.json').write_text(json.dumps(IN_HALF))
+    (folder / 'spikes.py').write_text(SPIKES)
+    model = save_model(folder / 'model', 'llama')
 
     def case(name, script, *more, out=None):
-        more = [part.replace('small.json', f'{folder}/small.json') for part in more]
+        more = [part.replace('deepspeed_config=', f'deepspeed_config={folder}/') for part in more]
         return {'name': name, 'script': script, 'arguments': arguments(folder / (out or name), data_dir, *more)}
+
+    def lora(name, script, *more):
+        keys = [*LORA, f'--init_from={model}', f'--out_dir={folder}/{name}', *more]
+        return {'name': name, 'script': script, 'arguments': keys}
 
     single = [case('single', 'train_ddp.py'), case('single_untied', 'train_ddp.py', *UNTIED)]
     single += [case('single_bf16', 'train_ddp.py', '--dtype=bfloat16')]
     single += [case('single_adana', 'train_ddp.py', '--optimizer=adana')]
-    single += [case('ddp_to_deepspeed', 'train_ddp.py', *HALF)]
+    single += [case('ddp_to_deepspeed', 'train_ddp.py', *HALF), lora('single_lora', 'train_ddp.py')]
     run_many(single, 1, folder)
     on_2 = [case(name, 'train_deepspeed.py', *more) for name, more in RUNS_ON_2.items()]
     for stage in (1, 3):  # interrupted after 3 of 6 steps
@@ -62,6 +91,10 @@ def runs(tmp_path_factory, data_dir):
         on_2.append(case(f'again{stage}', 'train_deepspeed.py', zero))
     on_2.append(case('deepspeed_to_fsdp', 'train_deepspeed.py', '--zero_stage=2', '--async_checkpoint', *HALF))
     on_2.append(case('unsaved', 'train_deepspeed.py', '--zero_stage=2', '--keep_checkpoints=0', '--eval_iters=0'))
+    on_2.append(lora('lora', 'train_deepspeed.py', '--zero_stage=2'))
+    for stage, dtype in ((1, 'bfloat16'), (2, 'float32'), (3, 'float32')):
+        more = [f'--zero_stage={stage}', f'--dtype={dtype}', '--loss_spike_guard', '--checkpoint_interval=2']
+        on_2.append(case(f'spikes{stage}', f'{folder}/spikes.py', *more, '--max_iters=4'))
     run_many(on_2, 2, folder)
     on_3 = [case(f'three{stage}', 'train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2)]
     on_3 += [case('three3', 'train_deepspeed.py', '--zero_stage=3', '--deepspeed_config=small.json')]
@@ -76,6 +109,10 @@ def assert_equal(out_dir, expected, tolerance):
         assert column(out_dir, key) == pytest.approx(column(expected, key), rel=tolerance), key
     assert column(out_dir, 'val_loss')[-1] == pytest.approx(column(expected, 'val_loss')[-1], rel=tolerance)
     assert [row['step'] for row in metrics(out_dir)] == list(range(1, STEPS + 1))
+
+
+def weights_of(out_dir, step):
+    return checkpoint.load_weights(f'{out_dir}/checkpoints/step_{step:08}')[0]
 
 
 @needs_deepspeed
@@ -93,10 +130,7 @@ def test_weights_that_are_used_outside_of_their_module_are_gathered(runs):
 @pytest.mark.parametrize('stage', [1, 2, 3])
 def test_in_bf16_it_computes_what_the_others_do_up_to_rounding(runs, stage):
     assert_equal(runs / f'bf16_{stage}', runs / 'single_bf16', 5e-3)
-    weights = [
-        checkpoint.load_weights(f'{runs}/{name}/checkpoints/step_00000006')[0] for name in (f'bf16_{stage}', 'single')
-    ]
-    tensor, like = (of_run['embed.weight'] for of_run in weights)
+    tensor, like = (weights_of(runs / name, 6)['embed.weight'] for name in (f'bf16_{stage}', 'single'))
     assert tensor.dtype == like.dtype and not tensor.bfloat16().float().equal(tensor)  # fp32 masters, not the copies
 
 
@@ -145,6 +179,39 @@ def test_it_writes_its_configuration_and_no_checkpoint_where_none_is_wanted(runs
 def test_a_checkpoint_is_exported(runs, tmp_path):
     result = run_script('export_model.py', f'--out_dir={runs}/stage3', f'--to={tmp_path}/model')
     assert 'weights equal, logits equal' in result.stdout
+    assert 'accelerator' not in result.stdout + result.stderr  # to save a model, transformers imports deepspeed, too
+
+
+@needs_deepspeed
+def test_lora_trains_as_under_ddp_and_leaves_the_weights_to_the_bit(runs):
+    from safetensors.torch import load_file
+
+    assert_equal(runs / 'lora', runs / 'single_lora', 1e-4)
+    stored, trained, like = (
+        load_file(runs / 'model' / 'model.safetensors'),
+        *(weights_of(runs / name, STEPS) for name in ('lora', 'single_lora')),
+    )
+    assert all(torch.equal(trained[name], tensor) for name, tensor in stored.items())
+    adapters = trained.keys() - stored.keys()
+    assert adapters and adapters == like.keys() - stored.keys()
+    assert all(torch.allclose(trained[name], like[name], atol=1e-4) for name in adapters)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('stage', [1, 2, 3])
+def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
+    """DeepSpeed's own check for overflow has nothing to say about it."""
+    out_dir = runs / f'spikes{stage}'
+    assert metrics(out_dir)[-1]['skipped'] == 2 and all(map(math.isfinite, column(out_dir, 'grad_norm')))
+    good, after_two_bad = weights_of(out_dir, 2), weights_of(out_dir, 4)
+    assert all(torch.equal(tensor, after_two_bad[name]) for name, tensor in good.items())
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(('name', 'dtype'), [('stage3', 'float32'), ('in_half', 'bfloat16')])
+def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
+    line = f'dtypes: weights {dtype}, compute {dtype}, gradient reduction {dtype}, optimizer state {dtype}'
+    assert line in (runs / name / 'train.log').read_text()
 
 
 @needs_deepspeed
@@ -166,6 +233,26 @@ def test_without_the_package_one_line_says_what_to_install(data_dir, tmp_path):
     result = run_script('train_deepspeed.py', *command, check=False, PYTHONPATH=str(tmp_path))
     assert result.returncode != 0 and 'Traceback' not in result.stderr
     assert 'pip install -r requirements-deepspeed.txt' in result.stderr
+
+
+@needs_deepspeed
+def test_what_the_engine_refuses_when_it_starts_is_one_line(data_dir, tmp_path):
+    (tmp_path / 'ds.json').write_text('{"prescale_gradients": true}')
+    more = ['--zero_stage=2', f'--deepspeed_config={tmp_path}/ds.json']
+    job = Job('train_deepspeed.py', arguments(tmp_path / 'out', data_dir, *more), 2, tmp_path / 'log')
+    assert 0 not in job.wait(100)
+    assert 'DeepSpeed refuses the configuration: AssertionError: pre-scale gradients' in job.text()
+    assert 'Traceback' not in job.text()
+
+
+def test_gradients_on_the_host_are_waited_for(monkeypatch):
+    """DeepSpeed copies them into pinned memory without waiting for the GPU."""
+    waited, flat = [], torch.zeros(2)
+    flat.grad = torch.ones(2)
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: waited.append(True))
+    zero = SimpleNamespace(cpu_offload=True, single_partition_of_fp32_groups=[flat])
+    engine = SimpleNamespace(optimizer=zero, device=torch.device('cuda'), zero_optimization_stage=lambda: 2)
+    assert deepspeed_engine.gradients(engine) == [flat.grad] and waited == [True]
 
 
 KEYS = {'zero_stage': 2, 'optimizer': 'adamw', 'cpu_offload': 'none', 'compile': False, 'init_from': 'scratch'}
@@ -200,6 +287,9 @@ def test_what_it_cannot_do_is_refused_in_one_line(changes, words):
         ('{"fp16": {"enabled": true}}', '"fp16.enabled" is true, with dtype=bfloat16'),
         ('{"optimizer": {"type": "AdamW"}}', 'has "optimizer": delete it'),
         ('{"scheduler": {}}', 'has "scheduler": delete it'),
+        ('{"torch_autocast": {"enabled": true}}', 'has "torch_autocast": delete it, here --dtype decide'),
+        ('{"zero_optimization": true}', '"zero_optimization" is true, expected an object'),
+        ('{"bf16": [1]}', '"bf16" is [1], expected an object'),
         ('[1]', 'expected a JSON object'),
         ('{', 'is not JSON'),
         (None, 'cannot be read'),
@@ -217,10 +307,12 @@ def test_a_json_file_that_contradicts_the_keys_is_refused(tmp_path, text, words)
 def test_a_json_file_is_filled_in(tmp_path):
     """As files written for other trainers are: 'auto' is what the keys say, what is left out as well."""
     theirs = {'train_batch_size': 'auto', 'gradient_clipping': 1, 'bf16': {'enabled': 'auto'}, 'comms_logger': 'auto'}
+    theirs |= {'fp16': None, 'communication_data_type': {}}  # the engine refuses the second
     theirs['zero_optimization'] = {'stage': 2, 'reduce_bucket_size': 'auto', 'overlap_comm': True}
     (tmp_path / 'ds.json').write_text(json.dumps(theirs))
     settings = deepspeed_engine.configuration(KEYS, 4, str(tmp_path / 'ds.json'))
     assert settings['train_batch_size'] == 16 and settings['gradient_accumulation_steps'] == 4
     assert settings['bf16']['enabled'] is True and 'comms_logger' not in settings
+    assert settings['fp16']['enabled'] is False and settings['communication_data_type'] == {}
     zero = {'stage': 2, 'reduce_bucket_size': deepspeed_engine.BUCKET, 'overlap_comm': True}
     assert settings['zero_optimization'] == zero

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 from conftest import run_script
@@ -42,13 +43,36 @@ def test_plot_of_a_finished_and_a_running_run(tmp_path):
     assert {str(finished), str(running), 'validation'} == {text.get_text() for text in figure.legends[0].get_texts()}
 
 
-@pytest.mark.parametrize('text, message', [(None, 'does not exist'), ('', 'has no row yet')])
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        (None, 'does not exist'),
+        ('', 'has no row yet'),
+        ('{"step": 1}\n{"step"\n', 'line 2'),
+        ('3\n', 'is damaged: expected a JSON object'),
+    ],
+)
 def test_nothing_to_plot_is_one_line(tmp_path, text, message):
     if text is not None:
         write_run(tmp_path / 'a', [], torn=text)
     done = run_script('compare.py', '--plot', tmp_path / 'a', check=False)
     assert done.returncode != 0 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(('output', 'said'), [('x.foo', "'foo' is not supported"), ('none/x.png', 'No such file')])
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, output, said):
+    run = write_run(tmp_path / 'a', [row(10)])
+    with pytest.raises(OSError, match=said) as raised:
+        plots.plot_losses([run], tmp_path / output)
+    assert 'cannot be written' in str(raised.value) and '\n' not in str(raised.value)
+
+
+def test_without_matplotlib_is_one_line(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'a', [row(10)])
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    with pytest.raises(ValueError, match='pip install matplotlib'):
+        plots.plot_losses([run], tmp_path / 'loss.png')
 
 
 def test_time_of_a_curve_is_training_time():
@@ -128,7 +152,7 @@ def test_phases_add_up_to_the_step_and_the_wait_is_beside_them(tmp_path):
     assert widths(axes, 'forward') == [30, 30] and widths(axes, 'outer') == [5]
     assert widths(axes, 'rest') == [5, 0, 0]  # 104 - 99 of the first
     assert widths(axes, 'waiting for communication') == [13, 7, 0]
-    assert written(axes) == ['104 ms', '104 ms', 'not measured']
+    assert written(axes) == ['104.0 ms', '104.0 ms', 'not measured']
 
 
 def test_memory_as_predicted_and_as_measured(tmp_path):
@@ -139,7 +163,7 @@ def test_memory_as_predicted_and_as_measured(tmp_path):
     assert widths(state, 'weights, measured') == [20] and widths(state, 'optimizer, measured') == [40]
     assert '(MB)' in state.get_xlabel() and '(MB)' in peak.get_xlabel()
     assert written(state) == ['70', '80', 'not predicted', 'not measured'] and written(peak) == ['500', 'not measured']
-    assert markers(peak, 'measured peak') == [500] and markers(peak, 'predicted') == [400]
+    assert markers(peak, 'measured peak') == [500] and markers(peak, 'predicted, tensors alone') == [400]
 
     large = plots.plot_memory([result('ddp', **{'mem/rank_max_gb': 5, 'mem/weights_gb': 2})], tmp_path / 'memory.png')
     assert '(GB)' in large.axes[0].get_xlabel() and widths(large.axes[0], 'weights, measured') == [2]
@@ -152,9 +176,13 @@ def test_communication_waited_for_and_hidden_and_what_it_sent(tmp_path):
     check_page(figure, tmp_path / 'communication.png')
     share, sent = figure.axes
     assert widths(share, 'compute waits') == [12.5, 12.5] and widths(share, 'beside compute') == [12.5, 12.5]
-    assert written(share) == ['12.5 of 25 %', 'none: one process', '12.5 of 25 %']
+    assert written(share) == ['12.5 of 25.0 %', 'none: one process', '12.5 of 25.0 %']
     assert widths(sent, 'measured') == [21, 1] and markers(sent, 'predicted') == [20, 0]
     assert written(sent) == ['21', 'none: one process', '1'] and '(MB)' in sent.get_xlabel()
+    rows[2]['outer_is_comm'] = True
+    figure = plots.plot_communication(rows, tmp_path / 'communication.png')
+    check_page(figure, tmp_path / 'communication.png')
+    assert written(figure.axes[0])[2] == '12.5 of 25.0 % (outer step)'
 
 
 def test_losses_that_agree_and_one_that_does_not(tmp_path):
@@ -169,6 +197,10 @@ def test_losses_that_agree_and_one_that_does_not(tmp_path):
     assert list(ddp.get_ydata()) == [plots.EQUAL] * 3
     assert list(diloco.get_xdata()) == [100, 300] and list(diloco.get_ydata()) == pytest.approx([plots.EQUAL, 0.01])
     assert limit.get_ydata()[0] == 1e-4 and difference.get_title() == 'difference from single'
+    below = {'tokens': [100, 200, 300], 'seconds': [1, 2, 3], 'loss': [4.0, 'nan', 1.98]}
+    figure = plots.plot_comparison([result('single'), result('diverged', curve=below)], tmp_path / 'loss.png')
+    away = list(figure.axes[2].lines[0].get_ydata())
+    assert away[0] == plots.EQUAL and math.isnan(away[1]) and away[2] == pytest.approx(0.01)
     with pytest.raises(ValueError, match='no run has logged a loss'):
         plots.plot_comparison([without_numbers('ddp')], tmp_path / 'loss.png')
 

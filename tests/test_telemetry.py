@@ -285,6 +285,21 @@ def test_the_state_of_a_run_is_in_its_first_row():
     assert not any(f'mem/{part}_gb' in rows[1] for part in parts)
 
 
+def test_the_state_is_measured_when_the_optimizer_has_one():
+    """In fp16 GradScaler skips the first steps, until its scale fits. Plain SGD never has a state."""
+    layer = torch.nn.Linear(100, 100, bias=False)
+    for make, expected in ((torch.optim.AdamW, [False, True]), (torch.optim.SGD, [True, False])):
+        meter, optimizer = telemetry.Meter(CPU, 1, 1, 1), make(layer.parameters(), lr=0.1)
+        layer(torch.ones(100)).sum().backward()
+        found = []
+        for is_skipped in (True, False):
+            if not is_skipped:
+                optimizer.step()
+            meter.measure_state(layer.parameters(), optimizer)
+            found.append('mem/optimizer_gb' in meter.interval())
+        assert found == expected
+
+
 def test_peak_memory_begins_anew_at_each_interval():
     meter = telemetry.Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
     if 'mem/peak_gb' not in meter.interval():
