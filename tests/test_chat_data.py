@@ -88,7 +88,8 @@ def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offs
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([(REPO / 'README.md').read_text(encoding='utf-8')[:20000]], trainer)
+    # It learns ' the' as one token, and none of ' d' and '\n  ', which the tests below rely on.
+    tokenizer.train_from_iterator(['the user asks the assistant, and the system is there\n'] * 20, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)
     fast.chat_template = template
     fast.save_pretrained(folder)
