@@ -517,7 +517,10 @@ class Log:
         if self._rank != 0:
             return
         if self._wandb:
+            import wandb
+
             self._wandb.finish()
+            wandb.teardown()  # finish() may return before wandb's service has written the last rows: this ends it
         if self._tensorboard:
             self._tensorboard.close()
         for file in (self._rows, self._text):
