@@ -10,7 +10,7 @@ ZeRO (arXiv 1910.02054) flattens the parameters of a group, one after the other,
 the fp32 weights and moments; under stage 3 each parameter is cut by itself. Checkpoints know none of this: they hold
 whole tensors by name, of which each rank writes rows. So every strategy and any number of ranks can go on from them.
 
-Written for deepspeed 0.19: places_in_zero(), gradients() and refresh() read attributes of its optimizers.
+Written for deepspeed 0.19: places_in_zero(), gradients(), refresh() and forget_order() use its optimizers' attributes.
 """
 
 import contextlib
@@ -50,7 +50,6 @@ def refuse_unsupported(config):
         raise ValueError(f'zero_stage={stage}: expected 1, 2 or 3')
     for is_asked, what in (
         (config['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),
-        (config['init_from'] != 'scratch' and stage == 3, 'init_from with zero_stage=3: use --zero_stage=2'),
         (config['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
         (config['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
         (fp16 and config['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),
@@ -192,7 +191,21 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
             raise ValueError(f'DeepSpeed refuses the configuration: {line}; correct deepspeed_config') from error
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
+    if settings['zero_optimization']['stage'] == 3:
+        engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine
+
+
+def forget_order(engine):
+    """After a forward pass without gradients: let stage 3 learn anew in which order the modules run.
+
+    It gathers weights ahead, in the order of the pass before, and does not wait for one that is on its way when another
+    module than expected takes it. A pass that returns logits, as of hf.self_test(), calls the head as a module; a pass
+    for the loss takes its weight. The price is one step after each evaluation in which nothing is gathered ahead.
+    """
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    if not torch.is_grad_enabled() and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def gradients(engine):
@@ -300,7 +313,7 @@ def hand_over(engine, optimizer, raw_model, states):
         for slot, value in {None: image, **states.pop(name, {})}.items():
             whole = value.full_tensor().flatten() if isinstance(value, DTensor) else value
             if not parameter.requires_grad:  # ZeRO has no fp32 weights of it; its rows stay, for the checkpoints
-                parameter.copy_(whole.view(parameter.shape))
+                copy_frozen(parameter, whole)
             if parameter not in places:
                 continue
             flat, start, first, length = places[parameter]
@@ -318,6 +331,16 @@ def hand_over(engine, optimizer, raw_model, states):
         buffer.copy_(image)
     refresh(engine)
     drop(raw_model)
+
+
+def copy_frozen(parameter, whole):
+    """Fill a frozen parameter of the engine, in stage 3 this rank's slice of it, from its whole value, flattened."""
+    if not hasattr(parameter, 'ds_tensor'):
+        parameter.copy_(whole.view(parameter.shape))
+        return
+    size = parameter.partition_numel()
+    slice_of_rank = whole[dist.get_rank() * size :][:size]  # the last ranks' are shorter, or empty
+    parameter.ds_tensor[: slice_of_rank.numel()] = slice_of_rank
 
 
 @torch.no_grad()

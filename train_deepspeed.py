@@ -10,7 +10,7 @@ optimizer state (zero_stage=1), the gradients, too (2), and the weights, too (3)
 `diff train_fsdp.py train_deepspeed.py` shows what an engine does and what is left. Checkpoints are those of the other
 scripts: each goes on from any of them, with its optimizer state, on any number of ranks. out_dir/deepspeed.json
 is the configuration that ran. cpu_offload=optimizer is ZeRO-Offload: fp32 weights, moments and update on the host.
-Not possible here: muon, torch.compile or init_from under stage 3. No compiler is needed: the update is optim.py's.
+Not possible here: muon, torch.compile under stage 3. No compiler is needed: the update is optim.py's.
 """
 
 import gc

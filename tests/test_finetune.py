@@ -235,12 +235,8 @@ def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module')
-def prepared(tmp_path_factory, models):
-    """A data_dir with 'text' and 'chats', conversations of 1 to 3 turns and ragged lengths."""
-    folder, text = tmp_path_factory.mktemp('data'), tmp_path_factory.mktemp('text')
-    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:20]):
-        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:4000])
+def write_chats(path):
+    """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
     rows = []
     for number in range(300):
         turns = []
@@ -248,7 +244,16 @@ def prepared(tmp_path_factory, models):
             turns.append({'role': 'user', 'content': 'q' * (1 + number * 7 % 5) + str(number)})
             turns.append({'role': 'assistant', 'content': str(turn) * (1 + number * 5 % 7)})
         rows.append(json.dumps({'messages': turns}))
-    (text / 'chats.jsonl').write_text('\n'.join(rows[:300]))
+    path.write_text('\n'.join(rows))
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory, models):
+    """A data_dir with 'text' and 'chats'."""
+    folder, text = tmp_path_factory.mktemp('data'), tmp_path_factory.mktemp('text')
+    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:20]):
+        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:4000])
+    write_chats(text / 'chats.jsonl')
     common = [f'--tokenizer={models / "llama"}', f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=2']
     run_script('prepare_data.py', f'--dataset={text / "chats.jsonl"}', '--name=chats', *common)
     (text / 'chats.jsonl').unlink()
