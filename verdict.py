@@ -119,7 +119,7 @@ def sentences(rows, gpu_gb=0):
     lines = [*agreement(good), *apart(good), *resumption(good)]
     for reference in dict.fromkeys(row['reference'] for row in good):
         lines += fastest([row for row in good if row['reference'] == reference], reference)
-    lines += beside_deepspeed(good)
+    lines += [*beside_deepspeed(good), *recomputation(good)]
     if any(row['rows'] < 2 and 'tokens_per_sec' in row for row in good) and len(good) > 1:
         lines.append('One repeat says nothing about noise: --repeats=3 shows what a difference in speed is worth.')
     lines += fitting(rows, gpu_gb) if gpu_gb else []
@@ -193,7 +193,7 @@ def fastest(rows, reference):
         other = exact[1] if best['label'] == reference else next(row for row in exact if row['label'] == reference)
         equal = [row['label'] for row in exact if row is best or is_within_noise(best, row)]
         if len(equal) > 1:
-            lines.append(f'Fastest are {" and ".join(equal)}; no difference between them measured.')
+            lines.append(f'Fastest are {", ".join(equal[:-1])} and {equal[-1]}; no difference between them measured.')
         if other['label'] not in equal:
             name = f'{best["label"]} is' if len(equal) > 1 else f'Fastest is {best["label"]}:'
             lines.append(f'{name} {compared_in_words(best, other)}.')
@@ -210,16 +210,47 @@ def beside_deepspeed(rows):
     said = []
     for theirs in rows:
         for ours in rows if theirs['strategy'] == 'deepspeed' else []:
-            keys, other = ours['overrides'], theirs['overrides']
-            same = {key for key in {**keys, **other} if keys.get(key) == other.get(key)}
-            if ours['strategy'] not in ('fsdp', 'fsdp_manual') or {*keys, *other} - same != {'fsdp_impl'}:
-                continue
-            if ours['world_size'] == theirs['world_size'] and (ratios := ratios_of(ours, theirs)):
-                form = f'{ours["label"]} is {statistics.median(ratios):.2f}x'
-                form += f' ({min(ratios):.2f} to {max(ratios):.2f})' if len(ratios) > 1 else ''
-                equal = ' (no difference measured)' if min(ratios) <= 1 <= max(ratios) else ''
-                said.append(f'{form} as fast as {theirs["label"]}{equal}')
+            if ours['strategy'] in ('fsdp', 'fsdp_manual') and differ_in(ours, theirs, 'fsdp_impl'):
+                ratio, is_clear = ratio_in_words(ours, theirs)
+                equal = '' if is_clear else ' (no difference measured)'
+                said += [f'{ours["label"]} is {ratio} as fast as {theirs["label"]}{equal}'] if ratio else []
     return [f'Beside the same stage of DeepSpeed: {"; ".join(said)}.'] if said else []
+
+
+def recomputation(rows):
+    """What activation checkpointing saves of the peak, and costs in speed, beside the same run without it."""
+    said = []
+    for row in rows:
+        for other in rows:
+            modes = [one['overrides'].get('activation_checkpointing', 'none') for one in (row, other)]
+            if modes[0] == 'none' or modes[1] != 'none' or not differ_in(row, other, 'activation_checkpointing'):
+                continue
+            if row['strategy'] == other['strategy'] and 'mem/rank_max_gb' in row and 'mem/rank_max_gb' in other:
+                peaks = f'{row["mem/rank_max_gb"]:.2f} instead of {other["mem/rank_max_gb"]:.2f} GB per rank'
+                totals = [one.get('predicted', {}).get('total_gb') for one in (row, other)]
+                if None not in totals:
+                    peaks += f' ({totals[0]:.2f} and {totals[1]:.2f} by prediction, without the process itself)'
+                ratio, _ = ratio_in_words(row, other)
+                slower = f', {ratio} as fast as {other["label"]}' if ratio else ''
+                said.append(f'{row["label"]} peaks at {peaks}{slower}')
+    return [f'Activation checkpointing: {"; ".join(said)}.'] if said else []
+
+
+def differ_in(row, other, key):
+    """Whether two runs, on equally many ranks, differ in this key and no other; 'none' is not to be set."""
+    keys, others = row['overrides'], other['overrides']
+    return row['world_size'] == other['world_size'] and {
+        name for name in {**keys, **others} if keys.get(name, 'none') != others.get(name, 'none')
+    } == {key}
+
+
+def ratio_in_words(row, other):
+    """('1.20x (1.15 to 1.25)', whether all repeats are on one side of 1) of two runs' speed; ('', False) if unknown."""
+    ratios = ratios_of(row, other)
+    if not ratios:
+        return '', False
+    across = f' ({min(ratios):.2f} to {max(ratios):.2f})' if len(ratios) > 1 else ''
+    return f'{statistics.median(ratios):.2f}x{across}', not min(ratios) <= 1 <= max(ratios)
 
 
 def ratios_of(row, other):

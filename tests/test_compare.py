@@ -686,6 +686,26 @@ def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_
     assert text.endswith('fsdp3 is 1.00x (0.98 to 1.03) as fast as deep3 (no difference measured).')
 
 
+def test_the_verdict_says_what_recomputing_activations_saves():
+    def entry(mode, **keys):
+        keys |= {'activation_checkpointing': mode} if mode else {}
+        return {'strategy': 'fsdp_manual', 'overrides': keys}
+
+    runs = {'plain': (100, 2.0), 'full': (80, 1.0), 'thin': (70, 0.5)}
+    runs = {
+        label: [run(tokens_per_sec=speed + n, **{'mem/rank_max_gb': gb}) for n in (0, 2)]
+        for label, (speed, gb) in runs.items()
+    }
+    entries = {'plain': entry(None, prefetch=1), 'full': entry('full', prefetch=1), 'thin': entry('full', prefetch=0)}
+    rows = summary(runs, **entries)
+    for label, gb in {'plain': 1.5, 'full': 0.6}.items():
+        rows[label]['predicted'] = {'total_gb': gb}
+    text = verdict.sentences(list(rows.values()))
+    assert 'full peaks at 1.00 instead of 2.00 GB per rank (0.60 and 1.50 by prediction, without the process it' in text
+    assert '), 0.80x (0.80 to 0.80) as fast as plain.' in text
+    assert 'thin peaks' not in text, 'it differs in another key, too'
+
+
 def test_the_verdict_says_what_fits_a_gpu():
     rows = [{'label': label, 'rows': 0, 'gpu_gb': size} for label, size in (('ddp', 100.0), ('fsdp', 30.0))]
     assert 'On a GPU of 80 GB, by prediction and in bfloat16: fsdp (30) fit; ddp (100) do not.' in verdict.sentences(
