@@ -10,7 +10,7 @@ optimizer state (zero_stage=1), the gradients, too (2), and the weights, too (3)
 `diff train_fsdp.py train_deepspeed.py` shows what an engine does and what is left. Checkpoints are those of the other
 scripts: each goes on from any of them, with its optimizer state, on any number of ranks. out_dir/deepspeed.json
 is the configuration that ran. cpu_offload=optimizer is ZeRO-Offload: fp32 weights, moments and update on the host.
-Not possible here: muon, torch.compile under stage 3. No compiler is needed: the update is optim.py's.
+Not possible here: muon, torch.compile under stage 3 (by default off there). No compiler is needed: the update is optim.py's.
 """
 
 import gc
@@ -164,6 +164,7 @@ filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with
 notes += scaling.cautions({**config, **filled}, train_data.n_windows)
 config.update(filled)
 globals().update(filled)
+compile = compile and (zero_stage < 3 or 'compile' in explicit)  # not by default where it would be refused
 lr_decay_iters = lr_decay_iters or max_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
 config.update(

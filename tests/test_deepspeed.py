@@ -291,6 +291,13 @@ def test_what_it_cannot_do_is_refused_in_one_line(changes, words):
     assert words in str(raised.value) and '\n' not in str(raised.value)
 
 
+def test_under_stage_3_compile_is_refused_and_not_the_default_of_a_gpu():
+    plan = ['--dry_run', '--device=cuda', '--zero_stage=3', '--dataset=synthetic', '--vocab_size=512']
+    assert 'total on the device' in run_script('train_deepspeed.py', *plan).stdout
+    refused = run_script('train_deepspeed.py', *plan, '--compile=True', check=False)
+    assert refused.returncode == 1 and 'use --compile=False' in refused.stderr
+
+
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
