@@ -99,7 +99,7 @@ def expand(spec, train_keys, explicit=()):
     check(spec)
     notes, runs = [], []
     most_ranks = max([*spec['nproc'], *(variant.get('nproc', 1) for variant in spec['variants'].values())])
-    for strategy in spec['strategies']:
+    for strategy in dict.fromkeys(spec['strategies']):
         combinations = axes(strategy, spec)
         if not combinations:
             notes.append(f'{strategy} is left out: it has zero_stages={STAGES[strategy]} alone')
@@ -110,7 +110,7 @@ def expand(spec, train_keys, explicit=()):
         strategy = variant.get('strategy', (spec['strategies'] or ['ddp'])[0])
         runs.append((label, strategy, 1 if strategy == 'single' else variant.get('nproc', spec['nproc'][0]), given))
     if not runs:
-        raise ValueError(f'nothing to compare: expected --strategies={",".join(SCRIPTS)} or some of them')
+        raise ValueError('; '.join([*notes, f'nothing to compare: expected some of --strategies={",".join(SCRIPTS)}']))
     labels = [label for label, *_ in runs]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f'two runs have the label {twice[0]!r}: rename the one in variants')
@@ -208,8 +208,9 @@ def keys_of_run(label, strategy, ranks, given, spec, train_keys, explicit, most_
         keys.setdefault('num_replicas', ranks)  # a rank each: one per node, the script's default, would be one here
     if spec['resume_check'] and keys.get('max_iters', 0) < 2:
         raise ValueError(f'{label}: resume_check stops half-way: expected --max_iters=2 or more')
-    if spec['resume_check']:  # rounded up: two checkpoints, of which both are kept
-        keys |= {'checkpoint_interval': -(-keys['max_iters'] // 2), 'keep_checkpoints': 2}
+    if spec['resume_check']:  # rounded up: two checkpoints; permanent, so that those of interruptions push none out
+        keys |= dict.fromkeys(('checkpoint_interval', 'permanent_interval'), -(-keys['max_iters'] // 2))
+        keys['keep_checkpoints'] = 2
     if spec['trace']:
         keys['trace_step'] = min(results.WARM_UP, keys.get('max_iters', results.WARM_UP))
     batch_size, most = keys.get('batch_size', 8), max(spec['accumulations'])
@@ -283,12 +284,14 @@ def execute(command, console, ranks):
         try:
             return process.wait()
         finally:  # an interruption; or ranks that have outlived their launcher
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait(timeout=30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            try:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.wait(timeout=30)
+            finally:  # also after a second Ctrl-C
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
 
 def run_one(folder, entry, repeat, launcher, more=()):
@@ -483,7 +486,7 @@ def write_runs(folder, plan, repeats, launcher, resume_check):
             f'{{ {before}{command}; }} > {out}/console.txt 2>&1 || touch {out}/FAILED; }}'
         )
     results.write(folder / 'runs.sh', '\n'.join(lines) + '\n')
-    print(f'{len(queue)} runs: bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
+    print(f'{len(queue)} run(s): bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
 
 
 def without_missing(spec):
@@ -536,7 +539,7 @@ def main(spec, train_keys, explicit):
         print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
         return 130
     rows = analyse(folder, plan, spec['gpu_gb'])
-    print(f'{folder}: table.md, results.json, loss.png, phases.png, memory.png, communication.png')
+    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".md", ".png")))}')
     if spec['trace']:
         print(f'traces: {folder}/runs/*/rep0/trace_rank*.json, for chrome://tracing or https://ui.perfetto.dev')
     return 1 if failed or any('failed' in row for row in rows) else 0

@@ -14,6 +14,7 @@ Written for deepspeed 0.19: places_in_zero(), gradients(), refresh() and forget_
 """
 
 import contextlib
+import difflib
 import io
 import json
 import logging
@@ -28,6 +29,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
 LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
+# Settings of zero_optimization with which the weights would be elsewhere, or others, than this module knows: defaults.
+FIXED = {'round_robin_gradients': False, 'zero_hpz_partition_size': 1, 'mics_shard_size': -1}
+FIXED |= {'cpu_offload': False, 'cpu_offload_params': False}  # old names, which the key cpu_offload would not know
+FIXED |= {f'zero_quantized_{what}': False for what in ('weights', 'nontrainable_weights', 'gradients')}
 
 
 def package(device):
@@ -83,7 +88,7 @@ def configuration(config, accumulation_steps, file=None):
         'gradient_clipping': config['grad_clip'],
         'zero_optimization': zero,
         'bf16': {'enabled': config['dtype'] == 'bfloat16', 'check_grad_overflow': config['dtype'] == 'bfloat16'},
-        'fp16': {'enabled': config['dtype'] == 'float16', 'hysteresis': 1, 'min_loss_scale': 0},
+        'fp16': {'enabled': config['dtype'] == 'float16', 'hysteresis': 1},
         'data_types': {'grad_accum_dtype': 'fp32'},  # as in the other scripts; DeepSpeed's default is the compute dtype
         'communication_data_type': 'fp32',  # of gradients; weights are gathered in the compute dtype
         'zero_allow_untested_optimizer': True,  # all of optim.py but muon are elementwise: a flat slice will do
@@ -108,6 +113,9 @@ def configuration(config, accumulation_steps, file=None):
     }.items():
         if section in theirs:
             raise ValueError(f'deepspeed_config={file} has "{section}": delete it, here {keys} decide')
+    for section in theirs.keys() - ours.keys():
+        if near := difflib.get_close_matches(section, ours, 1, 0.8):
+            raise ValueError(f'deepspeed_config={file}: "{section}" is unknown: did you mean "{near[0]}"?')
     for section, value in theirs.items():
         if isinstance(ours.get(section), dict) and not isinstance(value, dict) and value not in LEFT_OUT:
             raise ValueError(
@@ -130,6 +138,13 @@ def configuration(config, accumulation_steps, file=None):
             raise ValueError(
                 f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, with {key}={config[key]} it has to be '
                 f'{json.dumps(expected)}: change one of them, or write "auto"'
+            )
+    for name, expected in FIXED.items():
+        given = setting(theirs, f'zero_optimization.{name}')
+        if given not in (*LEFT_OUT, expected):
+            raise ValueError(
+                f'deepspeed_config={file}: "zero_optimization.{name}" is {json.dumps(given)}: delete it, it has to '
+                f'be {json.dumps(expected)} here'
             )
     return merged(ours, theirs)
 
@@ -191,6 +206,8 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
             raise ValueError(f'DeepSpeed refuses the configuration: {line}; correct deepspeed_config') from error
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
+    if loss_scaler := adapting_loss_scaler(engine):  # its own end, an exception at scale 1, comes before guard.Numbers'
+        loss_scaler.min_scale = 0
     if settings['zero_optimization']['stage'] == 3:
         engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine
@@ -206,6 +223,12 @@ def forget_order(engine):
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if not torch.is_grad_enabled() and not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
+
+
+def adapting_loss_scaler(engine):
+    """DeepSpeed's loss scaler under fp16, unless the user's file has made the scale a fixed one; else None."""
+    loss_scaler = getattr(engine.optimizer, 'loss_scaler', None)
+    return loss_scaler if engine.fp16_enabled() and loss_scaler.dynamic else None
 
 
 def gradients(engine):
@@ -330,7 +353,26 @@ def hand_over(engine, optimizer, raw_model, states):
     for image, buffer in zip(raw_model.buffers(), engine.module.buffers(), strict=True):
         buffer.copy_(image)
     refresh(engine)
+    check_placed(engine, raw_model)
     drop(raw_model)
+
+
+def check_placed(engine, raw_model):
+    """Raise ValueError unless the weights for compute are those of raw_model; below stage 3, where each rank sees them.
+
+    Each rank compares the rows that it has of both: numbers in a wrong place would train without any other sign.
+    """
+    if engine.zero_optimization_stage() == 3:
+        return
+    for (name, image), parameter in zip(raw_model.named_parameters(), engine.module.parameters(), strict=True):
+        rows = image.to_local() if isinstance(image, DTensor) else image
+        chunks = parameter.chunk(dist.get_world_size())
+        mine = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else parameter[:0]
+        if not torch.equal(mine, rows.to(mine)):
+            raise ValueError(
+                f'DeepSpeed computes with other numbers in {name} than it was given: a setting in deepspeed_config '
+                'must keep its weights in another order; delete settings until they agree'
+            )
 
 
 def copy_frozen(parameter, whole):

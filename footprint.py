@@ -130,7 +130,8 @@ def deepspeed_states(config, model, world_size):
     In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
     """
     stage, compute = config['zero_stage'], BYTES[config['dtype']]
-    whole, small = parameter_parts(model)['total'], small_parameters(model)
+    whole = parameter_parts(model)['total']
+    small = small_parameters(model) if world_size > 1 else 0  # alone, a slice is the whole
     trainable = trainable_parameters(model)
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
@@ -150,7 +151,7 @@ def deepspeed_states(config, model, world_size):
     }
     if stage == 1 and micro_steps > 1 and not sums_whole:
         parts['accumulated'] = FP32 * (trainable - (0 if host else of_gradients))
-    if stage == 3:
+    if stage == 3 and world_size > 1:
         parts['gathered'] = compute * min(whole - small, DEEPSPEED_REUSE)
     on_cuda = config['device'].startswith('cuda')
     used = min(DEEPSPEED_BUCKET, trainable)

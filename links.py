@@ -8,6 +8,7 @@ receives, which is what a link's data sheet names, whatever n is.
 """
 
 import os
+import socket
 import statistics
 import time
 from datetime import timedelta
@@ -21,12 +22,10 @@ COLUMNS = ('link', 'size', 'ms', 'algbw GB/s', 'busbw GB/s')
 
 
 def nodes_of_ranks():
-    """Lists of the ranks on each node, in order, by torchrun's GROUP_RANK (or RANK // LOCAL_WORLD_SIZE without it)."""
-    rank = dist.get_rank()
-    local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', dist.get_world_size()))
+    """Lists of the ranks on each node, in order: by torchrun's GROUP_RANK, under another launcher by host name."""
     node_of = [None] * dist.get_world_size()
-    dist.all_gather_object(node_of, int(os.environ.get('GROUP_RANK', rank // local_world_size)))
-    return [[rank for rank, node in enumerate(node_of) if node == wanted] for wanted in sorted(set(node_of))]
+    dist.all_gather_object(node_of, os.environ.get('GROUP_RANK') or socket.gethostname())
+    return [[rank for rank, node in enumerate(node_of) if node == wanted] for wanted in dict.fromkeys(node_of)]
 
 
 def links_between(nodes):

@@ -182,7 +182,8 @@ def of_repeats(runs):
     """Of {repeat: Run}: the median of each repeat's median after warm-up. Losses are those of the first repeat."""
     first = next(iter(runs.values()))
     last = first.rows[-1]
-    row = {'dtype': first.config.get('dtype'), 'loss': last.get('loss'), 'val_loss': last.get('val_loss')}
+    row = {key: first.config.get(key) for key in ('dtype', 'compile')}
+    row |= {key: last.get(key) for key in ('loss', 'val_loss')}
     keys = ('tokens_per_sec', 'mfu', *(f'time/{phase}' for phase in PHASES), 'time/total', 'time/comm')
     for key in (*keys, 'time/comm_exposed', 'comm/sent_gb', 'mem/weights_gb', 'mem/gradients_gb', 'mem/optimizer_gb'):
         known = {repeat: median_of_run(run.rows, key, run.round_steps) for repeat, run in runs.items()}

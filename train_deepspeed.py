@@ -10,7 +10,8 @@ optimizer state (zero_stage=1), the gradients, too (2), and the weights, too (3)
 `diff train_fsdp.py train_deepspeed.py` shows what an engine does and what is left. Checkpoints are those of the other
 scripts: each goes on from any of them, with its optimizer state, on any number of ranks. out_dir/deepspeed.json
 is the configuration that ran. cpu_offload=optimizer is ZeRO-Offload: fp32 weights, moments and update on the host.
-Not possible here: muon, torch.compile under stage 3 (by default off there). No compiler is needed: the update is optim.py's.
+Not possible here: muon; torch.compile under stage 3, where it is off by default. DeepSpeed's own kernels are not used:
+the update is optim.py's, and no compiler is needed.
 """
 
 import gc
@@ -261,8 +262,9 @@ for block in trained.blocks if compile else ():
 # From here on opt updates the engine's slices. It begins with raw_model's weights and opt's state by name.
 model = deepspeed_engine.start(deepspeed, trained, opt, raw_model, engine_config, device, timedelta(seconds=timeout_s))
 notes += [deepspeed_engine.dtypes(model, config['dtype'])]
-if scaler.is_enabled():
-    model.optimizer.loss_scaler.cur_scale = scaler.get_scale()  # it is the engine's from here on
+loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # of fp16: the engine's, and scaler only keeps its state
+if found is not None and loss_scaler:
+    loss_scaler.cur_scale = scaler.get_scale()
 guard.on_rank_0(checkpoint.write_file, os.path.join(out_dir, 'deepspeed.json'), json.dumps(engine_config, indent=1))
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
@@ -344,7 +346,7 @@ while step < max_iters and not stopping:
     meter.mark('update')
     gradients = deepspeed_engine.gradients(model)
     own_norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    may_overflow = scaler.is_enabled() and model.optimizer.loss_scale >= 1
+    may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
     is_good = numbers.are_good(step + 1, step_loss, targets, own_norm, may_overflow, saver.last_good)
     # An engine cannot be told to drop a gradient: for a bad step its update is to do nothing.
     opt.step = update if is_good else lambda: None
@@ -370,9 +372,9 @@ while step < max_iters and not stopping:
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
     if saving and keep_checkpoints:
-        if scaler.is_enabled():
-            scaler.update(model.optimizer.loss_scale)
-        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
+        scale = {'scale': loss_scaler.cur_scale} if loss_scaler else {}
+        scaling_state = {**scaler.state_dict(), **scale}
+        position = {'tokens': step * tokens_per_step, 'scaler': scaling_state, 'numbers': numbers.state()}
         with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             moments = deepspeed_engine.take_back(model, opt, raw_model)
             saver.save(step, raw_model, moments, {**position, 'identity': identity, 'config': config})

@@ -6,6 +6,7 @@ What a comparison of runs says, from the rows of results.json: two Markdown tabl
 A key that a row lacks is unknown: its cell stays empty, and no sentence is made of it.
 """
 
+import math
 import statistics
 
 PHASES = ('data', 'forward', 'backward', 'update', 'outer')
@@ -87,7 +88,8 @@ def spread(row, key, form):
 
 
 def share_of_step(row):
-    return f' ({row["time/comm_exposed"] / row["time/total"]:.0%})' if row.get('time/comm_exposed') else ''
+    share = row.get('time/comm_exposed', 0) / row.get('time/total', math.inf)
+    return f' ({share:.0%})' if 0 < share <= 1 else ''  # above 1: the profiled step was slower than the median one
 
 
 def predicted_beside(row, key, predicted, scale):
@@ -127,6 +129,8 @@ def sentences(rows, gpu_gb=0):
         if 'failed' in row:
             which = f': {row["failures"]} of {row["failures"] + row["rows"]} repeats' if row['rows'] else ''
             lines.append(f'{row["label"]}{which} failed: {row["failed"]}')
+        elif not row['rows']:
+            lines.append(f'{row["label"]} has not finished yet.')
     return '\n'.join(f'- {line}' for line in lines)
 
 
@@ -213,6 +217,7 @@ def beside_deepspeed(rows):
             if ours['strategy'] in ('fsdp', 'fsdp_manual') and differ_in(ours, theirs, 'fsdp_impl'):
                 ratio, is_clear = ratio_in_words(ours, theirs)
                 equal = '' if is_clear else ' (no difference measured)'
+                equal += ' (compiled, DeepSpeed is not)' if ours.get('compile') and not theirs.get('compile') else ''
                 said += [f'{ours["label"]} is {ratio} as fast as {theirs["label"]}{equal}'] if ratio else []
     return [f'Beside the same stage of DeepSpeed: {"; ".join(said)}.'] if said else []
 
@@ -250,7 +255,7 @@ def ratio_in_words(row, other):
     if not ratios:
         return '', False
     across = f' ({min(ratios):.2f} to {max(ratios):.2f})' if len(ratios) > 1 else ''
-    return f'{statistics.median(ratios):.2f}x{across}', not min(ratios) <= 1 <= max(ratios)
+    return f'{statistics.median(ratios):.2f}x{across}', not is_within_noise(row, other)
 
 
 def ratios_of(row, other):
@@ -269,10 +274,9 @@ def compared_in_words(row, other):
 
 
 def is_within_noise(one, other):
-    """Whether the spreads of two runs' speed-ups over the repeats overlap. One repeat has none: then they do not."""
-    if min(one['pairs'], other['pairs']) < 2:
-        return one['speedup'] == other['speedup']
-    return one['speedup_min'] <= other['speedup_max'] and other['speedup_min'] <= one['speedup_max']
+    """Whether neither is the faster one in all repeats. Of one repeat: whether they are equal to half a percent."""
+    ratios = ratios_of(one, other) or [one['speedup'] / other['speedup']]
+    return min(ratios) <= 1 <= max(ratios) or (len(ratios) == 1 and abs(ratios[0] - 1) < 0.005)
 
 
 def reasons(row, other):

@@ -184,6 +184,7 @@ def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
 def test_the_half_of_an_odd_run_is_rounded_up_so_that_its_checkpoint_is_kept():
     keys = entries({'max_iters': 21}, strategies=['ddp'], resume_check=True)['ddp']['overrides']
     assert (keys['checkpoint_interval'], keys['keep_checkpoints']) == (11, 2), 'steps 11 and 21'
+    assert keys['permanent_interval'] == 11, 'an interruption saves one more, which must not push it out'
 
 
 def test_the_small_comparison_takes_50_steps():
@@ -684,6 +685,35 @@ def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_
     assert 'Beside the same stage of DeepSpeed: manual3 is 1.28x (1.25 to 1.31) as fast as deep3; ' in text
     assert 'other is' not in text and 'manual1 is' not in text, 'with other keys, or of another stage'
     assert text.endswith('fsdp3 is 1.00x (0.98 to 1.03) as fast as deep3 (no difference measured).')
+
+
+def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
+    speeds = {'a': (1000, 1000, 1000), 'b': (1100, 1300, 1500), 'c': (1050, 1240, 1430)}  # b is 1.05x c each time
+    rows = summary({label: [run(tokens_per_sec=speed) for speed in every] for label, every in speeds.items()})
+    assert 'Fastest is b: 1.30x as fast as a' in verdict.sentences(list(rows.values()))
+    rows = summary({'a': [run(tokens_per_sec=1000)], 'b': [run(tokens_per_sec=1001)], 'c': []})
+    text = verdict.sentences(list(rows.values()))
+    assert 'Fastest are b and a; no difference between them measured.' in text and 'c has not finished yet.' in text
+
+
+def test_the_verdict_compares_only_runs_that_differ_in_one_key():
+    def row(strategy='fsdp_manual', world_size=2, repeats=(100, 110), **keys):
+        speeds = dict(enumerate(repeats))
+        return {
+            'label': '-'.join([strategy, *map(str, keys.values())]), 'strategy': strategy, 'world_size': world_size,
+            'overrides': keys, 'tokens_per_sec_repeats': speeds, 'mem/rank_max_gb': 1.0, 'speedup': 1.0,
+        }  # fmt: skip
+
+    plain, full = row(activation_checkpointing='none'), row(activation_checkpointing='full')
+    assert len(verdict.recomputation([plain, full])) == 1 and 'fsdp_manual-full peaks' in str(
+        verdict.recomputation([row(), full])
+    )
+    assert not verdict.recomputation([row('ddp'), full]) and not verdict.recomputation([row(world_size=4), full])
+    assert not verdict.recomputation([full, row(activation_checkpointing='selective')])
+    pairs = {1: 100.0, 2: 200.0}, {0: 50.0, 1: 50.0, 2: 80.0}
+    one, other = ({**row(), 'tokens_per_sec_repeats': speeds} for speeds in pairs)
+    assert verdict.ratio_in_words(one, other) == ('2.25x (2.00 to 2.50)', True), 'repeat 0 has no partner'
+    assert verdict.ratio_in_words(plain, plain) == ('1.00x (1.00 to 1.00)', False)
 
 
 def test_the_verdict_says_what_recomputing_activations_saves():

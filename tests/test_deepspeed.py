@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
+from conftest import REPO, TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
 from faults import Job
 from test_finetune import save_model, write_chats
 
@@ -56,6 +56,25 @@ try:
 finally:
     guard.SPIKE_WINDOW, guard.SPIKE_SIGMAS = 128, 6
 """
+# In fp16 on a CPU, which DeepSpeed would not start on: the way of the loss scale is that of a GPU.
+IN_FP16 = """
+import runpy
+
+import deepspeed_engine
+
+package = deepspeed_engine.package
+
+
+def with_fp16(device):
+    found = package(device)
+    found.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    return found
+
+
+deepspeed_engine.package, deepspeed_engine.refuse_unsupported = with_fp16, lambda config: None
+globals().update(runpy.run_path('train_deepspeed.py', run_name='__main__'))
+"""
+FIXED_SCALE = {'fp16': {'enabled': True, 'loss_scale': 128}}
 HALF = ['--max_iters=3']
 
 
@@ -70,6 +89,9 @@ def runs(tmp_path_factory, data_dir):
     (folder / 'small.json').write_text(json.dumps(SMALL))
     (folder / 'half.json').write_text(json.dumps(IN_HALF))
     (folder / 'spikes.py').write_text(SPIKES)
+    (folder / 'fp16.py').write_text(IN_FP16)
+    (folder / 'fixed.json').write_text(json.dumps(FIXED_SCALE))
+    (folder / 'small_scale.json').write_text(json.dumps({'fp16': {'initial_scale_power': 10}}))
     model = save_model(folder / 'model', 'llama')
     write_chats(folder / 'chats.jsonl')
     run_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
@@ -89,7 +111,8 @@ def runs(tmp_path_factory, data_dir):
     single += [case('single_bf16', 'train_ddp.py', '--dtype=bfloat16')]
     single += [case('single_adana', 'train_ddp.py', '--optimizer=adana')]
     single += [case('ddp_to_deepspeed', 'train_ddp.py', *HALF), lora('single_lora', 'train_ddp.py')]
-    single += [lora('single_chats', 'train_ddp.py', *chats)]
+    tuned = ['--lora_rank=0', '--learning_rate=0.001']
+    single += [lora('single_chats', 'train_ddp.py', *chats), lora('single_tuned', 'train_ddp.py', *tuned)]
     run_many(single, 1, folder)
     on_2 = [case(name, 'train_deepspeed.py', *more) for name, more in RUNS_ON_2.items()]
     for stage in (1, 3):  # interrupted after 3 of 6 steps
@@ -102,10 +125,18 @@ def runs(tmp_path_factory, data_dir):
     for stage, dtype in ((1, 'bfloat16'), (2, 'float32'), (3, 'float32')):
         more = [f'--zero_stage={stage}', f'--dtype={dtype}', '--loss_spike_guard', '--checkpoint_interval=2']
         on_2.append(case(f'spikes{stage}', f'{folder}/spikes.py', *more, '--max_iters=4'))
+    on_2.append(lora('tuned', 'train_deepspeed.py', '--zero_stage=3', *tuned))
+    for stage in (2, 3):  # interrupted, too
+        fp16 = ['--dtype=float16', f'--zero_stage={stage}']
+        half = [*fp16, *HALF, '--deepspeed_config=small_scale.json']
+        on_2.append(case(f'fp16_{stage}_half', f'{folder}/fp16.py', *half, out=f'fp16_{stage}'))
+        on_2.append(case(f'fp16_{stage}', f'{folder}/fp16.py', *fp16))
+    fixed = ['--dtype=float16', '--zero_stage=1', '--deepspeed_config=fixed.json', '--max_iters=2']
+    on_2.append(case('fixed_scale', f'{folder}/fp16.py', *fixed))
     run_many(on_2, 2, folder)
     on_3 = [case(f'three{stage}', 'train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2)]
     on_3 += [case('three3', 'train_deepspeed.py', '--zero_stage=3', '--deepspeed_config=small.json')]
-    on_3 += [lora('chats', 'train_deepspeed.py', *STAGE_3, *chats)]
+    on_3 += [lora('chats', 'train_deepspeed.py', '--zero_stage=3', *chats)]
     on_3 += [case('resumed_by_deepspeed', 'train_deepspeed.py', '--zero_stage=3', out='ddp_to_deepspeed')]
     on_3 += [case('resumed_by_fsdp', 'train_fsdp.py', out='deepspeed_to_fsdp')]
     run_many(on_3, 3, folder)
@@ -140,6 +171,37 @@ def test_in_bf16_it_computes_what_the_others_do_up_to_rounding(runs, stage):
     assert_equal(runs / f'bf16_{stage}', runs / 'single_bf16', 5e-3)
     tensor, like = (weights_of(runs / name, 6)['embed.weight'] for name in (f'bf16_{stage}', 'single'))
     assert tensor.dtype == like.dtype and not tensor.bfloat16().float().equal(tensor)  # fp32 masters, not the copies
+
+
+@needs_deepspeed
+@pytest.mark.parametrize('stage', [2, 3])
+def test_in_fp16_the_loss_scale_is_the_engines_and_goes_into_checkpoints(runs, stage):
+    out_dir = runs / f'fp16_{stage}'
+    assert_equal(out_dir, runs / 'single', 2e-2)
+    assert column(out_dir, 'loss') != column(runs / 'single', 'loss') and 'skipped' not in metrics(out_dir)[-1]
+    for step in (3, STEPS):
+        assert checkpoint.read_state(out_dir / f'checkpoints/step_{step:08}')['scaler']['scale'] == 1024
+
+
+@needs_deepspeed
+def test_a_loss_scale_that_the_users_file_fixes_stays(runs):
+    state = checkpoint.read_state(runs / 'fixed_scale/checkpoints/step_00000002')
+    assert json.loads((runs / 'fixed_scale/deepspeed.json').read_text())['fp16']['loss_scale'] == 128
+    assert column(runs / 'fixed_scale', 'loss')[:2] == pytest.approx(column(runs / 'single', 'loss')[:2], rel=1e-2)
+    assert state['step'] == 2
+
+
+@needs_deepspeed
+def test_weights_in_a_wrong_place_are_noticed_before_the_first_step(data_dir, tmp_path, monkeypatch):
+    (tmp_path / 'robin.json').write_text('{"zero_optimization": {"round_robin_gradients": true}}')
+    script = 'import runpy, deepspeed_engine\ndeepspeed_engine.FIXED = {}\n'
+    (tmp_path / 'unchecked.py').write_text(f"{script}runpy.run_path('train_deepspeed.py', run_name='__main__')\n")
+    more = ['--zero_stage=2', f'--deepspeed_config={tmp_path}/robin.json']
+    keys = arguments(tmp_path / 'out', data_dir, *more)
+    refused = run_script('train_deepspeed.py', *keys, check=False)
+    assert '"zero_optimization.round_robin_gradients" is true: delete it' in refused.stderr
+    result = run_script(str(tmp_path / 'unchecked.py'), *keys, nproc=2, check=False, PYTHONPATH=str(REPO))
+    assert result.returncode and 'DeepSpeed computes with other numbers in ' in result.stdout + result.stderr
 
 
 @needs_deepspeed
@@ -191,8 +253,9 @@ def test_a_checkpoint_is_exported(runs, tmp_path):
 
 
 @needs_deepspeed
-def test_a_transformers_model_learns_conversations_under_stage_3_as_under_ddp(runs):
-    assert_equal(runs / 'chats', runs / 'single_chats', 1e-5)
+@pytest.mark.parametrize('name', ['tuned', 'chats'])
+def test_a_transformers_model_trains_under_stage_3_as_under_ddp(runs, name):
+    assert_equal(runs / name, runs / f'single_{name}', 1e-5)
     assert column(runs / 'chats', 'loss')[-1] < column(runs / 'chats', 'loss')[0]
 
 
@@ -223,9 +286,10 @@ def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(('name', 'dtype'), [('stage3', 'float32'), ('in_half', 'bfloat16')])
+@pytest.mark.parametrize(('name', 'dtype'), [('stage3', 'float32'), ('in_half', 'bfloat16'), ('bf16_2', 'float32')])
 def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
-    line = f'dtypes: weights {dtype}, compute {dtype}, gradient reduction {dtype}, optimizer state {dtype}'
+    compute = 'float32' if name == 'stage3' else 'bfloat16'
+    line = f'dtypes: weights {dtype}, compute {compute}, gradient reduction {dtype}, optimizer state {dtype}'
     assert line in (runs / name / 'train.log').read_text()
 
 
@@ -310,6 +374,9 @@ def test_under_stage_3_compile_is_refused_and_not_the_default_of_a_gpu():
         ('{"scheduler": {}}', 'has "scheduler": delete it'),
         ('{"torch_autocast": {"enabled": true}}', 'has "torch_autocast": delete it, here --dtype decide'),
         ('{"zero_optimization": true}', '"zero_optimization" is true, expected an object'),
+        ('{"zero_optimization": {"cpu_offload": true}}', '"zero_optimization.cpu_offload" is true: delete it'),
+        ('{"zero_optimization": {"zero_hpz_partition_size": 2}}', 'delete it, it has to be 1 here'),
+        ('{"zero_optimisation": {"stage": 2}}', 'did you mean "zero_optimization"?'),
         ('{"bf16": [1]}', '"bf16" is [1], expected an object'),
         ('[1]', 'expected a JSON object'),
         ('{', 'is not JSON'),

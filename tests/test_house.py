@@ -15,7 +15,7 @@ MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
 MAY_IMPORT = {'hf.py': {'model', 'hf_files'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
 MAY_IMPORT['footprint.py'] = {'scaling'}
 
-LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 675}
+LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 675, 'compare.py': 555}
 LONGER |= {'optim.py': 575, 'checkpoint.py': 570, 'train_diloco.py': 525}
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
