@@ -244,7 +244,11 @@ def run_config_file(path, config):
     """{name: value} of what a config file assigns; it starts with the values so far. Names with _ are its own."""
     namespace = Namespace({**config, '__file__': path, '__name__': Path(path).stem})
     try:
-        exec(compile(Path(path).read_bytes(), path, 'exec'), namespace)
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise Mistake(f'config file {path} cannot be read: {error.strerror}') from None
+    try:
+        exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = f', line {lines[-1]}' if lines else ''

@@ -143,7 +143,8 @@ def write(path, text):
         temporary.write_text(text, encoding='utf-8')
         os.replace(temporary, path)
     except OSError as error:
-        raise OSError(f'{path} cannot be written: {error.strerror}; free the disk, or give another --out_dir') from None
+        free = '' if isinstance(error, FileExistsError) else 'free the disk, or '
+        raise OSError(f'{path} cannot be written: {error.strerror}; {free}give another --out_dir') from None
 
 
 def last_error(console):

@@ -234,7 +234,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_the_file(error, source, said
 
 def test_a_missing_file_is_one_line(error):
     message = error('nowhere.py')
-    assert 'nowhere.py: FileNotFoundError' in message
+    assert 'config file nowhere.py cannot be read: No such file or directory' in message
 
 
 def test_a_key_of_another_train_script_in_a_file_is_skipped_with_one_notice(run, capsys, monkeypatch):
