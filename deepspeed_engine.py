@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
 LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
-# Settings of zero_optimization with which the weights would be elsewhere, or others, than this module knows: defaults.
+# Defaults of settings in zero_optimization; with other values weights lie elsewhere than places_in_zero() knows.
 FIXED = {'round_robin_gradients': False, 'zero_hpz_partition_size': 1, 'mics_shard_size': -1}
 FIXED |= {'cpu_offload': False, 'cpu_offload_params': False}  # old names, which the key cpu_offload would not know
 FIXED |= {f'zero_quantized_{what}': False for what in ('weights', 'nontrainable_weights', 'gradients')}
@@ -206,8 +206,8 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
             raise ValueError(f'DeepSpeed refuses the configuration: {line}; correct deepspeed_config') from error
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
-    if loss_scaler := adapting_loss_scaler(engine):  # its own end, an exception at scale 1, comes before guard.Numbers'
-        loss_scaler.min_scale = 0
+    if loss_scaler := adapting_loss_scaler(engine):
+        loss_scaler.min_scale = 0  # at its least, 1, it would raise; here guard.Numbers decides when to stop
     if settings['zero_optimization']['stage'] == 3:
         engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine
