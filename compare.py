@@ -539,7 +539,8 @@ def main(spec, train_keys, explicit):
         print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
         return 130
     rows = analyse(folder, plan, spec['gpu_gb'])
-    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in (".md", ".png")))}')
+    written = sorted(path.name for path in folder.iterdir() if path.suffix in ('.json', '.md', '.png'))
+    print(f'{folder}: {", ".join(written)}')
     if spec['trace']:
         print(f'traces: {folder}/runs/*/rep0/trace_rank*.json, for chrome://tracing or https://ui.perfetto.dev')
     return 1 if failed or any('failed' in row for row in rows) else 0
