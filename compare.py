@@ -385,9 +385,8 @@ def analyse(folder, plan, gpu_gb):
         resumed = results.read_run(folder_of(folder, row, 'resumed'), row['world_size'])
         if resumed and resumed.failure:
             row['resume_failed'] = resumed.failure
-        for repeat, run in list(results.finished(every).items())[:1]:
-            curves = plots.loss_curves(plots.read_rows(folder_of(folder, row, repeat)))
-            row['curve'] = dataclasses.asdict(curves['loss'])
+        for run in list(results.finished(every).values())[:1]:
+            row['curve'] = dataclasses.asdict(plots.loss_curves(run.rows)['loss'])
             if resumed and not resumed.failure:
                 row['resume_diff'] = results.difference(resumed.rows, run.rows, 'loss')
     text = [verdict.table(rows), verdict.memory_table(rows), verdict.sentences(rows, gpu_gb)]

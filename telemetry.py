@@ -112,7 +112,7 @@ class Meter:
         self.training_seconds = 0.0  # sum of all steps
         self.seconds = Counter()  # of each phase
         self.profiling_seconds = 0.0  # what profiling added to them
-        self.knows_state = False  # see measure_state()
+        self._knows_state = False  # see measure_state()
         self._device = device
         self._on_cuda = device.type == 'cuda'
         self._synchronize = getattr(torch, device.type).synchronize  # does nothing on a CPU
@@ -174,19 +174,22 @@ class Meter:
     def measure_state(self, parameters, optimizer):
         """
         Measure what this rank holds of weights, gradients and optimizer state, for the next row: between
-        optimizer.step() and zero_grad(). Only the first call that finds a state does something: in fp16 GradScaler may
-        have skipped the first steps. Plain SGD never has one.
+        optimizer.step() and zero_grad(). Only the first call that finds a state does something.
         """
-        if not self.knows_state and (optimizer.state or isinstance(optimizer, torch.optim.SGD)):
+        if self.wants_state(optimizer):
             parameters = list(parameters)
             moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
             self.note_state(parameters, [parameter.grad for parameter in parameters], moments)
+
+    def wants_state(self, optimizer):
+        """Whether nothing is known and there is a state: in fp16 the first steps may be skipped. SGD never has one."""
+        return not self._knows_state and bool(optimizer.state or isinstance(optimizer, torch.optim.SGD))
 
     def note_state(self, weights, gradients, optimizer):
         """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
         held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
         self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
-        self.knows_state = True
+        self._knows_state = True
 
     def interval(self):
         """

@@ -351,7 +351,7 @@ while step < max_iters and not stopping:
     # An engine cannot be told to drop a gradient: for a bad step its update is to do nothing.
     opt.step = update if is_good else lambda: None
     model.step()  # clips, updates this rank's slices, gathers the weights, frees the gradients
-    if not meter.knows_state and (opt.state or optimizer == 'sgd'):  # fp16 may skip the first steps: no state yet
+    if meter.wants_state(opt):
         meter.note_state(*deepspeed_engine.held(model, opt, gradients))
     del gradients
     step += 1
@@ -372,9 +372,8 @@ while step < max_iters and not stopping:
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
     if saving and keep_checkpoints:
-        scale = {'scale': loss_scaler.cur_scale} if loss_scaler else {}
-        scaling_state = {**scaler.state_dict(), **scale}
-        position = {'tokens': step * tokens_per_step, 'scaler': scaling_state, 'numbers': numbers.state()}
+        scale = {**scaler.state_dict(), **({'scale': loss_scaler.cur_scale} if loss_scaler else {})}
+        position = {'tokens': step * tokens_per_step, 'scaler': scale, 'numbers': numbers.state()}
         with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             moments = deepspeed_engine.take_back(model, opt, raw_model)
             saver.save(step, raw_model, moments, {**position, 'identity': identity, 'config': config})

@@ -12,6 +12,7 @@ from test_finetune import save_model, write_chats
 
 import checkpoint
 import deepspeed_engine
+import footprint
 
 try:
     import deepspeed  # noqa: F401  find_spec() would find what cannot be imported, too
@@ -113,6 +114,7 @@ def runs(tmp_path_factory, data_dir):
     single += [case('ddp_to_deepspeed', 'train_ddp.py', *HALF), lora('single_lora', 'train_ddp.py')]
     tuned = ['--lora_rank=0', '--learning_rate=0.001']
     single += [lora('single_chats', 'train_ddp.py', *chats), lora('single_tuned', 'train_ddp.py', *tuned)]
+    single += [case('alone3', 'train_deepspeed.py', '--zero_stage=3')]
     run_many(single, 1, folder)
     on_2 = [case(name, 'train_deepspeed.py', *more) for name, more in RUNS_ON_2.items()]
     for stage in (1, 3):  # interrupted after 3 of 6 steps
@@ -231,6 +233,10 @@ def test_what_it_holds_is_measured(runs):
         row = metrics(runs / name)[0]
         assert row['mem/weights_gb'] * 1e9 > parameters * (gathered + 0.5)
         assert 0 < row['mem/gradients_gb'] < row['mem/weights_gb']
+    about, row = json.loads((runs / 'alone3/config.json').read_text())['config'], metrics(runs / 'alone3')[0]
+    predicted = footprint.estimate(about, about, 1, 'deepspeed')
+    for part in ('weights', 'gradients', 'optimizer'):  # of stage 3 on one rank, whose slice is the whole
+        assert row[f'mem/{part}_gb'] * 1e9 == pytest.approx(predicted[part], rel=0.01), part
     bf16, fp32 = (metrics(runs / name)[0] for name in ('bf16_2', 'stage2'))
     assert bf16['mem/optimizer_gb'] == pytest.approx(fp32['mem/optimizer_gb'], rel=1e-3)  # moments are fp32
     assert bf16['mem/weights_gb'] < 0.8 * fp32['mem/weights_gb']  # 2 + 4/2 bytes per parameter and not 4 + 4/2

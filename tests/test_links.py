@@ -69,6 +69,18 @@ def test_two_nodes_of_two_ranks_have_four_links(tmp_path):
     assert said[0].startswith('all-reduce on 2 node(s) of 2, 2 rank(s)') and not said[1]
 
 
+def test_without_torchrun_the_hosts_names_tell_the_nodes(monkeypatch):
+    monkeypatch.delenv('GROUP_RANK', raising=False)
+    monkeypatch.setattr(links.socket, 'gethostname', lambda: 'n2')
+
+    def gather(every, mine):
+        every[:] = ['n1', 'n1', mine, 'n1']
+
+    monkeypatch.setattr(links.dist, 'get_world_size', lambda: 4)
+    monkeypatch.setattr(links.dist, 'all_gather_object', gather)
+    assert links.nodes_of_ranks() == [[0, 1, 3], [2]]
+
+
 def test_links_of_unequal_nodes():
     assert links.links_between([[0, 1, 2], [3, 4]]) == {
         'all ranks': [[0, 1, 2, 3, 4]],
