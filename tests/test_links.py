@@ -74,11 +74,11 @@ def test_without_torchrun_the_hosts_names_tell_the_nodes(monkeypatch):
     monkeypatch.setattr(links.socket, 'gethostname', lambda: 'n2')
 
     def gather(every, mine):
-        every[:] = ['n1', 'n1', mine, 'n1']
+        every[:] = ['n1', 'n2', mine, 'n1']
 
     monkeypatch.setattr(links.dist, 'get_world_size', lambda: 4)
     monkeypatch.setattr(links.dist, 'all_gather_object', gather)
-    assert links.nodes_of_ranks() == [[0, 1, 3], [2]]
+    assert links.nodes_of_ranks() == [[0, 3], [1, 2]]
 
 
 def test_links_of_unequal_nodes():
