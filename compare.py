@@ -61,12 +61,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import footprint
-import guard
-import plots
-import results
-import scaling
-import verdict
+from comparison import plots, results, verdict
+from runtime import estimate, guard, scaling
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
@@ -408,12 +404,12 @@ def analyse(folder, plan, gpu_gb):
 
 
 def predict(config, row, gpu_gb):
-    """What footprint.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
+    """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
     world_size = row['world_size']
     strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
-        parts = footprint.estimate(config, config, world_size, strategy)
+        parts = estimate.estimate(config, config, world_size, strategy)
         gb = Counter()  # deepspeed's offload has weights in both places
         for part, size in parts.items():
             gb[part.removeprefix('host ')] += size / 1e9
@@ -421,11 +417,11 @@ def predict(config, row, gpu_gb):
         predicted['predicted']['total_gb'] = sum(gb.values())
         if world_size > 1:
             every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
-            sent = footprint.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
+            sent = estimate.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
             predicted['predicted_sent_gb'] = sent['sent'] / 1e9
         if gpu_gb:
             on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
-            parts = footprint.estimate(on_gpu, on_gpu, world_size, strategy)
+            parts = estimate.estimate(on_gpu, on_gpu, world_size, strategy)
             predicted['gpu_gb'] = sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
     return predicted
 
@@ -445,7 +441,7 @@ def plot_runs(runs, output):
 def measure_links(spec, train_keys):
     """--bench_links: under torchrun (or another launcher) measure; otherwise start that on the most ranks of nproc."""
     if 'RANK' in os.environ:
-        import links
+        from benchmarks import links
 
         _, local_rank, _ = guard.ranks_from_environment()
         links.main(guard.choose_device(train_keys.get('device', 'auto'), local_rank))

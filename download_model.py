@@ -34,7 +34,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-import guard
+from runtime import guard
 
 guard.report_errors()
 

@@ -39,16 +39,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import guard
-import hf
-import hf_native
+from huggingface import convert, finetune
 from model import GPT, ModelConfig
-from tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
+from runtime import checkpoint, guard
+from text.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
 guard.report_errors()
 HERE = os.path.dirname(os.path.abspath(__file__))
-CUSTOM_CODE = ('modeling_gpt.py', 'model.py')
+CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
 # What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and all of English.
 SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|>\n" + __doc__
@@ -93,7 +91,7 @@ if adapter and not model_facts.get('lora_rank'):
     raise ValueError(f'adapter=True: {out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
-transformers = hf.transformers_offline()
+transformers = finetune.transformers_offline()
 transformers.logging.set_verbosity_error()  # what has to be said is said here
 transformers.logging.disable_progress_bar()
 
@@ -117,11 +115,11 @@ def logits_of(model):
 
 
 if is_fine_tuned:
-    pretrained = hf.Pretrained.of_run(out_dir, state, trust_remote_code)
+    pretrained = finetune.Pretrained.of_run(out_dir, state, trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
     stored = str(pretrained.config.dtype).removeprefix('torch.')  # what config.json says of init_from
     dtype = dtype or (stored if stored in ('bfloat16', 'float16') and not adapter else 'float32')
-    model = hf.for_inference(pretrained, weights)
+    model = finetune.for_inference(pretrained, weights)
 else:
     dtype = dtype or 'float32'
     model_config = ModelConfig(**model_facts)
@@ -144,7 +142,7 @@ trained_logits = logits_of(model)
 if adapter:
     lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}
     lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in lora.items()}
-    model = hf.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
+    model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
     expected_logits = logits_of(model)
 elif is_fine_tuned:
     change_dtype(model, getattr(torch, dtype))
@@ -180,17 +178,17 @@ def exported_weights():
     weights = model.state_dict()
     if is_fine_tuned:
         return weights
-    if hf_native.is_in_transformers(model_config):
-        return hf_native.to_transformers(weights, model_config)
-    rows = {name: hf_native.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
+    if convert.is_in_transformers(model_config):
+        return convert.to_transformers(weights, model_config)
+    rows = {name: convert.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
     return {f'model.{name}': tensor[: rows[name]] for name, tensor in weights.items()}
 
 
 def write_native(folder, eot):
     """Write config.json, generation_config.json, the weights, and the code where transformers has no class."""
     generation = {'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': eot}  # eot also starts a document
-    if hf_native.is_in_transformers(model_config):
-        their_config = hf_native.config_to_transformers(model_config)
+    if convert.is_in_transformers(model_config):
+        their_config = convert.config_to_transformers(model_config)
     else:
         for name in CUSTOM_CODE:
             shutil.copy(os.path.join(HERE, name), folder)
@@ -238,7 +236,7 @@ def write_adapter(folder):
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
         'lora_dropout': 0.0,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
-        'fan_in_fan_out': any(hf.is_conv1d(model.get_submodule(name)) for name in modules),
+        'fan_in_fan_out': any(finetune.is_conv1d(model.get_submodule(name)) for name in modules),
         'bias': 'none',
         'inference_mode': True,
     }
@@ -253,9 +251,9 @@ def write_tokenizer(ours, dataset_folder, folder):
 
     if isinstance(ours, TiktokenTokenizer) and ours.name != 'bpe':  # tiktoken's own names
         encoding = ours.encoding
-        fast = hf_native.byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
+        fast = convert.byte_level_bpe(encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str)
     elif isinstance(ours, ByteTokenizer):
-        fast = hf_native.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
+        fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
     else:
         fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
     # The model saw no token before a text but eot: what a Hugging Face tokenizer would add there is left out.
@@ -304,7 +302,7 @@ def check_adapter(folder):
     except ImportError:
         print('read again: weights equal; the logits were not compared, because peft is not installed here')
         return
-    base = hf.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in lora})
+    base = finetune.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in lora})
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)  # of transformers, for peft
         theirs = peft.PeftModel.from_pretrained(base, folder)

@@ -12,7 +12,7 @@ The transformer: four architectures, its loss in chunks, generation, and exact c
     llama     RMSNorm     RoPE, half rotation        -           SwiGLU
     qwen3     RMSNorm     RoPE, half rotation        RMSNorm     SwiGLU
 
-gpt2, llama and qwen3 compute what the models of that name in `transformers` compute; hf.py converts the weights. gpt2
+gpt2, llama and qwen3 compute what the models of that name in `transformers` compute; convert.py maps the weights. gpt2
 with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
 
 Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same

@@ -64,13 +64,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import chat as chats
-import corpus
-import documents as reading
-import guard
-import hub
-from shard_writer import ShardWriter
-from tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
+from runtime import guard
+from text import chat as chats
+from text import documents as reading
+from text import hub, sources
+from text.shards import ShardWriter
+from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
 guard.report_errors(lambda: 'lower num_proc')
 
@@ -241,7 +240,7 @@ def encoded_units(units, val_below, folder):
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
-is_text_file = os.path.isfile(dataset) and corpus.kind_of(dataset) == 'text'
+is_text_file = os.path.isfile(dataset) and sources.kind_of(dataset) == 'text'
 val_rule = val_rule or ('tail' if is_text_file else 'hash')
 if val_rule == 'tail' and not is_text_file:
     raise ValueError(f'val_rule=tail cuts a single text file, and dataset={dataset} is none: leave it out')
@@ -258,10 +257,10 @@ tokenizer_facts = describe(tokenizer, vocab_size)
 if chat and text_field is not None:
     raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={text_field}')
 if hub.is_hub_name(dataset):
-    source = corpus.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field, chat)
+    source = sources.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field, chat)
 else:
     tail_fraction = val_fraction if val_rule == 'tail' and val_fraction else None
-    source = corpus.find_source(dataset, text_field, source_split, tail_fraction, chat)
+    source = sources.find_source(dataset, text_field, source_split, tail_fraction, chat)
 chat_template = chats.template_of(tokenizer) if source.chat and os.path.isdir(tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(

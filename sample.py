@@ -42,12 +42,11 @@ config, _ = configure(globals())  # before `import torch`, so --help is quick
 
 import torch
 
-import chat as chats
-import checkpoint
-import guard
-import hf
+from huggingface import finetune
 from model import GPT, ModelConfig, sample_token
-from tokenizer import load_tokenizer, tokenizer_of
+from runtime import checkpoint, guard
+from text import chat as chats
+from text.tokenizer import load_tokenizer, tokenizer_of
 
 guard.report_errors()
 device = guard.choose_device(device, local_rank=0)
@@ -147,10 +146,12 @@ def render(messages, **options):
 
 if is_fine_tuned:
     if tokenizer is not None:
-        raise ValueError(f'tokenizer={tokenizer}: a fine-tuned model has its own, in {out_dir}/{hf.KEPT}; leave it out')
-    transformers = hf.transformers_offline()
+        raise ValueError(
+            f'tokenizer={tokenizer}: a fine-tuned model has its own, in {out_dir}/{finetune.KEPT}; leave it out'
+        )
+    transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
-    pretrained = hf.Pretrained.of_run(out_dir, state, trust_remote_code)
+    pretrained = finetune.Pretrained.of_run(out_dir, state, trust_remote_code)
     try:
         text_tokenizer = transformers.AutoTokenizer.from_pretrained(
             pretrained.folder, trust_remote_code=trust_remote_code
@@ -163,7 +164,7 @@ if is_fine_tuned:
     if chat is None:
         chat = answers_messages()
     stop_tokens = find_stop_tokens()
-    model = hf.for_inference(pretrained, weights)
+    model = finetune.for_inference(pretrained, weights)
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
         parameter.data = parameter.data.to(device, compute_dtype)
     model.to(device)

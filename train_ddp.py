@@ -107,20 +107,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
 import data
-import footprint
-import guard
-import hf
 import optim
-import scaling
-import telemetry
-import watchdog
+from huggingface import finetune
 from model import GPT, ModelConfig
-from tokenizer import check_same_tokenizer
+from runtime import checkpoint, estimate, guard, scaling, telemetry, watchdog
+from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: footprint.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
 if not eval_only:
     guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
@@ -137,7 +132,7 @@ compile = on_cuda if compile is None else compile
 global_batch_size = global_batch_size or batch_size * world_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
 tokens_per_step = global_batch_size * block_size
-pretrained = None if init_from == 'scratch' else hf.Pretrained.from_keys(config, explicit)
+pretrained = None if init_from == 'scratch' else finetune.Pretrained.from_keys(config, explicit)
 if pretrained:
     vocab_size = pretrained.vocab_size
     check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
@@ -168,7 +163,7 @@ config.update(model_config.to_dict())
 if dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(footprint.report(config, model_config.to_dict(), world_size, strategy='ddp'))
+        print(estimate.report(config, model_config.to_dict(), world_size, strategy='ddp'))
     sys.exit()
 notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
 
@@ -190,7 +185,9 @@ if pretrained and found is None:
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    raw_model = hf.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
+    raw_model = (
+        finetune.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
+    )
 raw_model.checkpoint_activations(activation_checkpointing)
 if compile:
     for block in raw_model.blocks:
@@ -199,7 +196,7 @@ if compile:
 # --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
 raw_model.to_empty(device=device)
 if found is None and pretrained:
-    hf.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
+    finetune.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
 elif found is None:
     with torch.no_grad():
         for name, parameter in raw_model.named_parameters():
@@ -242,7 +239,7 @@ log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} paramet
 log.say('\n'.join(notes))
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
-    log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
+    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)
 
 

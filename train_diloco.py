@@ -134,24 +134,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-import checkpoint
 import data
 import diloco
-import diloco_check
-import footprint
 import fsdp_manual
-import guard
-import hf
 import offload
 import optim
-import scaling
-import telemetry
-import watchdog
+from comparison import diloco_check
+from huggingface import finetune
 from model import GPT, ModelConfig
-from tokenizer import check_same_tokenizer
+from runtime import checkpoint, estimate, guard, scaling, telemetry, watchdog
+from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: footprint.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+guard.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
 guard.end_with_parent()
 if not eval_only:
     guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
@@ -171,7 +166,7 @@ local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
 num_replicas = scaling.number_of_replicas(num_replicas, world_size, local_world_size)
 shard_size = world_size // num_replicas  # ranks that hold one replica between them
 tokens_per_step = global_batch_size * block_size
-pretrained = None if init_from == 'scratch' else hf.Pretrained.from_keys(config, explicit)
+pretrained = None if init_from == 'scratch' else finetune.Pretrained.from_keys(config, explicit)
 if pretrained:
     vocab_size = pretrained.vocab_size
     check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
@@ -205,7 +200,7 @@ scaling.check_rounds(config)  # inner_steps, overlap_steps and the like fit toge
 if dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(footprint.report(config, model_config.to_dict(), world_size, strategy='diloco'))
+        print(estimate.report(config, model_config.to_dict(), world_size, strategy='diloco'))
     sys.exit()
 notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
 
@@ -230,7 +225,9 @@ diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'valid
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    raw_model = hf.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
+    raw_model = (
+        finetune.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
+    )
 raw_model.checkpoint_activations(activation_checkpointing)
 if compile:
     for block in raw_model.blocks:
@@ -262,7 +259,7 @@ else:
 # --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
 raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
 if found is None and pretrained:
-    hf.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
+    finetune.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
 elif found is None:
     with torch.no_grad():
         for name, parameter in raw_model.named_parameters():
@@ -330,7 +327,7 @@ log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} paramet
 log.say('\n'.join(notes))
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
-    log.say(hf.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
+    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say('\n'.join(mesh_lines))
 log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
 dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)

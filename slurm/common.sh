@@ -179,8 +179,7 @@ import sys
 sys.path.insert(0, '.')
 import torch
 
-import checkpoint
-import guard
+from runtime import checkpoint, guard
 
 guard.report_errors()
 out_dir, processes, device = sys.argv[1:]

@@ -21,7 +21,7 @@ TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_i
 def environment(threads=1, **changes):
     """This process's environment without a launcher's variables, on `threads` threads per process.
 
-    And without HF_HUB_OFFLINE, which hf.py has set here: the scripts do that themselves, where they need it.
+    And without HF_HUB_OFFLINE, which finetune.py has set here: the scripts do that themselves, where they need it.
     """
     names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'HF_HUB_OFFLINE')
     env = {key: value for key, value in os.environ.items() if key not in names}

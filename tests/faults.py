@@ -383,7 +383,7 @@ def names_of_checkpoints(out_dir):
 
 
 def weights_of(out_dir, step):
-    import checkpoint
+    from runtime import checkpoint
 
     return checkpoint.load_weights(str(Path(out_dir, 'checkpoints', f'step_{step:08}')))[0]
 
@@ -523,7 +523,7 @@ def strike(job, victim, chance, figures):
 
 def check_after_kill(out_dir, last, behind_by, figures):
     """What the killed run has left; returns the step of its newest checkpoint, from which the next one has to start."""
-    import checkpoint
+    from runtime import checkpoint
 
     steps = complete(out_dir)
     for step in steps:

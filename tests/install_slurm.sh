@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Slurm, munge and shellcheck for tests/test_slurm.py, and iproute2 for tests/test_slow_link.py, from Debian's or Ubuntu's
+# Slurm, munge and shellcheck for tests/slurm/test_slurm.py, and iproute2 for tests/benchmarks/test_slow_link.py, from Debian's or Ubuntu's
 # own packages. Nothing is started.
 #
 #     bash tests/install_slurm.sh      # as root; returns at once when everything is there

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
-import guard
+from runtime import guard
 
 leave, guard.leave = guard.leave, lambda: None  # the next case runs in the same process
 

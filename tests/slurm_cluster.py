@@ -1,4 +1,4 @@
-"""A real Slurm of two virtual nodes on this machine, with GPUs that exist on paper: for tests/test_slurm.py."""
+"""A real Slurm of two virtual nodes on this machine, with GPUs that exist on paper: for tests/slurm/test_slurm.py."""
 
 import ctypes
 import os

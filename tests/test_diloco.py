@@ -30,9 +30,9 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import diloco
-import diloco_check
 import fsdp_manual
-import guard
+from comparison import diloco_check
+from runtime import guard
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 # Every case runs against the reference. tau = overlap_steps, alpha = mix.

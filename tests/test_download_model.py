@@ -139,7 +139,7 @@ def tiny_llama(tmp_path_factory):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=8, **sizes))
     model.save_pretrained(folder, max_shard_size='24MB')
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator([(REPO / 'guard.py').read_text()], vocab_size=300)
+    bpe.train_from_iterator([(REPO / 'model.py').read_text()], vocab_size=300)
     PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer).save_pretrained(folder)
     (folder / 'LICENSE.txt').write_text('Do as you like.\n')
     (folder / 'chat_template.jinja').write_text('{{ messages[0].content }}')

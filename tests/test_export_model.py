@@ -18,10 +18,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-import checkpoint
-import hf_native
+from huggingface import convert
 from model import GPT, ModelConfig
-from tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
+from runtime import checkpoint
+from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
 
 RUNS = {  # name: (script, its arguments, the class that transformers has for it)
     'gpt2': ('train_ddp.py', ['--arch=gpt2', '--dropout=0.1'], 'GPT2LMHeadModel'),
@@ -219,7 +219,7 @@ def test_byte_level_bpe_does_what_tiktoken_does():
     specials = {END_OF_TEXT: 300, '<|fim|>': 310}
     for pattern in (GPT2_PATTERN, r'[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s+(?!\S)|\s'):
         encoding = tiktoken.Encoding('test', pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-        theirs = hf_native.byte_level_bpe(ranks, specials, pattern)
+        theirs = convert.byte_level_bpe(ranks, specials, pattern)
         for text in [*TEXTS, 'in the 1212 tins, then', 'xyz xyz']:
             assert theirs.encode(text).ids == encoding.encode_ordinary(text)
             assert theirs.decode(theirs.encode(text).ids) == text
@@ -240,11 +240,11 @@ def test_a_configuration_goes_to_transformers_and_back():
         models.append({'arch': arch, 'n_kv_head': 2, 'head_dim': 10, 'rope_theta': 5e5, 'tie_embeddings': True})
     for keys in models:
         config = ModelConfig(n_layer=2, n_head=4, n_embd=64, vocab_size=300, block_size=48, **keys)
-        assert hf_native.config_from_transformers(hf_native.config_to_transformers(config)) == config
+        assert convert.config_from_transformers(convert.config_to_transformers(config)) == config
     for keys in ({'bias': False}, {'head_dim': 8}, {'n_kv_head': 2}, {'arch': 'qwen3', 'bias': True}):
         config = ModelConfig(n_layer=2, n_head=4, n_embd=64, vocab_size=300, **keys)
         with pytest.raises(ValueError, match='transformers has no model like'):
-            hf_native.config_to_transformers(config)
+            convert.config_to_transformers(config)
 
 
 def test_what_is_there_is_not_overwritten(export, tmp_path):

@@ -29,8 +29,8 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import fsdp_manual
-import guard
 from model import GPT, ModelConfig
+from runtime import guard
 
 STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
 # Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.

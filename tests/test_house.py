@@ -12,10 +12,16 @@ from conftest import REPO
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 MODULES = {path.name for path in REPO.glob('*.py')} - SCRIPTS
-MAY_IMPORT = {'hf.py': {'model', 'hf_files'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
-MAY_IMPORT['footprint.py'] = {'scaling'}
+MAY_IMPORT = {'finetune.py': {'model', 'hf_files'}, 'hf_native.py': {'model'}, 'modeling_gpt.py': {'model'}}
+MAY_IMPORT['estimate.py'] = {'scaling'}
 
-LONGER = {'hf.py': 690, 'fsdp_manual.py': 670, 'diloco.py': 630, 'telemetry.py': 675, 'compare.py': 555}
+LONGER = {
+    'finetune.py': 690,
+    'fsdp_manual.py': 670,
+    'diloco.py': 630,
+    'telemetry.py': 675,
+    'compare.py': 555,
+}
 LONGER |= {'optim.py': 575, 'checkpoint.py': 570, 'train_diloco.py': 525}
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.

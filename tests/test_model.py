@@ -1,4 +1,4 @@
-"""model.py and hf.py: numbers equal to those of transformers and of plain references; memory, generation, counts."""
+"""model.py, convert.py: numbers equal to those of transformers and of plain references; memory, generation, counts."""
 
 import contextlib
 import weakref
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_native
 import model as model_module
+from huggingface import convert
 from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, sample_token
 
 VOCAB_SIZE = 67  # padded to 128
@@ -97,9 +97,9 @@ TRANSFORMERS_MODELS = [
 @pytest.mark.parametrize('arch, changes', TRANSFORMERS_MODELS)
 def test_logits_and_loss_equal_transformers(arch, changes):
     theirs = transformers_model(arch, **changes)
-    config = hf_native.config_from_transformers(theirs.config)
+    config = convert.config_from_transformers(theirs.config)
     ours = GPT(config)
-    ours.load_state_dict(hf_native.from_transformers(theirs, config))
+    ours.load_state_dict(convert.from_transformers(theirs, config))
     x = make_tokens(3, 24)
     with torch.no_grad():
         expected = theirs(input_ids=x, labels=x)
@@ -111,13 +111,13 @@ def test_logits_and_loss_equal_transformers(arch, changes):
 @pytest.mark.parametrize('arch, changes', TRANSFORMERS_MODELS)
 def test_weights_go_to_transformers_and_back_unchanged(arch, changes):
     theirs = transformers_model(arch, **changes)
-    config = hf_native.config_from_transformers(theirs.config)
-    ours = hf_native.from_transformers(theirs, config)
-    back = hf_native.to_transformers(ours, config)
+    config = convert.config_from_transformers(theirs.config)
+    ours = convert.from_transformers(theirs, config)
+    back = convert.to_transformers(ours, config)
     assert back.keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(back[name], tensor), name
-    again = hf_native.from_transformers(back, config)
+    again = convert.from_transformers(back, config)
     assert all(torch.equal(again[name], tensor) for name, tensor in ours.items())
 
 
@@ -125,29 +125,29 @@ def test_bf16_checkpoints_become_fp32_masters_and_may_leave_out_the_tied_head():
     theirs = transformers_model('gpt2').bfloat16()
     state_dict = theirs.state_dict()
     del state_dict['lm_head.weight']
-    ours = hf_native.from_transformers(state_dict, hf_native.config_from_transformers(theirs.config))
+    ours = convert.from_transformers(state_dict, convert.config_from_transformers(theirs.config))
     assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
     assert torch.equal(ours['head.weight'], ours['embed.weight'])
 
 
 def test_what_transformers_and_we_do_differently_is_refused():
     llama = transformers_model('llama')
-    config = hf_native.config_from_transformers(llama.config)
+    config = convert.config_from_transformers(llama.config)
     state_dict = llama.state_dict()
     with pytest.raises(ValueError, match='no place for extra.weight'):
-        hf_native.from_transformers({**state_dict, 'extra.weight': torch.ones(1)}, config)
+        convert.from_transformers({**state_dict, 'extra.weight': torch.ones(1)}, config)
     state_dict.pop('model.layers.1.self_attn.k_proj.weight')
     with pytest.raises(ValueError, match='no model.layers.1.self_attn.k_proj.weight'):
-        hf_native.from_transformers(state_dict, config)
+        convert.from_transformers(state_dict, config)
     with pytest.raises(ValueError, match='expected the shape'):
-        hf_native.from_transformers(llama, ModelConfig(**{**config.to_dict(), 'mlp_hidden_dim': 51}))
+        convert.from_transformers(llama, ModelConfig(**{**config.to_dict(), 'mlp_hidden_dim': 51}))
     scaled = {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e4}
     with pytest.raises(ValueError, match="rope_type='linear'"):
-        hf_native.config_from_transformers(transformers_model('llama', rope_parameters=scaled).config)
+        convert.config_from_transformers(transformers_model('llama', rope_parameters=scaled).config)
     for keys in ({'arch': 'enoki'}, {'arch': 'qwen3', 'attention_gate': True}, {'arch': 'gpt2', 'bias': False}):
         model = make_model(**keys)
         with pytest.raises(ValueError, match='transformers has no model like'):
-            hf_native.to_transformers(model.state_dict(), model.config)
+            convert.to_transformers(model.state_dict(), model.config)
 
 
 def test_gpt2_without_biases_is_nanogpt():
@@ -159,7 +159,7 @@ def test_gpt2_without_biases_is_nanogpt():
                 parameter.zero_()
     config = ModelConfig(n_layer=2, n_head=3, n_embd=42, mlp_hidden_dim=50, block_size=24, vocab_size=VOCAB_SIZE)
     nanogpt = GPT(ModelConfig(**{**config.to_dict(), 'bias': False}))
-    weights = hf_native.from_transformers(theirs, config)
+    weights = convert.from_transformers(theirs, config)
     nanogpt.load_state_dict({name: weights[name] for name in nanogpt.state_dict()})
     x = make_tokens(3, 24)
     with torch.no_grad():

@@ -19,8 +19,8 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import fsdp_manual
-import guard
 from model import GPT, ModelConfig
+from runtime import guard
 
 pytestmark = [pytest.mark.multigpu]
 

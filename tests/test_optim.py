@@ -14,10 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-import checkpoint
-import guard
 import optim
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
+from runtime import checkpoint, guard
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)

@@ -15,7 +15,6 @@ import threading
 import time
 from pathlib import Path
 
-import bench_prepare_data
 import datasets
 import numpy as np
 import pyarrow
@@ -24,11 +23,11 @@ import pytest
 import tiktoken
 from conftest import REPO, SHARED, environment, run_script
 
-import corpus
 import data
-import documents as reading
-import hub
-import tokenizer as tokenizers
+from benchmarks import prepare_data_rate
+from text import documents as reading
+from text import hub, sources
+from text import tokenizer as tokenizers
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
@@ -120,7 +119,7 @@ def stdlib(tmp_path_factory):
 def test_the_default_dataset_is_the_standard_library_with_a_bpe_of_its_own(stdlib):
     dataset, printed = stdlib
     meta = meta_of(dataset)
-    files = corpus.stdlib_files(Path(os.__file__).parent)
+    files = sources.stdlib_files(Path(os.__file__).parent)
     texts = {path.read_text(encoding='utf-8') for path in files if path.stat().st_size}
     train, val = documents_of(dataset, 'train'), documents_of(dataset, 'val')
     assert set(train) | set(val) == texts and not set(train) & set(val)
@@ -428,17 +427,17 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
     datasets.Dataset.from_dict({'text': texts}).save_to_disk(tmp_path / 'saved')
     files = [str(folder / 'rows.parquet')] * 3
     stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
-    sources = [
-        corpus.find_source(str(folder)),
-        corpus.find_source(str(tmp_path / 'saved')),
-        corpus.stream_source(stream, {'name': 'three files', 'split': 'train'}, 'text'),
+    found = [
+        sources.find_source(str(folder)),
+        sources.find_source(str(tmp_path / 'saved')),
+        sources.stream_source(stream, {'name': 'three files', 'split': 'train'}, 'text'),
     ]
 
     def documents(units):
         pieces = [piece for unit in units for piece in unit.pieces]
         return [document for piece in pieces for document in reading.documents(piece, 'text', collections.Counter())]
 
-    for source in sources:
+    for source in found:
         units = list(reading.units(source))
         assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
         for number, unit in enumerate(units):
@@ -456,7 +455,7 @@ def test_a_large_file_is_read_in_small_units(name, tmp_path):
         write_large(tmp_path / name, 20)
     before = pyarrow.total_allocated_bytes()
     total = 0
-    for unit in reading.units(corpus.find_source(str(tmp_path / name))):
+    for unit in reading.units(sources.find_source(str(tmp_path / name))):
         size = sum(piece.length for piece in unit.pieces)
         total += size
         assert size < 2.1 * reading.UNIT_BYTES
@@ -514,7 +513,7 @@ def test_memory_does_not_grow_with_the_input(name, megabytes, tmp_path):
 @pytest.mark.slow
 def test_gpt2_tokens_come_as_fast_as_tiktoken_makes_them(monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(CACHE))
-    ratios = bench_prepare_data.measure(megabytes=20, rounds=3)
+    ratios = prepare_data_rate.measure(megabytes=20, rounds=3)
     assert ratios['tiktoken, threads'] >= 0.9 and ratios['tiktoken, processes'] >= 0.9
     assert ratios['datasets.map'] >= 1.5
 

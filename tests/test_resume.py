@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_forked, run_many
 
-import checkpoint
+from runtime import checkpoint
 
 # Dropout too: its noise has to continue where it stopped. Every row is compared, so every step is logged.
 RUN = [

@@ -17,10 +17,10 @@ import pytest
 import torch
 from conftest import REPO, TINY_MODEL, TINY_RUN, column, metrics, run_forked, run_many, run_script
 
-import checkpoint
 import data
 import optim
 from model import GPT, ModelConfig
+from runtime import checkpoint
 
 H, STEPS, SAVED_EVERY = (
     6,

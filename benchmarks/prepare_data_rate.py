@@ -1,0 +1,138 @@
+"""
+How fast is prepare_data.py with the gpt2 tokenizer? Against tiktoken alone, and datasets.map with a memmap writer.
+
+    python benchmarks/prepare_data_rate.py                     # 40 MB, 5 rounds: about 2 minutes on 2 cores
+    python benchmarks/prepare_data_rate.py 10 2                # 10 MB, 2 rounds
+
+In each round all three run, one after the other, so that a slow moment of the machine meets all of them; the medians of
+the ratios within a round are what counts. Text: Python sources, each file a document.
+
+    prepare_data    the script itself: reading files, writing shards and their sha256; its own clock, without imports
+    tiktoken        alone, texts in memory, tokens thrown away: with its own threads, and with a process per core
+    datasets.map    num_proc=2 from a dataset in memory, then nanoGPT's loop that writes a memmap
+"""
+
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
+
+from conftest import SHARED, run_script
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def make_corpus(folder, megabytes):
+    """Copy Python sources into `folder`, again and again, until they are that large. Returns the texts."""
+    sources = [path for path in sorted(Path(os.__file__).parent.rglob('*.py')) if 'site-packages' not in path.parts]
+    texts, size = [], 0
+    while size < megabytes * 1e6:
+        for path in sources:
+            try:
+                text = path.read_text(encoding='utf-8')
+            except UnicodeDecodeError:  # a test file of Python's own
+                continue
+            (folder / f'{len(texts):06}.txt').write_text(text, encoding='utf-8', newline='')
+            texts.append(text)
+            size += len(text.encode())
+            if size >= megabytes * 1e6:
+                break
+    return [text for text in texts if text]
+
+
+def prepare_data(folder, out):
+    """MB/s of the script, as it prints them."""
+    result = run_script('prepare_data.py', f'--dataset={folder}', '--tokenizer=gpt2', f'--data_dir={out}')
+    return float(re.search(r'([\d.]+) MB/s', result.stdout)[1])
+
+
+def encode_all(encoding, texts):
+    for text in texts:
+        encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def tiktoken_threads(encoding, texts):
+    """Seconds of tiktoken's own way to use all cores."""
+    start = time.perf_counter()
+    encoding.encode_ordinary_batch(texts, num_threads=CORES)
+    return time.perf_counter() - start
+
+
+def tiktoken_processes(encoding, texts):
+    """Seconds of one process per core, each with its share of the texts."""
+    start = time.perf_counter()
+    context = multiprocessing.get_context('fork')
+    workers = [context.Process(target=encode_all, args=(encoding, texts[core::CORES])) for core in range(CORES)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+def datasets_map(encoding, dataset, path):
+    """Seconds of what nanoGPT's data/openwebtext/prepare.py does."""
+
+    def process(example):
+        ids = encoding.encode_ordinary(example['text'])
+        ids.append(encoding.eot_token)
+        return {'ids': ids, 'len': len(ids)}
+
+    start = time.perf_counter()
+    tokenized = dataset.map(process, remove_columns=['text'], num_proc=2, load_from_cache_file=False)
+    length = np.sum(tokenized['len'], dtype=np.uint64)
+    tokens = np.memmap(path, dtype=np.uint16, mode='w+', shape=(int(length),))
+    position = 0
+    for index in range(64):
+        shard = tokenized.shard(num_shards=64, index=index, contiguous=True).with_format('numpy')
+        batch = np.concatenate(shard['ids'])
+        tokens[position : position + len(batch)] = batch
+        position += len(batch)
+    tokens.flush()
+    return time.perf_counter() - start
+
+
+def measure(megabytes, rounds):
+    """Median ratios of prepare_data's speed: {name of the other: ratio}."""
+    with tempfile.TemporaryDirectory() as temporary:
+        temporary = Path(temporary)
+        os.environ['HF_HOME'] = str(temporary / 'hf_home')  # datasets reads it when it is imported
+        import datasets
+
+        datasets.disable_progress_bars()
+        (temporary / 'text').mkdir()
+        texts = make_corpus(temporary / 'text', megabytes)
+        size = sum(len(text.encode()) for text in texts) / 1e6
+        encoding = tiktoken.get_encoding('gpt2')
+        dataset = datasets.Dataset.from_dict({'text': texts})
+        print(f'{len(texts)} documents, {size:.1f} MB, {CORES} cores; MB/s:')
+        rows = []
+        for number in range(rounds):
+            row = {
+                'prepare_data': prepare_data(temporary / 'text', temporary / f'data_{number}'),
+                'tiktoken, threads': size / tiktoken_threads(encoding, texts),
+                'tiktoken, processes': size / tiktoken_processes(encoding, texts),
+                'datasets.map': size / datasets_map(encoding, dataset, temporary / 'memmap.bin'),
+            }
+            print(f'round {number + 1}: ' + ', '.join(f'{name} {speed:.1f}' for name, speed in row.items()), flush=True)
+            rows.append(row)
+    ratios = {}
+    for name in list(rows[0])[1:]:
+        ratios[name] = statistics.median(row['prepare_data'] / row[name] for row in rows)
+    print('prepare_data against ' + ', '.join(f'{name}: {ratio:.2f}x' for name, ratio in ratios.items()) + ' (medians)')
+    return ratios
+
+
+if __name__ == '__main__':
+    os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    arguments = [int(argument) for argument in sys.argv[1:]]
+    measure(*(arguments or [40, 5]))

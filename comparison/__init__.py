@@ -1,0 +1,1 @@
+"""What compare.py needs: results of runs, what they say, and pictures of them."""

@@ -1,0 +1,688 @@
+"""
+A model of `transformers` as the train scripts want it: with the methods of model.GPT, and weights that come in slices.
+
+    pretrained = Pretrained.from_keys(config, explicit)  # config.json of the folder init_from; no weights yet
+    with torch.device('meta'):
+        model = for_training(pretrained, compute_dtype, device)
+    ...  # shard it, or not; model.to_empty()
+    load(model, pretrained, seed)  # each rank reads the rows it keeps
+    loss_sum, ce_sum = model(x, y)  # as model.GPT, and model(x, y, positions) of packed documents
+    line = self_test(model, pretrained, ...)  # logits are those of the folder
+
+Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
+and the loss are computed together in chunks (model.ChunkedCrossEntropy): logits over 150,000 tokens never exist whole.
+
+LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
+from model import SAVED_OPS, ChunkedCrossEntropy
+
+KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
+LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
+# What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
+AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
+AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
+OF_NATIVE_MODELS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim')
+OF_NATIVE_MODELS += ('vocab_size', 'bias', 'tie_embeddings', 'rope_theta', 'attention_gate')
+DROPOUT = re.compile(r'dropout|_pdrop$')
+NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
+VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
+# Where causal_attention() takes the place of transformers' own: these models need no other mask than those it makes.
+OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
+ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
+
+
+def transformers_offline():
+    """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
+    os.environ.setdefault('HF_HUB_OFFLINE', '1')
+    logging.getLogger('DeepSpeed').addFilter(is_worth_saying)  # which transformers imports where it is installed
+    import transformers
+
+    return transformers
+
+
+def is_worth_saying(record):
+    return not record.getMessage().startswith('Setting accelerator to CPU')
+
+
+# --- what is fine-tuned -----------------------------------------------------------------------------------------------
+
+
+class Pretrained:
+    """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
+    model.ModelConfig.
+
+    folder        with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
+    config        the PretrainedConfig
+    vocab_size    rows of the embedding; a tokenizer may have fewer tokens
+    arch          its model_type
+    """
+
+    def __init__(
+        self, folder, block_size=None, lora_rank=0, lora_alpha=16.0, lora_targets='all', freeze=None, dropout=0.0,
+        z_loss=0.0, trust_remote_code=False, weights_folder=None,
+    ):  # fmt: skip
+        """lora_targets: 'all' linear layers of the blocks, or ends of their names, 'q_proj,v_proj'. freeze: regular
+        expression. Raises ValueError where folder holds no causal language model, or not one for block_size."""
+        self.folder, self.weights_folder = str(folder), weights_folder or str(folder)
+        self.lora_rank, self.lora_alpha, self.lora_targets, self.freeze = lora_rank, lora_alpha, lora_targets, freeze
+        self.dropout, self.z_loss, self.trust_remote_code = dropout, z_loss, trust_remote_code
+        transformers = transformers_offline()
+        if not os.path.exists(os.path.join(folder, 'config.json')):
+            raise ValueError(
+                f'{folder}: no config.json; `python download_model.py --model={folder}` says what is amiss'
+            )
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            reason = ' '.join(str(error).split())[:300]
+            if 'trust_remote_code' in str(error):
+                reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
+            raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
+        mappings = transformers.models.auto.modeling_auto
+        encoders = (
+            mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() if not getattr(self.config, 'is_decoder', True) else ()
+        )
+        known = mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - encoders  # BERT is in both
+        own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
+        self.arch = self.config.model_type
+        if not own_code and self.arch not in known:
+            raise ValueError(f'{folder}: model_type={self.arch!r} is no causal language model of transformers')
+        if getattr(self.config, 'quantization_config', None):
+            raise ValueError(
+                f'{folder}: its weights are quantized, which cannot be trained: take the model in bfloat16'
+            )
+        text = self.config.get_text_config()
+        self.vocab_size = text.vocab_size
+        positions = getattr(text, 'max_position_embeddings', None)
+        self.block_size = block_size or positions
+        if block_size and positions and block_size > positions:
+            raise ValueError(
+                f'block_size={block_size}: {self.arch} in {folder} has {positions} positions: use '
+                f'--block_size={positions} or less'
+            )
+        if lora_rank < 0 or (lora_rank and lora_alpha <= 0):
+            raise ValueError(f'lora_rank={lora_rank}, lora_alpha={lora_alpha}: expected 0 (off) or more, and above 0')
+
+    @classmethod
+    def from_keys(cls, config, explicit):
+        """From a script's config. Raises ValueError, too, for keys that only a model from scratch has, for a folder
+        that is not there, and for one without weights that no earlier start of this run has read."""
+        set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
+        if set_here:
+            raise ValueError(
+                f'{set_here[0]}={config[set_here[0]]!r}: the model of init_from={config["init_from"]} has its own; '
+                f'leave out {", ".join(set_here)}'
+            )
+        init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
+        try:
+            source = find_folder(init_from)
+        except ValueError:
+            if not os.path.isdir(kept):
+                raise
+            source = None  # the run goes on from its checkpoints, with what it has kept of the folder
+        if source and not os.path.isdir(kept) and not config['dry_run']:
+            Weights(source)  # there are some
+        keys = ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets', 'freeze', 'dropout', 'z_loss')
+        options = {key: config[key] for key in (*keys, 'trust_remote_code')}
+        return cls(source or kept, weights_folder=source or init_from, **options)
+
+    @classmethod
+    def of_run(cls, out_dir, state, trust_remote_code=False):
+        """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
+        folder = os.path.join(out_dir, KEPT)
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f'{folder} is missing, which has the configuration and tokenizer of the model: copy it back'
+            )
+        saved = state['identity']['model']
+        options = {key: saved[key] for key in ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets')}
+        return cls(folder, trust_remote_code=trust_remote_code, **options)
+
+    def keep_files(self, out_dir):
+        """Copy configuration, tokenizer and licence into out_dir when a run begins, which then does not need init_from
+        any more. What an earlier start without a checkpoint has left there is replaced. For rank 0."""
+        kept = os.path.join(out_dir, KEPT)
+        if os.path.abspath(self.folder) == os.path.abspath(kept):
+            return
+        shutil.rmtree(f'{kept}.tmp', ignore_errors=True)
+        os.makedirs(f'{kept}.tmp')
+        for name in os.listdir(self.folder):
+            path = os.path.join(self.folder, name)
+            is_weights = name.endswith(('.safetensors', '.bin', '.pth', '.pt', '.gguf', '.index.json'))
+            if os.path.isfile(path) and not is_weights and os.path.getsize(path) <= LARGEST_KEPT:
+                if not name.startswith(('.', 'download.', 'adapter_')):
+                    shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
+            elif name == 'additional_chat_templates':
+                shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
+        shutil.rmtree(kept, ignore_errors=True)
+        os.rename(f'{kept}.tmp', kept)
+
+    def empty_model(self, **options):
+        """The transformers model without its weights: parameters and buffers as the context says, best on meta."""
+        transformers = transformers_offline()
+        options |= {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **options)
+        model.tie_weights()  # transformers 5.0 does not, on meta
+        return model
+
+    def to_dict(self):
+        """What decides shapes and numbers: for the log, scaling.py, estimate.py and the identity of a checkpoint."""
+        return dict(self.facts)
+
+    @functools.cached_property
+    def facts(self):
+        text = self.config.get_text_config()
+        heads = getattr(text, 'num_attention_heads', 1)
+        of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
+        with torch.device('meta'):
+            model = for_training(self)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        of_blocks = {name for block in model.blocks for name in names_in(model, block)}
+        first = {name: shapes[name] for name in names_in(model, model.blocks[0])}
+        return {
+            'arch': self.arch,
+            'n_layer': len(model.blocks),
+            'n_head': heads,
+            'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
+            'head_dim': value_of(text, 'head_dim') or text.hidden_size // heads,
+            'n_embd': text.hidden_size,
+            'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
+            'vocab_size': self.vocab_size,
+            'block_size': self.block_size,
+            'dropout': self.dropout,
+            'z_loss': self.z_loss,
+            'bias': any(name.endswith('bias') for name in shapes),
+            'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
+            'attention_gate': False,
+            'lora_rank': self.lora_rank,
+            'lora_alpha': self.lora_alpha,
+            'lora_targets': self.lora_targets,
+            'freeze': self.freeze,
+            'trainable': sum(p.numel() for p in model.parameters() if p.requires_grad),
+            'root_shapes': {name: shape for name, shape in shapes.items() if name not in of_blocks},
+            'block_shapes': first,
+            'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
+        }
+
+
+def value_of(config, name):
+    """An attribute of a configuration, or None; some raise their own errors where it differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class ForTraining:
+    """What a train script asks of a model, mixed in front of the class that transformers has for it."""
+
+    def forward(self, x, y=None, positions=None):
+        """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
+
+        positions (B, T): restart at 0 with each packed document; attention then stays within documents.
+        """
+        options = {'use_cache': False}
+        if positions is not None:
+            options['position_ids'] = positions
+            if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
+                options['attention_mask'] = mask_of_documents(positions)
+        head = self.get_output_embeddings()
+        # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
+        casting = self.compute_dtype != head.weight.dtype
+        with torch.autocast(x.device.type, self.compute_dtype, enabled=casting):
+            if y is None or not self.has_plain_head:
+                logits = super().forward(x, **options).logits
+                if y is None:
+                    return logits
+                targets, vocab_size = y.flatten(), logits.shape[-1]
+                return loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
+            hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
+        options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
+
+    def _apply(self, *args, **kwargs):
+        """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
+        super()._apply(*args, **kwargs)
+        for (first, attribute), *others in self.ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[attribute]
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            fill_buffers(self, self.device_of_buffers)
+        return self
+
+    def checkpoint_activations(self, mode):
+        """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
+        if mode not in ('none', 'full', 'selective'):
+            raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
+        if mode == 'none':
+            return
+        options = {'use_reentrant': False, 'preserve_rng_state': self.draws_noise}
+        if mode == 'selective':
+            options['context_fn'] = lambda: create_selective_checkpoint_contexts(SAVED_OPS)
+        for block in self.blocks:
+            block.forward = checkpointed(block.forward, options)
+
+    def parameter_counts(self):
+        """As model.GPT.parameter_counts; trainable: without frozen ones."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        embedding = sum(table.numel() for table in tables)
+        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return {'total': total, 'embedding': embedding, 'non_embedding': total - embedding, 'trainable': trainable}
+
+    def flops_per_token(self):
+        """As model.GPT.flops_per_token, but a frozen weight costs 4 and not 6: it has no gradient of its own."""
+        head = self.get_output_embeddings().weight
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        in_matmuls = {parameter for parameter in self.parameters() if parameter not in tables or parameter is head}
+        flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
+        return flops + self.flops_of_attention
+
+
+def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
+    """The transformers model of a Pretrained with the methods of ForTraining, on meta under torch.device('meta').
+
+    device: where it will compute; buffers go there even when the shards are kept on the host.
+    Raises ValueError for LoRA targets and frozen parameters that the model does not have.
+    """
+    transformers = transformers_offline()
+    transformers.AttentionInterface.register(ATTENTION, causal_attention)
+    config = pretrained.config
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):  # the noise of pretraining is not this run's
+            if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(part, name, pretrained.dropout if DROPOUT.search(name) else 0.0)
+    model = pretrained.empty_model()
+    if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
+        model.set_attn_implementation(ATTENTION)
+    places = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    model.ties = [of_parameter for of_parameter in places.values() if len(of_parameter) > 1]
+    model.blocks = find_blocks(model)
+    model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
+    model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0
+    head, text = model.get_output_embeddings(), config.get_text_config()
+    changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
+    model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
+    model.has_plain_head &= model.base_model is not model  # it is where a class names none
+    heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
+    head_dim = value_of(text, 'head_dim') or text.hidden_size // heads
+    model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
+    model.__class__ = type(type(model).__name__, (ForTraining, type(model)), {})
+    model.train()
+    freeze(model, pretrained)
+    return model
+
+
+def find_blocks(model):
+    """The blocks of a transformers model in their order: of the classes that _no_split_modules names, or else the
+    longest list of modules of one class."""
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    named = set(model._no_split_modules or ())
+    found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
+    found = found or [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+    if not found:
+        raise ValueError(
+            f'{type(model).__name__} has no list of blocks that could be sharded: train it with train_ddp.py'
+        )
+    return max(found, key=len)
+
+
+def names_in(model, module):
+    """Names of the parameters of one of the model's modules."""
+    own = set(module.parameters())
+    return [name for name, parameter in model.named_parameters() if parameter in own]
+
+
+def checkpointed(forward, options):
+    """A block's forward that keeps its input alone, and computes again in backward."""
+
+    def forward_and_forget(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return forward_and_forget
+
+
+def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
+    """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
+
+    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU bf16
+    is slow in here: fp32 inside takes 0.6 of the time.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    T, dtype = query.shape[2], query.dtype
+    if sliding_window and sliding_window < T:
+        near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
+        attention_mask = near[None, None] if attention_mask is None else attention_mask & near
+    on_cpu = query.device.type == 'cpu'
+    if on_cpu:
+        query, key, value = query.float(), key.float(), value.float()
+    with torch.autocast('cpu', enabled=False) if on_cpu else contextlib.nullcontext():  # it would undo that
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return output.to(dtype), None
+
+
+def mask_of_documents(positions):
+    """Which token may see which, (B, 1, T, T) bool: those before it in its document; positions (B, T) restart there."""
+    starts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    document = starts.cumsum(1)  # (B, T)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def loss_of_logits(logits, targets, vocab_size, z_loss):
+    """What ChunkedCrossEntropy returns, from logits (N, V) that a model has made in its own way."""
+    logits, valid = logits[:, :vocab_size].float(), targets >= 0
+    ce_sum = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+    loss_sum = ce_sum + z_loss * ((torch.logsumexp(logits, -1) ** 2) * valid).sum() if z_loss else ce_sum
+    return loss_sum, ce_sum.detach()
+
+
+def fill_buffers(model, device):
+    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies.
+
+    transformers has a rule for each in _init_weights(). Raises ValueError for one that it leaves alone.
+    """
+    for module in model.modules():
+        unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
+        for name, buffer in module._buffers.items():
+            if name in unset:
+                buffer = torch.empty_like(buffer, device=device)
+                module._buffers[name] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer.zero_()
+            elif buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+        if unset:
+            # The rule would draw the module's parameters anew, too: it gets others in their place.
+            parameters = module._parameters
+            module._parameters = {name: p if p is None else p.detach().to('meta') for name, p in parameters.items()}
+            model._init_weights(module)
+            module._parameters = parameters
+        for name in unset:
+            if module._buffers[name].isnan().any():
+                raise ValueError(
+                    f'transformers does not say how to fill {name} of {type(module).__name__}: not supported'
+                )
+
+
+# --- LoRA and frozen parts --------------------------------------------------------------------------------------------
+
+
+class LoRA:
+    """Mixed in front of a Linear, or of GPT-2's Conv1D, which then has lora_A (rank, in) and lora_B (out, rank)."""
+
+    def forward(self, x):
+        return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
+
+
+def freeze(model, pretrained):
+    """Add LoRA, and mark what is not trained: with LoRA all but that, and what pretrained.freeze matches."""
+    if pretrained.lora_rank:
+        model.requires_grad_(False)
+        for module in lora_modules(model, pretrained.lora_targets):
+            inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
+            for name, shape in (
+                ('lora_A', (pretrained.lora_rank, inputs)),
+                ('lora_B', (outputs, pretrained.lora_rank)),
+            ):
+                module.register_parameter(name, nn.Parameter(torch.empty(shape, device=module.weight.device)))
+            module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
+            module.__class__ = type(f'LoRA{type(module).__name__}', (LoRA, type(module)), {})
+    if pretrained.freeze:
+        try:
+            frozen = [p for name, p in model.named_parameters() if re.search(pretrained.freeze, name)]
+        except re.error as error:
+            raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
+        if not frozen:
+            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter; they are {some_names(model)}')
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
+
+
+def lora_modules(model, targets):
+    """The linear layers of the blocks that lora_targets means. Raises ValueError for a target that is not there."""
+    linear = {}
+    for block in model.blocks:
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear) or is_conv1d(module):
+                linear.setdefault(name, []).append(module)
+    if targets == 'all':
+        return [module for modules in linear.values() for module in modules]
+    chosen = []
+    for target in targets.split(','):
+        found = [name for name in linear if f'.{name}'.endswith(f'.{target.strip()}')]
+        if not found:
+            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(linear))}')
+        chosen += found
+    return [module for name in dict.fromkeys(chosen) for module in linear[name]]
+
+
+def is_conv1d(module):
+    """GPT-2's linear layer, with its weight as (in, out)."""
+    return type(module).__name__ in ('Conv1D', 'LoRAConv1D')
+
+
+def some_names(model):
+    names = [name for name, _ in model.named_parameters()]
+    return f'{", ".join(names[:3])}, ... {names[-1]}'
+
+
+def merge_lora(model, weights, pretrained):
+    """Weights without lora_A and lora_B: W + (alpha / rank) B A in place of W. model: of the class, for its layers."""
+    merged = {name: tensor for name, tensor in weights.items() if not name.endswith(('.lora_A', '.lora_B'))}
+    for name in weights:
+        if name.endswith('.lora_A'):
+            module = name.removesuffix('.lora_A')
+            update = weights[f'{module}.lora_B'] @ weights[name] * (pretrained.lora_alpha / pretrained.lora_rank)
+            if is_conv1d(model.get_submodule(module)):
+                update = update.T
+            merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
+    return merged
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load(model, pretrained, seed=0):
+    """Fill a model with the weights of its folder, as fp32, whatever they are stored in; sharded or not. Collective.
+
+    Each rank reads the rows that it keeps. Where transformers stores weights under other names than it computes with
+    (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model and sends it on.
+    LoRA's A is uniform within 1 / sqrt(in), a function of (seed, name), and B is 0.
+    Raises ValueError for a tensor of another shape than the configuration says.
+    """
+    weights = Weights(pretrained.weights_folder)
+    found, lacking = weights.find(model)
+    whole = state_of_rank_0(pretrained) if lacking else None
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    for name in tensors_to_load(model):
+        local, rows = local_rows(tensors[name])
+        if name.endswith('.lora_B'):
+            local.zero_()
+        elif name.endswith('.lora_A'):
+            local.copy_(initial_lora(name, tensors[name].shape, seed)[rows])
+        elif lacking:
+            local.copy_(from_rank_0(whole and whole[name], tensors[name])[rows])
+        elif weights.shape(found[name]) != tuple(tensors[name].shape):
+            raise ValueError(
+                f'{pretrained.weights_folder}: {found[name]} has the shape {weights.shape(found[name])}, config.json '
+                f'asks for {tuple(tensors[name].shape)}'
+            )
+        elif local.numel():
+            local.copy_(weights.read(found[name], rows))
+
+
+def initial_lora(name, shape, seed):
+    digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+
+
+def whole_model(pretrained):
+    """The model as transformers loads it, fp32. Raises ValueError where its weights are not all in the folder: the rest
+    would be random numbers."""
+    transformers = transformers_offline()
+    options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
+    if info['missing_keys']:
+        raise ValueError(
+            f'{pretrained.weights_folder}: the files lack {len(info["missing_keys"])} weights of {pretrained.arch}, '
+            f'{sorted(info["missing_keys"])[0]} first; `python download_model.py --model=OWNER/NAME` fetches them'
+        )
+    return model.eval()
+
+
+def state_of_rank_0(pretrained):
+    """The state dict as transformers loads it, on rank 0; None on the others. Raises its ValueError on every rank."""
+    outcome, state = [None], None
+    if dist.get_rank() == 0:
+        try:
+            state = whole_model(pretrained).state_dict()
+        except ValueError as error:
+            outcome = [str(error)]
+    dist.broadcast_object_list(outcome, device=torch.device('cpu'))
+    if outcome[0]:
+        raise ValueError(outcome[0])
+    return state
+
+
+def from_rank_0(tensor, like):
+    """A whole tensor of rank 0, on every rank, in host memory."""
+    whole = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.to(like.dtype).contiguous()
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+def for_inference(pretrained, weights):
+    """The class's own model, not ForTraining, with `weights` {name: tensor} of a checkpoint; LoRA is merged. Moves
+    nothing and casts nothing."""
+    with torch.device('meta'):
+        model = pretrained.empty_model()
+    missing, unexpected = model.load_state_dict(merge_lora(model, weights, pretrained), strict=False, assign=True)
+    assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
+    model.tie_weights()
+    assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
+    fill_buffers(model, 'cpu')
+    return model.eval()
+
+
+# --- self-test --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def self_test(model, raw_model, pretrained, loaded, packed, device):
+    """Prove on a few tokens that the model computes what its folder says; returns a line for the log. Collective.
+
+    model: as it is called, wrapped or sharded; raw_model: with ForTraining's attributes. loaded: the weights are the
+    folder's, so the logits must be, too: rank 0 computes them with transformers' own class, a block of the files at a
+    time. packed: attention must stay within documents.
+    Raises ValueError on every rank: to train on would waste the run.
+    """
+    T = min(32, pretrained.block_size)
+    tokens = torch.randint(pretrained.vocab_size, (1, T), generator=torch.Generator().manual_seed(1))
+    x = tokens.to(device)
+    y = x.roll(-1, 1)
+    facts, problems = [], []
+    exact = raw_model.compute_dtype == torch.float32
+    tolerance = 1e-4 if exact else 0.1  # of a norm; wrong frequencies give about 1
+    model.eval()
+    compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
+    if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
+        torch.compiler.set_stance('force_eager')
+    logits = model(x).float()  # (1, T, V)
+    ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
+    if not abs(ce - expected_ce) <= (1e-4 if exact else 0.02) * expected_ce:
+        problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
+    whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
+    facts.append(f'the loss is that of the logits{whole}')
+    if packed:
+        half = T // 2
+        positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
+        other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
+        second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
+        if (
+            not (second - again).norm() <= (1e-4 if exact else 0.02) * second.norm()
+        ):  # experts of mixtures add up in another order
+            problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
+        facts.append('packed documents do not see each other')
+    if compiled:
+        torch.compiler.set_stance('default')
+    for module in model.modules():  # without a backward pass what forward left gathered would stay so
+        if hasattr(module, 'reshard'):
+            module.reshard()
+    model.train()
+    if loaded:
+        difference = [None]
+        if dist.get_rank() == 0:
+            expected = reference_logits(pretrained, tokens)
+            difference = [((logits.cpu() - expected).norm() / expected.norm()).item()]
+        dist.broadcast_object_list(difference, device=torch.device('cpu'))
+        if not difference[0] <= tolerance:
+            problems.append(
+                f'logits differ from those of {pretrained.weights_folder} by {difference[0]:.2g} of their norm'
+            )
+        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference[0]:.1g} of their norm)')
+    if problems:
+        raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
+    return f'self-test: {"; ".join(facts)}'
+
+
+def reference_logits(pretrained, tokens):
+    """Logits (B, T, V) in fp32 on the host, by transformers' class as it is, with one block in memory at a time."""
+    weights = Weights(pretrained.weights_folder)
+    with torch.device('meta'):
+        model = pretrained.empty_model()
+    found, lacking = weights.find(model)
+    if lacking:
+        return whole_model(pretrained)(tokens, use_cache=False).logits
+    aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
+    fill_buffers(model, 'cpu')
+
+    def fetch(module, prefix, wanted):
+        """Give a module its tensors, or only their shapes back."""
+        for name, inner in module.named_modules(prefix=prefix):
+            for of_module in (inner._parameters, inner._buffers):
+                for attribute, tensor in of_module.items():
+                    if tensor is None or attribute in inner._non_persistent_buffers_set:
+                        continue
+                    value = weights.read(found[aliases[f'{name}.{attribute}']]).float() if wanted else tensor.to('meta')
+                    of_module[attribute] = nn.Parameter(value, False) if of_module is inner._parameters else value
+
+    blocks = find_blocks(model)
+    inside = {inner for block in blocks for inner in block.modules()}
+    table = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if module is table:
+            fetch(module, name, True)  # for good: some classes ask where it lies before they call it
+        elif module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+            module.register_forward_pre_hook(lambda module, args, name=name: fetch(module, name, True))
+            module.register_forward_hook(lambda module, args, output, name=name: fetch(module, name, False))
+    return model.eval()(tokens, use_cache=False).logits

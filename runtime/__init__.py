@@ -1,0 +1,1 @@
+"""Around every training loop, the same for every strategy: processes, errors, checkpoints, health, measurements."""

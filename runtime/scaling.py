@@ -1,0 +1,398 @@
+"""
+Arithmetic before a run: batches, rounds, parameters, FLOPs, and the published rules from heads to a whole run.
+
+    scaling.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
+    scaling.flops_per_token(model_config.to_dict())
+    python -m runtime.scaling --heads=8 --arch=enoki  # sizes and rates by the published rules; or --ladder
+
+Nothing is allocated and torch is not imported: every figure follows from the keys. `config` is a script's resolved
+config (dtype 'bfloat16' rather than 'auto'), `model` is to_dict() of a ModelConfig, or of an hf.Pretrained, which has
+the shapes of its parameters in it. What a run takes, in memory, traffic and disk, is in estimate.py.
+"""
+
+import argparse
+import math
+from fractions import Fraction
+
+VOCAB_MULTIPLE = 64  # as in ModelConfig.padded_vocab_size
+
+
+# --- BATCHES ----------------------------------------------------------------------------------------------------------
+
+
+def accumulation_steps(global_batch_size, batch_size, world_size):
+    """
+    Micro-steps per optimizer step: global_batch_size = batch_size * world_size * accumulation_steps, in sequences.
+
+    Raises ValueError with the numbers and the nearest global batches that work if that has no solution.
+    """
+    for name, value in (('global_batch_size', global_batch_size), ('batch_size', batch_size)):
+        if value < 1:
+            raise ValueError(f'{name}={value}: expected 1 or more')
+    per_micro_step = batch_size * world_size
+    steps, rest = divmod(global_batch_size, per_micro_step)
+    if rest:
+        nearest = [n * per_micro_step for n in (steps, steps + 1) if n > 0]
+        raise ValueError(
+            f'global_batch_size={global_batch_size} is not a multiple of {per_micro_step} = batch_size={batch_size} x '
+            f'{world_size} ranks: use --global_batch_size={" or ".join(map(str, nearest))}, or another batch_size'
+        )
+    return steps
+
+
+def cautions(config, n_windows):
+    """
+    Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data.
+    Raises ValueError for what can be no run at all.
+    """
+    if config['eval_iters'] < 0 or (config['eval_only'] and config['eval_iters'] == 0):
+        raise ValueError(f'eval_iters={config["eval_iters"]}: expected 1 or more, or 0 = none but with eval_only=False')
+    trace_step, max_iters = config['trace_step'], config['max_iters']
+    if trace_step < 0:
+        raise ValueError(f'trace_step={trace_step}: expected 1 to max_iters={max_iters}, or 0 = none')
+    lines = []
+    if trace_step > max_iters:
+        lines.append(f'warning: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+    if config['warmup_iters'] >= config['max_iters']:
+        lines.append(
+            f'warning: warmup_iters={config["warmup_iters"]} of max_iters={config["max_iters"]} steps: the learning '
+            'rate never reaches its peak'
+        )
+    if config['global_batch_size'] > n_windows:
+        lines.append(
+            f'warning: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
+            'training data: each step repeats them'
+        )
+    return lines
+
+
+def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
+    """Optimizer steps for num_epochs passes over n_windows sequences. ValueError: num_epochs is not above 0."""
+    if not 0 < num_epochs < math.inf:
+        raise ValueError(f'num_epochs={num_epochs}: expected a number above 0')
+    return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.1 * 30 is above 3
+
+
+def batch_line(batch_size, accumulation_steps, world_size, block_size):
+    """The batch arithmetic with its numbers, on one line."""
+    sequences = batch_size * accumulation_steps * world_size
+    return (
+        f'{batch_size} sequences x {accumulation_steps} micro-steps x {world_size} ranks = {sequences:,} sequences '
+        f'x {block_size:,} tokens = {sequences * block_size:,} tokens per step'
+    )
+
+
+def ranks_per_shard_group(config, world_size):
+    """
+    The ranks that hold one copy of the model between them: all, or with replicate_size (HSDP) that fraction of them.
+
+    Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
+    """
+    replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
+    if replicate_size < 1 or world_size % replicate_size:
+        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f'replicate_size={replicate_size} does not divide {world_size} ranks: use one of {divisors}')
+    if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
+        raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
+    if config['blocks_per_unit'] < 1:
+        raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
+    return world_size // replicate_size
+
+
+def number_of_replicas(num_replicas, world_size, local_world_size):
+    """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
+    if num_replicas is None:
+        if world_size % local_world_size:
+            raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
+        return world_size // local_world_size
+    if num_replicas < 1 or world_size % num_replicas:
+        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f'num_replicas={num_replicas} does not divide {world_size} ranks: use one of {divisors}')
+    return num_replicas
+
+
+def check_rounds(config):
+    """Raises ValueError if the keys of DiLoCo do not fit together."""
+    steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
+    if not 1 <= steps <= config['max_iters']:
+        raise ValueError(
+            f'inner_steps={steps}: expected 1 to max_iters={config["max_iters"]}, a round is part of the run'
+        )
+    if fragments > config['n_layer']:
+        raise ValueError(
+            f'num_fragments={fragments}: expected at most n_layer={config["n_layer"]}, a block is in one fragment'
+        )
+    if not 1 <= fragments <= steps:
+        raise ValueError(
+            f'num_fragments={fragments}: expected 1 to inner_steps={steps}, each is sent after a step of its own'
+        )
+    if overlap < 0 or (overlap and overlap * fragments >= steps):
+        raise ValueError(
+            f'overlap_steps={overlap}: expected less than inner_steps / num_fragments = {steps / fragments:g}, '
+            'an exchange lands before the next one begins'
+        )
+    if not 0 <= config['fragment_mix'] < 1:
+        raise ValueError(f'fragment_mix={config["fragment_mix"]}: expected 0 (the outer parameters alone) to below 1')
+    if config['outer_repeats'] < 1 or config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
+        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum', 'outer_repeats'))
+        raise ValueError(f'{given}: expected a rate above 0, a momentum from 0 to below 1, and 1 or more repeats')
+
+
+# --- PARAMETERS -------------------------------------------------------------------------------------------------------
+
+
+def block_shapes(model):
+    """{name: shape} of the parameters of one block, as in model.py; C is the width, D the dimension of a head."""
+    if is_from_transformers(model):
+        return model['block_shapes']
+    C, D, hidden = model['n_embd'], model['head_dim'], model['mlp_hidden_dim']
+    query_heads = model['n_head'] * (2 if model['attention_gate'] else 1)
+    shapes = norm_shapes(model, 'attn_norm', C)
+    shapes |= linear_shapes(model, 'attn.qkv', C, (query_heads + 2 * model['n_kv_head']) * D)
+    shapes |= linear_shapes(model, 'attn.proj', model['n_head'] * D, C)
+    if has_qk_norm(model):
+        shapes |= norm_shapes(model, 'attn.q_norm', D) | norm_shapes(model, 'attn.k_norm', D)
+    shapes |= norm_shapes(model, 'mlp_norm', C)
+    for name in ('mlp.gate', 'mlp.up') if has_rms_norm(model) else ('mlp.up',):
+        shapes |= linear_shapes(model, name, C, hidden)
+    return shapes | linear_shapes(model, 'mlp.down', hidden, C)
+
+
+def root_shapes(model):
+    """{name: shape} of the parameters outside of the blocks; a tied head is the embedding and counts once."""
+    if is_from_transformers(model):
+        return model['root_shapes']
+    table = (padded_vocab_size(model), model['n_embd'])
+    shapes = {'embed.weight': table}
+    if model['arch'] == 'gpt2':
+        shapes['pos_embed.weight'] = (model['block_size'], model['n_embd'])
+    shapes |= norm_shapes(model, 'final_norm', model['n_embd'])
+    if not model['tie_embeddings']:
+        shapes['head.weight'] = table
+    return shapes
+
+
+def linear_shapes(model, name, inputs, outputs):
+    return {f'{name}.weight': (outputs, inputs)} | ({f'{name}.bias': (outputs,)} if model['bias'] else {})
+
+
+def norm_shapes(model, name, width):
+    has_bias = model['bias'] and not has_rms_norm(model)
+    return {f'{name}.weight': (width,)} | ({f'{name}.bias': (width,)} if has_bias else {})
+
+
+def is_from_transformers(model):
+    """Whether the shapes came with the model. All of them but GPT-2 are taken to compute as a Llama does."""
+    return 'root_shapes' in model
+
+
+def has_rms_norm(model):
+    """RMSNorm and SwiGLU instead of LayerNorm and GELU."""
+    return model['arch'] in ('llama', 'qwen3') or (is_from_transformers(model) and model['arch'] != 'gpt2')
+
+
+def has_qk_norm(model):
+    of_block = model.get('block_shapes')
+    return any('q_norm' in name for name in of_block) if of_block else model['arch'] in ('enoki', 'qwen3')
+
+
+def padded_vocab_size(model):
+    if is_from_transformers(model):
+        return model['vocab_size']
+    return math.ceil(model['vocab_size'] / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def count(shapes, shard_size=1):
+    """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
+    return sum(math.ceil(shape[0] / shard_size) * math.prod(shape[1:]) for shape in shapes.values())
+
+
+def matrices(shapes):
+    return {name: shape for name, shape in shapes.items() if len(shape) == 2}
+
+
+# The first part with a word that is in a parameter's name, here or in transformers, has it.
+WORDS_OF_PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
+WORDS_OF_PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
+
+
+def parameter_parts(model):
+    """{part: number of parameters}, exact, and 'total'. A norm within the attention counts as a norm."""
+    parts = dict.fromkeys(('embedding', 'attention', 'mlp', 'norms', 'head'), 0)
+    for shapes, copies in ((root_shapes(model), 1), (block_shapes(model), model['n_layer'])):
+        for name, shape in shapes.items():
+            part = next((part for part, words in WORDS_OF_PARTS.items() if any(w in name for w in words)), 'other')
+            parts[part] = parts.get(part, 0) + copies * math.prod(shape)
+    return parts | {'total': sum(parts.values())}
+
+
+def trainable_parameters(model):
+    """All, or those that LoRA and `freeze` leave to be trained."""
+    return model.get('trainable') or parameter_parts(model)['total']
+
+
+def flops_per_token(model):
+    """
+    FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
+
+    PaLM (arXiv 2204.02311, appendix B), no discount for causal attention. The head counts as a matmul, tied or not. A
+    frozen weight takes 4 instead of 6: it gets no gradient. (The embedding is taken to be among the frozen ones.)
+    """
+    parts = parameter_parts(model)
+    head = padded_vocab_size(model) * model['n_embd']
+    in_matmuls = parts['total'] - parts['embedding'] - parts['head'] + head
+    frozen = max(0, in_matmuls - trainable_parameters(model))
+    attention = 12 * model['n_layer'] * model['n_head'] * model['head_dim'] * model['block_size']
+    return 6 * in_matmuls - 2 * frozen + attention
+
+
+# --- RULES ------------------------------------------------------------------------------------------------------------
+# From a number of heads to a whole run: arXiv 2602.05298 and its code (github.com/mlexpos/adana).
+
+RULE_VOCAB_SIZE = 50304  # GPT-2's 50257, padded; what the paper counts
+RULE_BLOCK_SIZE = 2048  # tokens per sequence in the fits
+LADDER = (6, 8, 12, 16, 24)  # heads of the published runs
+RULES = {  # n_layer = a * heads // b; head_dim = n_embd / heads; mlp_hidden_dim / n_embd; attention_gate
+    'enoki': (3, 4, 64, 4, False),
+    'qwen3': (2, 1, 128, 3, True),
+}
+DANA_FAMILY = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+# (arch, sequences per step, optimizer, kappa): (a, b, d) of learning rate = a * (b + non-embedding parameters)^d
+LEARNING_RATE_FITS = {
+    ('enoki', 32, 'adamw', None): (12.8, 1.67e4, -0.515),
+    ('enoki', 32, 'adamw-decay', None): (65.7, 9.83e3, -0.608),
+    ('enoki', 32, 'adana', 0.75): (12.7, 9.55e3, -0.624),
+    ('enoki', 32, 'adana', 0.8): (17.6, 3.66e4, -0.624),
+    ('enoki', 32, 'adana', 0.85): (22.5, 1.22e5, -0.618),
+    ('enoki', 32, 'adana', 0.9): (68.9, 2.95e4, -0.667),
+    ('enoki', 32, 'dana-mk4', 0.75): (56.0, 5.71e3, -0.708),
+    ('enoki', 32, 'dana-mk4', 0.85): (23.0, 1.46e4, -0.627),
+    ('enoki', 32, 'dana-star-mk4', 0.75): (41.0, 3.03e4, -0.661),
+    ('enoki', 32, 'dana-star-mk4', 0.85): (223, 2.40e6, -0.724),
+    ('enoki', 32, 'ademamix', None): (4.51, 6.71e3, -0.503),
+    ('enoki', 32, 'muon', None): (2.19, 5.64e4, -0.417),
+    ('enoki', 512, 'adamw', None): (16.7, 1.58e7, -0.464),
+    ('enoki', 512, 'adana', 0.85): (85.3, 3.04e4, -0.654),
+    ('enoki', 512, 'dana-mk4', 0.85): (2470, 2.24e7, -0.826),
+    ('enoki', 512, 'dana-star-mk4', 0.85): (310, 1.40e4, -0.701),
+    ('qwen3', 32, 'adamw', None): (2.16e4, 7.20e4, -0.873),
+    ('qwen3', 32, 'adana', 0.85): (3.17, 3.99e4, -0.553),
+    ('qwen3', 32, 'dana-mk4', 0.85): (1.20, 3.44e4, -0.501),
+    ('qwen3', 32, 'dana-star-mk4', 0.85): (93.9, 1.71e4, -0.701),
+}
+
+
+def fill_from_heads(config, explicit):
+    """
+    (filled, notes): the keys that `heads` and `arch` decide, and lines for the log. Without heads: wd_ts and weight
+    decay of optimizers whose decay follows the length of the run.
+
+    A key in `explicit` (a file or the command line set it, not to None) is kept, and the others follow its value. What
+    is counted has config's vocabulary, or the paper's while that is None. Raises ValueError where there is no rule.
+    """
+    heads, arch, optimizer, lr_rule = (config[key] for key in ('heads', 'arch', 'optimizer', 'lr_rule'))
+    if heads is None and optimizer in (*DANA_FAMILY, 'adamw-decay'):  # the rules of decay need no heads
+        filled = {'wd_ts': config['wd_ts'] or max(1, config['max_iters'] // 10)}
+        if optimizer in DANA_FAMILY and 'weight_decay' not in explicit:
+            filled['weight_decay'] = config['omega'] / filled['wd_ts']
+        return filled, [f'optimizer={optimizer!r} set ' + ', '.join(f'{key}={filled[key]:.4g}' for key in filled)]
+    if heads is None:
+        return {}, []
+    if arch not in RULES:
+        raise ValueError(f'arch={arch!r}: expected {" or ".join(RULES)} with heads={heads}, no other has a rule')
+    layers, of_heads, head_dim, mlp_ratio, gate = RULES[arch]
+    fewest = 1 if 'n_layer' in explicit else math.ceil(of_heads / layers)  # that make a layer
+    if heads < fewest:
+        raise ValueError(f'heads={heads}: expected {fewest} or more with arch={arch!r}')
+    run, filled, notes = dict(config), {}, []
+
+    def settle(above=0, **by_rule):
+        for key, value in by_rule.items():
+            if key not in explicit or config[key] is None:
+                run[key] = filled[key] = value
+            elif config[key] <= above:
+                raise ValueError(f'{key}={config[key]}: expected more than {above}')
+
+    settle(n_layer=heads * layers // of_heads, n_head=heads, head_dim=head_dim, n_embd=head_dim * heads)
+    settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate, above=-1)
+    non_embedding, total = rule_counts(run)
+    batch = (config['global_batch_size'], config['block_size'])  # sequences x tokens
+    settle(max_iters=max(1, 20 * total // max(1, math.prod(batch))))  # 20 tokens per parameter
+    settle(warmup_iters=run['max_iters'] // 50, above=-1)
+    if 'learning_rate' in explicit:
+        settle(learning_rate=None)
+    else:
+        settle(learning_rate=fitted_learning_rate(arch, optimizer, non_embedding, lr_rule, config['kappa']))
+        if batch != (lr_rule, RULE_BLOCK_SIZE):
+            notes.append(
+                f'warning: learning rate fitted at {lr_rule} sequences x {RULE_BLOCK_SIZE} tokens per step, this run '
+                f'has {batch[0]} x {batch[1]}; --lr_rule chooses the fit'
+            )
+        if arch == 'qwen3':
+            notes.append(
+                f'learning rate for the true {non_embedding:,} parameters, not for 12 n_embd^2 n_layer as published'
+            )
+    steps = run['max_iters']
+    if optimizer in (*DANA_FAMILY, 'adamw-decay'):
+        settle(wd_ts=max(1, steps // 10))
+        steps = run['wd_ts']
+    rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # the others decay by learning rate x weight_decay
+    settle(weight_decay=config['omega'] / (rate * steps), above=-1)
+    values = [f'{key}={value:.4g}' if isinstance(value, float) else f'{key}={value}' for key, value in filled.items()]
+    return filled, [f'heads={heads}, arch={arch!r} set {", ".join(values)}', *notes]
+
+
+def rule_counts(model):
+    """(non-embedding parameters, total), without norms as in the paper: at 8 heads 18,874,368 and 70,385,664."""
+    unset = {'n_kv_head': model['n_head'], 'vocab_size': RULE_VOCAB_SIZE}
+    parts = parameter_parts({**model, **{key: model[key] or value for key, value in unset.items()}})
+    non_embedding = parts['attention'] + parts['mlp']
+    return non_embedding, non_embedding + parts['embedding'] + parts['head']
+
+
+def fitted_learning_rate(arch, optimizer, non_embedding, lr_rule=32, kappa=0.85):
+    """a * (b + non_embedding)^d; adana-released has adana's fit. Raises ValueError with the fits that there are."""
+    name = optimizer.removesuffix('-released')
+    fit = LEARNING_RATE_FITS.get((arch, lr_rule, name, None)) or LEARNING_RATE_FITS.get((arch, lr_rule, name, kappa))
+    if fit is None:
+        fits = [f'{key[2]} {key[3] or ""}'.strip() for key in LEARNING_RATE_FITS if key[:2] == (arch, lr_rule)]
+        given = f'optimizer={optimizer!r}, kappa={kappa}, lr_rule={lr_rule}'
+        there = f'one of {", ".join(fits)}' if fits else 'lr_rule=32'
+        raise ValueError(f'{given}: expected {there}, fitted for arch={arch!r}, or a --learning_rate')
+    a, b, d = fit
+    return a * (b + non_embedding) ** d
+
+
+def rule_rows(run):
+    """{name: text}: what `heads` decides. run: a config with the filled keys."""
+    counts = (*rule_counts(run), run['global_batch_size'] * run['block_size'])
+    rows = {'n_head': run['n_head'], 'n_layer': run['n_layer'], 'n_embd': run['n_embd'], 'mlp': run['mlp_hidden_dim']}
+    rows |= dict(zip(('non-embedding', 'total', 'tokens per step'), (f'{number:,}' for number in counts), strict=True))
+    rows |= {'iterations': run['max_iters'], 'warm-up': run['warmup_iters'], 'wd_ts': run['wd_ts']}
+    rows |= {'weight decay': f'{run["weight_decay"]:.3g}', 'learning rate': f'{run["learning_rate"]:.2e}'}
+    return {name: str(value).replace('e-0', 'e-') for name, value in rows.items()}
+
+
+# --- COMMAND LINE -----------------------------------------------------------------------------------------------------
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description='What heads and arch decide, and the learning rates of all optimizers')
+    keys = {'arch': 'enoki', 'optimizer': 'adana', 'kappa': 0.85, 'lr_rule': 32, 'global_batch_size': 512}
+    for key, default in {'heads': 8, **keys}.items():
+        parser.add_argument(f'--{key}', type=type(default), default=default, help=f'key of train_*.py, here {default}')
+    parser.add_argument('--ladder', action='store_true', help=f'all published sizes: heads {LADDER}')
+    config = vars(parser.parse_args()) | {'omega': 4.0, 'block_size': RULE_BLOCK_SIZE}
+    config |= dict.fromkeys(('n_kv_head', 'vocab_size', 'bias', 'tie_embeddings', 'wd_ts'))
+    columns = []
+    for heads in LADDER if config['ladder'] else [config['heads']]:
+        try:
+            run = config | fill_from_heads({**config, 'heads': heads}, explicit=())[0]
+        except ValueError as error:
+            raise SystemExit(f'error: {error}') from None
+        columns.append(rule_rows(run))
+        for arch, lr_rule, optimizer, kappa in LEARNING_RATE_FITS:
+            if (arch, lr_rule) == (run['arch'], run['lr_rule']):
+                lr = fitted_learning_rate(arch, optimizer, rule_counts(run)[0], lr_rule, kappa)
+                columns[-1][f'lr {optimizer} {kappa or ""}'] = f'{lr:.3e}'.replace('e-0', 'e-')
+    for name in columns[0]:
+        print(f'{name:22}', *(f'{column[name]:>13}' for column in columns))

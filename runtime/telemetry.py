@@ -1,0 +1,674 @@
+"""
+What a run says about itself: Meter measures time, communication and memory; Log writes console, files and trackers.
+
+Every strategy is measured by the same code. In metrics.jsonl a key whose value is unknown is left out. A number that is
+not finite is written as the string 'nan', 'inf' or '-inf', which is valid JSON and which float() reads.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter, namedtuple
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+PHASES = ('data', 'forward', 'backward', 'update', 'outer')
+
+# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The slower PCIe and NVL boards of the H100 are not these, hence unknown.
+PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
+
+# Profiling may take this share of the training time. The promise is 1%: the other half is for what it cannot count,
+# such as ranks that wait for one which is still reading its profile.
+PROFILING_SHARE = 0.005
+STEPS_BEFORE_PROFILING = 5  # compilation, first allocations, DDP's new buckets after its first step
+PROFILED_STEP = 'telemetry: profiled step'
+
+# A row on the console, in this order. What a row lacks is skipped; a key that is not here is in the files alone.
+CONSOLE = {
+    'loss': ' | loss {:.4f}',
+    'diloco/replica_loss': ' | loss {:.4f} in replica 0',
+    'val_loss': ' | val loss {:.4f}',
+    'val_ppl': ', perplexity {:.4g}',
+    'val_bpb': ', {:.3f} bits/byte',
+    'diloco/inner_val_loss': ' (replicas {:.4f})',
+    'lr': ' | lr {:.2e}',
+    'grad_norm': ' | grad norm {:.2f}',
+    'tokens_per_sec': ' | {:,.0f} tok/s',
+    'mfu': ' | mfu {:.1%}',
+    'time/total': ' | {:.1f} ms',
+    'time/data': ' = data {:.1f}',
+    'time/forward': ' + forward {:.1f}',
+    'time/backward': ' + backward {:.1f}',
+    'time/update': ' + update {:.1f}',
+    'time/outer': ' + outer {:.1f}',
+    'time/comm': ' | comm {:.1f} ms',
+    'time/comm_exposed': ', {:.1f} exposed',
+    'mem/rank_max_gb': ' | mem {:.2f} GB',
+    'diloco/cosine': ' | outer step: cosine {:.2f}',
+    'diloco/delta_norm': ', delta {:.3g}',
+    'diloco/momentum_norm': ', momentum {:.3g}',
+    'diloco/drift': ', drift {:.3g}',
+    'diloco/wait_s': ', waited {:.2f} s',
+}
+
+
+class HostEvent:
+    """What torch.cuda.Event is to a GPU, for a CPU: there, work is done when the call returns."""
+
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return 1000 * (end.seconds - self.seconds)
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+# A step, or count=0 a part of one, whose events the device may not have reached; marks: [(phase, event)] in order
+Step = namedtuple('Step', 'begin marks end profiled count')
+
+
+class Meter:
+    """
+    Times the phases of a training step and measures throughput, communication and memory, on this rank.
+
+    device: torch.device. world_size: ranks; with more than one, all of them make the same calls, and the default
+    process group has a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
+    tokens_per_step: of the global batch. flops_per_token: forward and backward, for the MFU.
+    group: process group of the ranks that make these calls together, if not all do (the replicas of DiLoCo do not).
+    beat: called with the name of each phase as it begins.
+    trace_step: the so many-th step from here on is recorded, on every rank, as out_dir/trace_rank0.json and so on, for
+        chrome://tracing or ui.perfetto.dev. Below 1: none is.
+
+    The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
+    Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
+    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`. The first
+    comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
+    """
+
+    def __init__(
+        self, device, world_size, tokens_per_step, flops_per_token, group=None, beat=None, trace_step=0, out_dir='.'
+    ):
+        self._beat = beat or (lambda phase: None)
+        self._trace_step, self._out_dir = trace_step, out_dir
+        self.training_seconds = 0.0  # sum of all steps
+        self.seconds = Counter()  # of each phase
+        self.profiling_seconds = 0.0  # what profiling added to them
+        self._knows_state = False  # see measure_state()
+        self._device = device
+        self._on_cuda = device.type == 'cuda'
+        self._synchronize = getattr(torch, device.type).synchronize  # does nothing on a CPU
+        self._world_size = world_size
+        self._group, self._group_size = group, dist.get_world_size(group) if world_size > 1 else 1
+        self._tokens_per_step = tokens_per_step
+        name = device_name(device)
+        peak_flops = next((peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, name)), None)
+        self._mfu_per_token = flops_per_token / world_size / peak_flops if peak_flops else None
+
+        self._spare_events = []  # read and free again: creating a CUDA event costs more than recording it
+        self._unread = []  # the Steps whose times are not in the sums yet
+        # profiled? -> number of steps, milliseconds in total and of each phase, in this interval
+        self._sums = {False: Counter(), True: Counter()}
+        self._steps = 0
+        self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
+        self._communication = {}  # keys of the row, when a step of this interval was profiled
+        self._state = {}  # keys of the next row, once measured
+        self._counts_bytes = world_size > 1 and not self._on_cuda and bytes_sent() is not None
+        self._sent = 0  # bytes in this interval
+        self._profile_next = False
+        self._profiler = None
+        memory_gb(device)  # the first interval's peak begins here
+
+    def begin_step(self):
+        """Start the clock of an optimizer step; call mark() right after. On some steps the profiler starts, too."""
+        if self._profile_next or self._steps + 1 == self._trace_step:
+            self._start_profiler()
+        self._count_sent(-1)
+        self._begin, self._marks = self._event(), []
+
+    def mark(self, phase):
+        """The named phase (one of PHASES) begins here, and the one before it ends. A phase may come several times."""
+        assert phase in PHASES, f'phase {phase!r}: expected one of {PHASES}'
+        self._marks.append((phase, self._event()))
+        self._beat(phase)
+
+    def end_step(self):
+        """Stop the clock: the step and its last phase end here."""
+        self._unread.append(Step(self._begin, self._marks, self._event(), self._profiler is not None, count=1))
+        self._steps += 1
+        self._count_sent(1)
+        if self._profiler:
+            self._stop_profiler()
+        # Read what the device has finished without waiting for the rest, so that a long interval holds few events.
+        while self._unread and self._unread[0].end.query():
+            self._read(self._unread.pop(0))
+
+    @contextlib.contextmanager
+    def part(self, phase):
+        """A context whose time counts for the step that has just ended, such as the outer step of DiLoCo."""
+        self._count_sent(-1)
+        begin, mark = self._event(), (phase, self._event())
+        self._beat(phase)
+        yield
+        self._count_sent(1)
+        self._unread.append(Step(begin, [mark], self._event(), profiled=False, count=0))
+
+    def measure_state(self, parameters, optimizer):
+        """
+        Measure what this rank holds of weights, gradients and optimizer state, for the next row: between
+        optimizer.step() and zero_grad(). Only the first call that finds a state does something.
+        """
+        if self.wants_state(optimizer):
+            parameters = list(parameters)
+            moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+            self.note_state(parameters, [parameter.grad for parameter in parameters], moments)
+
+    def wants_state(self, optimizer):
+        """Whether nothing is known and there is a state: in fp16 the first steps may be skipped. SGD never has one."""
+        return not self._knows_state and bool(optimizer.state or isinstance(optimizer, torch.optim.SGD))
+
+    def note_state(self, weights, gradients, optimizer):
+        """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
+        held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
+        self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
+        self._knows_state = True
+
+    def interval(self):
+        """
+        Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown ones are left out.
+
+        time/*: milliseconds per optimizer step, mean of the interval; on CUDA the time of the GPU's queue.
+        time/comm, time/comm_exposed: of the profiled step, in an interval that has one.
+        comm/sent_gb: GB per optimizer step that this rank wrote to sockets in its steps and parts (Linux, gloo).
+        mem/weights_gb, mem/gradients_gb, mem/optimizer_gb: what measure_state() found, in the first row after it.
+        tokens_per_sec: of all ranks. mfu: fraction of the peak bfloat16 rate.
+        mem/*: GB (1e9 bytes) of CUDA's allocator, or of the resident set on a CPU, its peak since the last call;
+        mem/rank_min_gb and mem/rank_max_gb are the smallest and largest peak of any rank.
+
+        The only call that waits for the device; with several ranks a collective (one small all-gather).
+        """
+        self.read_all()
+        ordinary, profiled = self._sums[False], self._sums[True]
+        self._sums = {False: Counter(), True: Counter()}
+        if ordinary['steps']:
+            self._mean_step = ordinary['total'] / ordinary['steps']
+        if profiled['steps']:
+            self.profiling_seconds += max(0.0, profiled['total'] - self._mean_step) / 1000
+
+        row = {}
+        steps = ordinary if ordinary['steps'] else profiled
+        if steps['steps']:
+            milliseconds = {key: steps[key] / steps['steps'] for key in ('total', *PHASES) if key in steps}
+            tokens_per_sec = 1000 * self._tokens_per_step / milliseconds['total']
+            row['tokens_per_sec'] = round(tokens_per_sec, 3)
+            row['tokens_per_sec_per_rank'] = round(tokens_per_sec / self._world_size, 3)
+            if self._mfu_per_token:
+                row['mfu'] = round(tokens_per_sec * self._mfu_per_token, 5)
+            row |= {f'time/{key}': round(value, 4) for key, value in milliseconds.items()}
+        steps_in_all = ordinary['steps'] + profiled['steps']
+        if self._counts_bytes and steps_in_all:
+            row['comm/sent_gb'] = round(self._sent / steps_in_all / 1e9, 9)
+        row |= self._communication | self._state
+        self._communication, self._state, self._sent = {}, {}, 0
+        return row | self._ranks_and_memory()
+
+    def read_all(self):
+        """Have all steps so far in training_seconds and seconds. Waits for the device."""
+        while self._unread:
+            self._unread[0].end.synchronize()
+            self._read(self._unread.pop(0))
+
+    def _ranks_and_memory(self):
+        """The mem/* keys. The ranks exchange them, and decide on the same numbers whether to profile the next step."""
+        memory = memory_gb(self._device)
+        highest = memory.get('mem/peak_gb', memory.get('mem/current_gb', math.nan))
+        peaks = [highest]
+        if self._group_size > 1:
+            mine = torch.tensor([highest, self.profiling_seconds, self.training_seconds])
+            ranks = mine.new_empty(self._group_size, len(mine))
+            dist.all_gather(list(ranks), mine, group=self._group)
+            peaks, costs, seconds = ranks.T.tolist()
+            self._profile_next = self._steps >= STEPS_BEFORE_PROFILING and max(costs) <= PROFILING_SHARE * min(seconds)
+        if not any(map(math.isnan, peaks)):
+            memory |= {'mem/rank_min_gb': min(peaks), 'mem/rank_max_gb': max(peaks)}
+        return {key: round(value, 4) for key, value in memory.items()}
+
+    def _event(self):
+        """An event, recorded now: on CUDA in the queue of the current stream, which costs microseconds and no wait."""
+        if self._spare_events:
+            event = self._spare_events.pop()
+        else:
+            event = torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent()
+        event.record()
+        return event
+
+    def _read(self, step):
+        """Add the times of a step to the sums of its interval."""
+        sums = self._sums[step.profiled]
+        events = [*(event for _, event in step.marks), step.end]
+        for (phase, start), end in zip(step.marks, events[1:], strict=True):
+            sums[phase] += start.elapsed_time(end)
+            self.seconds[phase] += start.elapsed_time(end) / 1000
+        total = step.begin.elapsed_time(step.end)
+        sums['total'] += total
+        sums['steps'] += step.count
+        self.training_seconds += total / 1000
+        self._spare_events += [step.begin, *events]
+
+    def _count_sent(self, sign):
+        if self._counts_bytes:
+            self._sent += sign * bytes_sent()
+
+    def _start_profiler(self):
+        """Start recording; the ranks begin together, or one that is late here would look like a slow collective."""
+        self._profile_next = False
+        self._synchronize()  # the GPU runs behind the host: the profile is to hold this step's kernels and no others
+        os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch 2.13 writes two lines to stderr per profile otherwise
+        start = time.perf_counter()
+        # Not torch.profiler: starting that one imports the compiler, 1 to 6 seconds (torch 2.13).
+        self._profiler = torch.autograd.profiler.profile(use_device='cuda' if self._on_cuda else None, use_kineto=True)
+        self._profiler.__enter__()
+        dist.all_reduce(torch.zeros(1), group=self._group)
+        self.profiling_seconds += time.perf_counter() - start
+        self._profiled_step = torch.autograd.profiler.record_function(PROFILED_STEP)
+        self._profiled_step.__enter__()
+
+    def _stop_profiler(self):
+        """Stop recording and read the communication times out of it."""
+        self._synchronize()
+        start = time.perf_counter()
+        self._profiled_step.__exit__(None, None, None)
+        self._profiler.__exit__(None, None, None)
+        comm, exposed = communication_milliseconds(recorded_activities(self._profiler))
+        if self._world_size > 1:
+            self._communication = {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
+        self.profiling_seconds += time.perf_counter() - start
+        if self._steps == self._trace_step:
+            self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))
+        self._profiler = self._profiled_step = None
+
+
+# --- COMMUNICATION ----------------------------------------------------------------------------------------------------
+
+# What a profile recorded: start and end in nanoseconds; the thread is None for what ran on the GPU
+Activity = namedtuple('Activity', 'name start end thread')
+
+
+def recorded_activities(profiler):
+    """The Activities of the profiled step."""
+    activities = []
+    for event in profiler.kineto_results.events():
+        on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
+        if not (on_gpu and event.is_user_annotation()):  # a label of the host, laid over the kernels
+            thread = None if on_gpu else event.start_thread_id()
+            activities.append(Activity(event.name(), event.start_ns(), event.end_ns(), thread))
+    step = next(activity for activity in activities if activity.name == PROFILED_STEP)
+    # Before the step there was a barrier. What goes on after it (an overlapped exchange) counts up to its end.
+    return [one._replace(end=min(one.end, step.end)) for one in activities if step.start <= one.start <= step.end]
+
+
+def communication_milliseconds(activities):
+    """
+    (all, exposed) milliseconds that the collectives among the Activities of a step took.
+
+    A collective is a kernel named nccl* on the GPU, or on the CPU the time that one of gloo's worker threads spends on
+    it (`gloo:all_reduce` and so on; torch 2.11 to 2.13). Either begins when this rank enters it, so waiting for a
+    slower rank counts. What runs at the same time counts once. Exposed is the part during which this rank computed
+    nothing: no other kernel or copy on the GPU; without a GPU no operation outside gloo's threads.
+    """
+    gpu = [one for one in activities if one.thread is None]
+    gloo = [one for one in activities if one.thread is not None and one.name.startswith('gloo:')]
+    collectives = gloo + [one for one in gpu if one.name.startswith('nccl')]
+    if gpu:
+        compute = [one for one in gpu if not one.name.startswith('nccl')]
+    else:
+        gloo_threads = {one.thread for one in gloo}
+        compute = host_compute([one for one in activities if one.thread not in gloo_threads])
+    exposed = covered(collectives + compute) - covered(compute)
+    return covered(collectives) / 1e6, exposed / 1e6
+
+
+def host_compute(activities):
+    """
+    The operations of a CPU that compute, as opposed to those inside which the host waits.
+
+    That is every ATen operation and every compiled graph, but not a DTensor's operation with a collective in it: it
+    lasts until the collective is done (the ATen operations inside it are in the list on their own).
+    """
+    compute = set()
+    around = []  # the operations that the current one runs in, outermost first
+    for one in sorted(activities, key=lambda one: (one.thread, one.start, -one.end)):
+        while around and (around[-1].thread != one.thread or around[-1].end <= one.start):
+            around.pop()
+        if one.name.startswith(('aten::', '## Call CompiledFxGraph')):
+            compute.add(one)
+        elif one.name.startswith(('c10d::', '_c10d_functional::')):
+            compute.difference_update(around)
+        around.append(one)
+    return list(compute)
+
+
+def covered(activities):
+    """Nanoseconds during which at least one of the Activities ran."""
+    length, latest_end = 0, 0
+    for one in sorted(activities, key=lambda one: one.start):
+        length += max(0, one.end - max(one.start, latest_end))
+        latest_end = max(latest_end, one.end)
+    return length
+
+
+def bytes_sent():
+    """
+    Bytes that gloo's threads have written since the process began, or None where Linux does not tell.
+
+    wchar counts write() and writev() of the whole process (man 5 proc). gloo writes to its sockets with those, from
+    threads of its own; what Python's threads write (checkpoints, logs) is taken off. On 2 ranks an all-reduce of S
+    bytes adds 1.000 S. NCCL's traffic does not pass through the process.
+    """
+    try:
+        everything = written(Path('/proc/self/io'))
+    except OSError:
+        return None
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError):  # it has ended
+            everything -= written(Path(f'/proc/self/task/{thread.native_id}/io'))
+    return everything
+
+
+def written(path):
+    return int(path.read_bytes().split(b'wchar: ')[1].split()[0])
+
+
+# --- MEMORY -----------------------------------------------------------------------------------------------------------
+
+
+def memory_gb(device):
+    """mem/current_gb, mem/peak_gb since the last call and, on CUDA, mem/reserved_gb of this rank; what can be known."""
+    if device.type == 'cuda':
+        memory = {
+            'mem/current_gb': torch.cuda.memory_allocated(device) / 1e9,
+            'mem/peak_gb': torch.cuda.max_memory_allocated(device) / 1e9,
+            'mem/reserved_gb': torch.cuda.memory_reserved(device) / 1e9,
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+        return memory
+    status = Path('/proc/self/status')
+    if not status.exists():
+        return {}
+    kib = dict(re.findall(r'^(VmRSS|VmHWM):\s+(\d+) kB', status.read_text(), re.MULTILINE))
+    memory = {'mem/current_gb': int(kib['VmRSS']) * 1024 / 1e9, 'mem/peak_gb': int(kib['VmHWM']) * 1024 / 1e9}
+    try:
+        Path('/proc/self/clear_refs').write_text('5')  # man 5 proc: 5 resets the peak resident set size
+    except OSError:
+        del memory['mem/peak_gb']  # not permitted: it would be the peak of the whole process
+    return memory
+
+
+def held_gb(tensors):
+    """
+    GB (1e9 bytes) of the memory behind these tensors, on the host or the device; of a DTensor what this rank holds.
+
+    What several share, as views of one buffer do, counts once, and in full. None counts nothing.
+    """
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storages[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / 1e9
+
+
+# --- LOG --------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """
+    Console, out_dir/train.log (the same lines), out_dir/metrics.jsonl, and wandb and tensorboard on request; and
+    out_dir/config.json, what ran here last, for programs. On other ranks than 0 every method does nothing.
+
+    start_step: steps done when this process starts; rows of metrics.jsonl beyond it are cut, so each step stands once.
+    config: the final values of all keys; explicit: those that were set on purpose, marked in the log.
+    flops_per_token: forward and backward, for config.json.
+    Every line is flushed: a killed run loses at most the line being written, which the next start repairs.
+    Nothing of the environment is written but WORLD_SIZE, hence no key.
+    Raises ValueError when wandb or tensorboard is asked for and not installed, or wandb refuses to start.
+    """
+
+    def __init__(self, out_dir, rank, start_step, max_iters, config, explicit, flops_per_token=None):
+        self._rank = rank
+        if rank != 0:
+            return
+        out_dir = Path(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        self._max_iters = max_iters
+        self._has_failed = False  # to write a line
+        self._step_ms = None  # smoothed milliseconds per step, for the ETA
+        self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
+        self.say(header(config, explicit))
+        write_config(out_dir / 'config.json', config, flops_per_token)
+        self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
+        self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
+        self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
+        self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
+
+    def say(self, text):
+        """Print text, and write it to train.log; each line begins with the time and the rank."""
+        if self._rank != 0:
+            return
+        for line in text.splitlines():
+            stamped = f'{time.strftime("%Y-%m-%d %H:%M:%S")} [{self._rank}] {line}'
+            print(stamped, flush=True)
+            self._write(self._text, stamped)
+
+    def line(self, step, values):
+        """Show a step on the console and in train.log alone."""
+        if self._rank == 0:
+            self.say(self._console_line(step, values))
+
+    def row(self, step, values, console=True):
+        """
+        Log one step: `values` under the keys of metrics.jsonl; `step` = optimizer steps done.
+
+        A step that metrics.jsonl holds already (a checkpoint evaluated once more) is only said, not written again.
+        """
+        if self._rank != 0:
+            return
+        if console:
+            self.line(step, values)
+        if step <= self._last_step:
+            return
+        self._last_step = step
+        row = {'step': step, **values}
+        valid = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+        self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
+        self._write(self._rows, json.dumps(valid))
+        if self._wandb:
+            self._wandb.log(row)
+        if self._tensorboard:
+            for key, value in values.items():
+                self._tensorboard.add_scalar(key, value, step)
+
+    def _write(self, file, line):
+        """A full disk ends no run here: whether it goes on is for its checkpoints to decide."""
+        try:
+            file.write(line + '\n')
+        except OSError as error:
+            if not self._has_failed:
+                print(f'WARNING: lines are missing in {file.name} from here on: {error}', flush=True)
+            self._has_failed = True
+
+    def close(self):
+        """End wandb's and tensorboard's records and close the files."""
+        if self._rank != 0:
+            return
+        if self._wandb:
+            import wandb
+
+            self._wandb.finish()
+            wandb.teardown()  # finish() may return before wandb's service has written the last rows: this ends it
+        if self._tensorboard:
+            self._tensorboard.close()
+        for file in (self._rows, self._text):
+            with contextlib.suppress(OSError, AttributeError):  # what a full disk has left unwritten; no rows yet
+                file.close()
+
+    def _console_line(self, step, values):
+        """`step 20/100 | loss 3.2 | ... | eta 0:01:20`: the ETA is of training alone, its pauses come on top."""
+        text = ''.join(form.format(values[key]) for key, form in CONSOLE.items() if key in values)
+        if 'time/total' in values:
+            step_ms = values['time/total']
+            # One slow interval (compilation, a busy file system) moves the estimate by a fifth of its excess.
+            self._step_ms = step_ms if self._step_ms is None else 0.8 * self._step_ms + 0.2 * step_ms
+            text += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
+        return f'step {step:{len(str(self._max_iters))}}/{self._max_iters}{text}'
+
+
+class Journal:
+    """Rows of replicas that train apart: shown with replica 0's loss as they come, logged when the replicas meet."""
+
+    def __init__(self, log):
+        self._log, self._rows = log, {}
+
+    def show(self, step, row):
+        """Show a row whose 'loss' is this replica's, until write() has that of all."""
+        if 'loss' in row:
+            self._log.line(step, {'diloco/replica_loss': row['loss'], **{k: v for k, v in row.items() if k != 'loss'}})
+
+    def keep(self, step, row):
+        self._rows[step] = row
+
+    def write(self):
+        """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'. Collective."""
+        kept = [(row, key) for row in self._rows.values() for key in ('loss', 'grad_norm') if key in row]
+        sums = torch.tensor([row[key] for row, key in kept], dtype=torch.float64)
+        if kept:  # or not, on every rank
+            dist.all_reduce(sums)
+        for (row, key), total in zip(kept, sums.tolist(), strict=True):
+            row[key] = total / dist.get_world_size()
+        for step, row in self._rows.items():
+            self._log.row(step, row, console=step == max(self._rows))
+        self._rows = {}
+
+
+def cut_rows(path, start_step):
+    """Drop the rows of metrics.jsonl beyond start_step, and a torn last line; returns the last step left, or -1."""
+    if not path.exists():
+        return -1
+    kept, last_step = [], -1
+    text = path.read_text(encoding='utf-8', errors='replace')
+    for line in text.splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut short
+            step = json.loads(line)['step']
+            if line.endswith('\n') and step <= start_step:
+                kept.append(line)
+                last_step = step
+    if ''.join(kept) != text:
+        replace_file(path, ''.join(kept))
+    return last_step
+
+
+def replace_file(path, text):
+    """Replace a file as a whole: a kill in between leaves the old one or the new one."""
+    temporary = path.with_suffix('.tmp')
+    with open(temporary, 'w', encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_config(path, config, flops_per_token):
+    """What runs, as JSON: script, ranks, device, versions, and every key under 'config'."""
+    about = {'script': Path(sys.argv[0]).name, 'world_size': int(os.environ.get('WORLD_SIZE', '1'))}
+    about['device_name'] = device_name(torch.device(config['device']))
+    about |= {} if flops_per_token is None else {'flops_per_token': flops_per_token}
+    about['versions'] = {'python': platform.python_version(), 'torch': torch.__version__}
+    replace_file(path, json.dumps({**about, 'config': config}, indent=1) + '\n')
+
+
+def header(config, explicit):
+    """What runs: command, code, versions, machine, and every key, with * where it was set on purpose; lines of text."""
+    keys = {key: value for key, value in config.items() if not isinstance(value, dict)}  # a checkpoint has those, too
+    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
+    lines = [
+        f'command: {" ".join([Path(sys.executable).name, *sys.argv])} ({os.environ.get("WORLD_SIZE", "1")} processes)',
+        f'code: {code_version(Path(__file__).resolve().parent.parent)}',
+        f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
+        f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',
+        'config (* = set by a file or the command line):',
+        *textwrap.wrap(keys, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False),
+    ]
+    return '\n'.join(lines)
+
+
+def code_version(folder):
+    """The folder's git commit, with -dirty when a file changed since, and a hash of its *.py files, for lack of git."""
+    commit = 'no git commit'
+    if (folder / '.git').exists():  # else git would answer for a repository that the folder was copied into
+        command = ['git', '-C', str(folder), 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no commit yet
+            commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    sources = b''.join(path.read_bytes() for path in sorted([*folder.glob('*.py'), *folder.glob('*/*.py')]))
+    return f'{commit}, sha256 of *.py {hashlib.sha256(sources).hexdigest()[:12]}'
+
+
+def device_name(device):
+    """'NVIDIA H200', or the CPU's model, its cores and the threads that this process uses."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path('/proc/cpuinfo')
+    model = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    name = model[1] if model else platform.machine()
+    return f'{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process'
+
+
+def start_wandb(out_dir, config, say):
+    """A wandb run that a resumed process continues: its id lies in out_dir/wandb. WANDB_MODE=offline is obeyed."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError('wandb_log=True needs a package that is missing: pip install wandb') from None
+    id_file = out_dir / 'wandb' / 'run_id'
+    if not id_file.exists():
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(os.urandom(4).hex())
+    try:
+        run = wandb.init(
+            **{key: config[f'wandb_{key}'] for key in ('project', 'entity', 'group')},
+            **{'name': config['wandb_run_name'] or out_dir.name, 'config': config},
+            **{'dir': out_dir, 'id': id_file.read_text(), 'resume': 'allow'},
+            settings=wandb.Settings(silent=True, console='off'),  # the console is ours, and train.log has it
+        )
+    except wandb.Error as error:
+        reason = ' '.join(str(error).split())
+        raise ValueError(f'wandb_log=True: {reason} Or go without internet: export WANDB_MODE=offline') from None
+    run.define_metric('*', step_metric='step')  # wandb's own step cannot go back to a checkpoint's
+    say(f'wandb: offline, send it with `wandb sync {Path(run.dir).parent}`' if run.offline else f'wandb: {run.url}')
+    return run
+
+
+def start_tensorboard(out_dir, start_step):
+    """A tensorboard writer on out_dir/tensorboard; what an earlier process wrote beyond start_step is hidden."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError('tensorboard_log=True needs a package that is missing: pip install tensorboard') from None
+    return SummaryWriter(str(out_dir / 'tensorboard'), purge_step=start_step + 1)

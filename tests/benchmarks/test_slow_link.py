@@ -1,0 +1,172 @@
+"""Two hosts and a slow network on one machine (slow_link.py): as slow as asked, and what training sends over it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO, TINY_RUN, metrics
+
+from benchmarks.slow_link import ADDRESSES, NoSlowLink, RowWatch, SlowLink, weights
+
+RECEIVE = """
+import socket, time
+server = socket.create_server(('0.0.0.0', 5000))
+print('ready', flush=True)
+connection, _ = server.accept()
+received, began = 0, None
+while chunk := connection.recv(1 << 20):
+    began = began or time.perf_counter()
+    received += len(chunk)
+print(received, time.perf_counter() - began)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def link():
+    """A link of 100 Mbit/s."""
+    try:
+        slow_link = SlowLink(mbit=100).__enter__()
+    except NoSlowLink as reason:
+        pytest.skip(str(reason))
+    yield slow_link
+    slow_link.close()
+
+
+def namespaces():
+    return subprocess.run(['ip', 'netns', 'list'], capture_output=True, text=True, check=True).stdout.split()
+
+
+def processes_in(link):
+    """Ids of the processes in either namespace."""
+    return [
+        pid
+        for name in link.namespaces
+        for pid in subprocess.run(['ip', 'netns', 'pids', name], capture_output=True, text=True).stdout.split()
+    ]
+
+
+def send(link, size):
+    """Send `size` bytes from the second host to the first: (Mbit/s at the receiver, [bytes each interface sent])."""
+    before = link.counters()
+    receiver = link.start(0, [sys.executable, '-c', RECEIVE], subprocess.PIPE)
+    assert receiver.stdout.readline() == b'ready\n'
+    assert link.start(1, [sys.executable, '-c', SEND, ADDRESSES[0], size], None).wait(60) == 0
+    received, seconds = map(float, receiver.communicate(timeout=60)[0].split())
+    assert received == size
+    return size * 8 / seconds / 1e6, [after - earlier for after, earlier in zip(link.counters(), before, strict=True)]
+
+
+def test_where_there_can_be_no_link_one_line_says_why():
+    command = [sys.executable, 'benchmarks/slow_link.py', '--short']
+    result = subprocess.run(command, cwd=REPO, env={'PATH': ''}, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith('error: ') and len(result.stderr.splitlines()) == 1
+    assert 'root' in result.stderr or 'apt-get install iproute2' in result.stderr
+
+
+def test_the_link_has_the_rate_that_was_asked_for_and_counts_every_byte(link):
+    for mbit, size in ((100, 6_000_000), (20, 1_500_000)):
+        link.shape(mbit)
+        rate, (acknowledged, sent) = send(link, size)
+        assert rate == pytest.approx(mbit, rel=0.15)
+        assert sent == pytest.approx(size, rel=0.05)
+        assert acknowledged < 0.05 * size
+
+
+def test_without_a_rate_the_link_is_many_times_faster(link):
+    link.shape(None)
+    rate, _ = send(link, 50_000_000)
+    assert rate > 1000
+    link.shape(100)  # and the rate can come back
+    assert send(link, 3_000_000)[0] == pytest.approx(100, rel=0.15)
+
+
+def test_neither_an_exception_nor_a_killed_process_leaves_anything(link):
+    with pytest.raises(ZeroDivisionError), SlowLink() as other:
+        sleeper = other.start(0, ['sleep', '1000'], None)
+        assert set(other.namespaces) < set(namespaces())  # beside the first link, with the same addresses
+        1 / 0  # noqa: B018
+    assert sleeper.wait(5) != 0
+    assert not set(other.namespaces) & set(namespaces())
+    assert set(link.namespaces) <= set(namespaces())
+
+    script = 'from benchmarks.slow_link import SlowLink; SlowLink().__enter__(); import os; os.kill(os.getpid(), 9)'
+    killed = subprocess.Popen([sys.executable, '-c', script], cwd=REPO)
+    assert killed.wait(60) == -9
+    leftover = f'slow-link-{killed.pid}-0-a'
+    assert leftover in namespaces()
+    with SlowLink():  # the next one cleans up
+        assert leftover not in namespaces()
+
+
+def test_a_node_that_fails_ends_the_other_and_both_logs_are_shown(link, tmp_path):
+    script = tmp_path / 'fails.py'
+    script.write_text(
+        'import os, sys, time\n'
+        'print("this is rank", os.environ["RANK"], flush=True)\n'
+        'sys.exit("gone") if os.environ["RANK"] == "1" else time.sleep(1000)\n'
+    )
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        link.run(script, patience=1, timeout=60)
+    assert time.monotonic() - began < 30
+    for text in ('this is rank 0', 'this is rank 1', 'gone', 'the other killed'):
+        assert text in str(raised.value)
+    assert processes_in(link) == []
+
+
+def test_ddp_sends_one_all_reduce_of_the_gradients_per_step_as_fast_as_the_link_allows(link, tmp_path):
+    steps, out_dir = 10, tmp_path / 'run'
+    model = ['--n_layer=2', '--n_head=2', '--n_embd=128', '--block_size=32', '--batch_size=1', '--vocab_size=256']
+    watch = RowWatch(link, out_dir)
+    arguments = [*model, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', f'--max_iters={steps}']
+    finished = link.run('train_ddp.py', *arguments, timeout=120, meanwhile=watch)
+    assert 'on 2 x cpu' in finished.outputs[0]
+
+    M = 2
+    N = sum(weights(out_dir))
+    expected = 2 * N * 4 * (M - 1) / M
+    assert N > 400_000
+    assert watch.bytes_per_step(2, steps - 1) == pytest.approx(expected, rel=0.15)
+    seconds = [row['time/total'] / 1000 for row in metrics(out_dir)][2:]
+    assert sum(seconds) / len(seconds) > 0.85 * expected * 8 / 100e6
+
+
+# --- DiLoCo -----------------------------------------------------------------------------------------------------------
+
+
+MODEL = ['--n_layer=2', '--n_head=2', '--n_embd=128', '--block_size=32', '--batch_size=1', '--vocab_size=256']
+H, ROUNDS = 40, 4
+
+
+def rounds(link, out_dir, *keys):
+    """Rows of the round ends of a run on 2 x 1 ranks, and what a host sent per round by the interface's counters."""
+    watch = RowWatch(link, out_dir)
+    run = [*MODEL, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', '--eval_interval=0', '--log_interval=10']
+    run += [f'--inner_steps={H}', f'--max_iters={ROUNDS * H}', *keys]
+    finished = link.run('train_diloco.py', *run, timeout=200, meanwhile=watch)
+    assert 'mesh: 2 replicas x 1 shards' in finished.outputs[0]
+    rows = [row for row in metrics(out_dir) if row['step'] % H == 0]
+    assert len(rows) == ROUNDS
+    return rows, watch.bytes_per_step(H, 3 * H) * H
+
+
+def test_diloco_sends_what_the_formula_says_and_waits_once_a_round_or_hardly_at_all_when_it_overlaps(link, tmp_path):
+    streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8', '--fragment_mix=0.5']
+    blocking, overlapped = rounds(link, tmp_path / 'one'), rounds(link, tmp_path / 'two', *streaming)
+    for rows, counted in (blocking, overlapped):  # logs and torchrun's heartbeat are in the counters, too: some kB
+        assert [row['diloco/bytes'] for row in rows[1:-1]] == [rows[1]['diloco/bytes']] * (ROUNDS - 2)
+        assert rows[1]['diloco/bytes'] == pytest.approx(rows[1]['diloco/bytes_formula'], rel=0.05)
+        assert counted == pytest.approx(rows[1]['diloco/bytes_formula'], rel=0.05, abs=30_000)
+
+    (rows, _), (streamed, _) = blocking, overlapped
+    on_the_link = rows[0]['diloco/bytes_formula'] * 8 / 100e6  # seconds
+    waited = [sum(row['diloco/wait_s'] for row in of_run[1:-1]) / (ROUNDS - 2) for of_run in (rows, streamed)]
+    assert waited[0] > 0.85 * on_the_link
+    assert waited[1] < 0.5 * waited[0]  # 0.2 on a quiet machine, see the README's table

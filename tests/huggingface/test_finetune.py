@@ -1,0 +1,357 @@
+"""
+Fine-tuning transformers models: what is loaded, and what training computes, against transformers itself.
+
+    torchrun --nproc_per_node=N tests/huggingface/test_finetune.py FOLDER  # the part that runs on N ranks
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [REPO, os.path.join(REPO, 'tests')]
+os.environ['HF_HUB_OFFLINE'] = '1'
+
+import data
+import fsdp_manual
+from huggingface import convert, finetune
+from runtime import guard
+
+VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
+SIZES = {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+SIZES |= {'num_key_value_heads': 2, 'max_position_embeddings': POSITIONS}
+GPT2 = {'n_embd': 40, 'n_layer': 3, 'n_head': 4, 'n_positions': POSITIONS}
+MODELS = {
+    'llama': ('LlamaConfig', SIZES),
+    'llama_tied': ('LlamaConfig', SIZES | {'tie_word_embeddings': True}),
+    'qwen2': ('Qwen2Config', SIZES),
+    'qwen3': ('Qwen3Config', SIZES | {'head_dim': 16, 'tie_word_embeddings': True}),
+    'mistral': ('MistralConfig', SIZES | {'sliding_window': 8}),
+    'gpt2': ('GPT2Config', GPT2),
+}
+EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
+SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
+MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some without
+    'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
+    'granite': ('GraniteConfig', SIZES | {'logits_scaling': 4.0}),
+    'mixtral': ('MixtralConfig', SIZES | EXPERTS | {'sliding_window': 8}),
+    'olmo2': ('Olmo2Config', SIZES),
+    'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
+    'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
+    'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
+    'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),
+    'gemma2': ('Gemma2Config', SIZES | SOFT_CAPS),
+    'gemma3_text': ('Gemma3TextConfig', SIZES | {'head_dim': 8, 'sliding_window': 8}),
+    'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
+    'gpt_neox': ('GPTNeoXConfig', SIZES),
+}
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def save_model(folder, kind, dtype=torch.float32, **changes):
+    """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
+    import transformers
+
+    name, sizes = (MODELS | MORE_MODELS)[kind]
+    special = {'bos_token_id': None, 'eos_token_id': 258}
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
+    torch.manual_seed(len(kind))
+    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+    specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
+    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# --- on every rank ----------------------------------------------------------------------------------------------------
+
+
+def loaded(folder, implementation, **options):
+    """A model of `folder` for training, sharded by an implementation, or whole on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    pretrained = finetune.Pretrained(folder, **options)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+    if implementation == 'torch':
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    elif implementation == 'manual':
+        fsdp_manual.shard(model, model.blocks, mesh)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    return pretrained, model
+
+
+def compare_with_transformers(folder, implementation):
+    """What the tests want to know of one model on these ranks."""
+    import transformers
+
+    pretrained, model = loaded(folder, implementation, block_size=POSITIONS)
+    x = torch.randint(VOCABULARY, (2, 37), generator=torch.Generator().manual_seed(7))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(x).logits
+        logits = model(x)
+        loss_sum, ce_sum = model(x, x.roll(-1, 1))
+    state = {
+        name: tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    weights = theirs.state_dict()
+    return {
+        'logits': torch.equal(logits, expected),
+        'spread': expected.std().item(),
+        'loss': ce_sum.item()
+        / F.cross_entropy(expected.flatten(0, 1), x.roll(-1, 1).flatten(), reduction='sum').item(),
+        'names': sorted(state) == sorted(weights),
+        'weights': all(torch.equal(state[name], weights[name]) for name in state),
+        'self_test': finetune.self_test(model, model, pretrained, True, True, torch.device('cpu')),
+    }
+
+
+def packing(folder, implementation):
+    """Logits of packed documents: against each alone, and after a change of another one."""
+    _, model = loaded(folder, implementation, block_size=POSITIONS)
+    lengths = [5, 11, 1, 20]
+    x = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(9))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    model.eval()
+    with torch.no_grad():
+        packed = model(x, None, positions).split(lengths, 1)
+        alone = [model(document) for document in x.split(lengths, 1)]
+        changed = x.clone()
+        changed[0, 7] = (x[0, 7] + 1) % VOCABULARY  # in the second document
+        after = model(changed, None, positions).split(lengths, 1)
+    return {
+        'alone': max((a - b).abs().max().item() for a, b in zip(packed, alone, strict=True)),
+        'moved': [not torch.equal(a, b) for a, b in zip(packed, after, strict=True)],
+    }
+
+
+def self_test_of_a_wrong_attention(folder):
+    """What the self-test says of a model whose attention is not causal."""
+    right = finetune.causal_attention
+    finetune.causal_attention = lambda *args, **options: right(*args, **options, is_causal=False)
+    try:
+        pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
+        return finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+    except ValueError as error:
+        return str(error)
+    finally:
+        finetune.causal_attention = right
+
+
+if __name__ == '__main__':
+    dist.init_process_group('gloo')
+    folder = Path(sys.argv[1])
+    results = {}
+    for kind in MODELS:
+        for implementation in ('whole', 'torch', 'manual'):
+            results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
+            results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
+    for kind in MORE_MODELS if dist.get_world_size() == 2 else ():
+        for implementation in ('torch', 'manual'):
+            results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
+            results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
+    results['sabotaged'] = self_test_of_a_wrong_attention(str(folder / 'llama'))
+    if dist.get_rank() == 0:
+        (folder / f'results_{dist.get_world_size()}.json').write_text(json.dumps(results))
+    dist.destroy_process_group()
+    guard.leave()
+
+from conftest import TINY_RUN, column, run_forked, run_many, run_script
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('models')
+    for kind in MODELS | MORE_MODELS:
+        save_model(folder / kind, kind)
+    return folder
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module', params=[1, 2, 3])
+def on_ranks(request, models):
+    """{'llama torch': what compare_with_transformers and packing returned} on so many ranks."""
+    run_forked('tests/huggingface/test_finetune.py', models, nproc=request.param, log=models / f'{request.param}.log')
+    return json.loads((models / f'results_{request.param}.json').read_text())
+
+
+@pytest.mark.parametrize('implementation', ['whole', 'torch', 'manual'])
+@pytest.mark.parametrize('kind', MODELS)
+def test_logits_after_a_sharded_load_are_those_of_from_pretrained_to_the_bit(on_ranks, kind, implementation):
+    found = on_ranks[f'{kind} {implementation}']
+    assert found['spread'] > 0.1, 'logits that are all alike prove nothing'
+    assert found['logits'] and found['names'] and found['weights']
+    assert abs(found['loss'] - 1) < 1e-6
+    assert 'difference 0 of their norm' in found['self_test']
+
+
+@pytest.mark.parametrize('implementation', ['whole', 'torch', 'manual'])
+@pytest.mark.parametrize('kind', MODELS)
+def test_a_token_of_one_packed_document_changes_no_logit_of_another(on_ranks, kind, implementation):
+    found = on_ranks[f'{kind} {implementation}']
+    assert found['moved'] == [False, True, False, False]
+    assert found['alone'] < 1e-5  # other sums of floats than without a mask
+
+
+@pytest.mark.parametrize('on_ranks', [2], indirect=True)
+@pytest.mark.parametrize('implementation', ['torch', 'manual'])
+@pytest.mark.parametrize('kind', MORE_MODELS)
+def test_other_classes_compute_what_transformers_computes(on_ranks, kind, implementation):
+    found = on_ranks[f'{kind} {implementation}']
+    assert found['spread'] > 0.05 and found['logits'] and found['names'] and found['weights']
+    assert abs(found['loss'] - 1) < 1e-6
+    assert found['moved'][1] and found['alone'] < 1e-5
+
+
+def test_every_class_with_our_attention_is_compared_with_its_own():
+    kinds = {'llama', 'qwen2', 'qwen3', 'mistral', 'gpt2', *MORE_MODELS}
+    assert set(finetune.OWN_ATTENTION) <= kinds
+
+
+def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
+    assert 'logits differ' in on_ranks['sabotaged'] and 'cannot be trained' in on_ranks['sabotaged']
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def write_chats(path):
+    """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
+    rows = []
+    for number in range(300):
+        turns = []
+        for turn in range(1 + number % 3):
+            turns.append({'role': 'user', 'content': 'q' * (1 + number * 7 % 5) + str(number)})
+            turns.append({'role': 'assistant', 'content': str(turn) * (1 + number * 5 % 7)})
+        rows.append(json.dumps({'messages': turns}))
+    path.write_text('\n'.join(rows))
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory, models):
+    """A data_dir with 'text' and 'chats'."""
+    folder, text = tmp_path_factory.mktemp('data'), tmp_path_factory.mktemp('text')
+    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:20]):
+        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:4000])
+    write_chats(text / 'chats.jsonl')
+    common = [f'--tokenizer={models / "llama"}', f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=2']
+    run_script('prepare_data.py', f'--dataset={text / "chats.jsonl"}', '--name=chats', *common)
+    (text / 'chats.jsonl').unlink()
+    run_script('prepare_data.py', f'--dataset={text}', '--name=text', *common)
+    return folder
+
+
+STEPS, SEQUENCES, LENGTH = 10, 12, 48
+
+
+def losses_of_a_plain_loop(folder, prepared, dataset, **options):
+    """The losses of ten steps with transformers' class, AdamW and one process; packed documents run one by one."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = model.get_output_embeddings().weight
+    decayed = {p for p in model.parameters() if p.dim() > 1 and (p not in tables or p is head)}
+    groups = [
+        {'params': list(decayed)},
+        {'params': [p for p in model.parameters() if p not in decayed], 'weight_decay': 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    train_data = data.open_dataset(prepared, dataset, 'train', LENGTH, VOCABULARY)
+    batches = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group['lr'] = 3e-3 * (step + 1) / 6 if step < 5 else 3e-3
+        x, y, *positions = next(batches)
+        total = 0.0
+        for row in range(SEQUENCES):
+            starts = (positions[0][row] == 0).nonzero().flatten().tolist() if positions else [0]
+            for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
+                logits = model(x[row : row + 1, start:end], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits, y[row, start:end], ignore_index=-1, reduction='sum')
+        loss = total / (y >= 0).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    batches.close()
+    return losses
+
+
+KEYS = [*TINY_RUN, f'--max_iters={STEPS}', '--lr_schedule=constant', f'--block_size={LENGTH}', '--dtype=float32']
+KEYS += [f'--global_batch_size={SEQUENCES}', '--checkpoint_interval=0', '--eval_interval=0']
+STRATEGIES = {
+    'ddp': ('train_ddp.py', []),
+    'fsdp torch': ('train_fsdp.py', ['--fsdp_impl=torch']),
+    'fsdp manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
+    'fsdp manual, checkpointing': ('train_fsdp.py', ['--fsdp_impl=manual', '--activation_checkpointing=full']),
+    'fsdp torch, selective': ('train_fsdp.py', ['--activation_checkpointing=selective', '--accumulate=sharded']),
+    'diloco of one replica': (
+        'train_diloco.py',
+        ['--num_replicas=1', '--inner_steps=10', '--outer_lr=1', '--outer_momentum=0'],
+    ),
+}
+
+
+CASES = [('llama_tied', dataset, size, name) for dataset in ('text', 'chats') for size in (2, 6) for name in STRATEGIES]
+CASES += [(kind, 'chats', 2, name) for kind in ('gpt2', 'mistral') for name in ('ddp', 'fsdp torch', 'fsdp manual')]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, models, prepared):
+    """out_dirs of every strategy on 2 ranks, with 3 micro-steps and with 1, on text and on packed conversations."""
+    folder = tmp_path_factory.mktemp('runs')
+    cases = []
+    for kind, dataset, batch_size, strategy in CASES:
+        script, options = STRATEGIES[strategy]
+        name = f'{kind} {dataset} {batch_size} {strategy}'
+        options = [*options, f'--out_dir={folder / name}', f'--batch_size={batch_size}', f'--dataset={dataset}']
+        options += [f'--init_from={models / kind}', f'--data_dir={prepared}']
+        cases.append({'name': name, 'script': script, 'arguments': [*KEYS, *options]})
+    run_many(cases, 2, folder)
+    return folder
+
+
+@pytest.mark.parametrize(('kind', 'dataset', 'batch_size', 'strategy'), CASES)
+def test_ten_steps_are_those_of_a_plain_transformers_loop(trained, plain, kind, dataset, batch_size, strategy):
+    losses, expected = column(trained / f'{kind} {dataset} {batch_size} {strategy}', 'loss'), plain(kind, dataset)
+    assert len(losses) == STEPS and expected[-1] < expected[0] - 0.05
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+
+
+@pytest.fixture(scope='module')
+def plain(models, prepared):
+    """plain(kind, dataset): the plain loop's losses, computed once."""
+    found = {}
+
+    def losses(kind, dataset):
+        if (kind, dataset) not in found:
+            found[kind, dataset] = losses_of_a_plain_loop(models / kind, prepared, dataset)
+        return found[kind, dataset]
+
+    return losses

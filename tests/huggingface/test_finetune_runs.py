@@ -1,0 +1,815 @@
+"""
+Fine-tuning as a user does it: the whole path without a network, resuming, LoRA, memory, mistakes; against peft and
+transformers' Trainer.
+
+Most runs here are forked from one process that has imported torch and transformers, which costs more than the runs:
+
+    python tests/huggingface/test_finetune_runs.py forks FOLDER    # that process: JSON lines in, JSON lines out
+    ... load FOLDER IMPLEMENTATION RESULT              # a rank that loads a model, and measures its memory
+    ... loss KIND TOKENS WIDTH VOCABULARY RESULT       # the memory of one way to compute a loss
+"""
+
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [REPO, os.path.join(REPO, 'tests')]
+
+from conftest import REPO, SHARED, TINY_RUN, column, environment, run_script
+from test_finetune import POSITIONS, VOCABULARY, save_model
+
+import data
+from huggingface import finetune
+from runtime import checkpoint
+
+# --- a process that forks ranks ---------------------------------------------------------------------------------------
+
+IMPORTED = ('torch.distributed.fsdp', 'torch.distributed.checkpoint', 'torch.nn.parallel', 'safetensors', 'tokenizers')
+IMPORTED += tuple(f'transformers.models.{kind}.modeling_{kind}' for kind in ('llama', 'gpt2'))
+IMPORTED += ('transformers.models.auto.modeling_auto', 'fsdp_manual', 'optim', 'scaling', 'telemetry', 'tokenizer')
+
+
+def forks(folder):
+    """Run the starts that come in as JSON lines; for each, write one with what its ranks returned and said."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # or collections in the children would touch, and copy, every page
+    for number, line in enumerate(sys.stdin):
+        start = json.loads(line)
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            port = server.getsockname()[1]
+        ranks = {'WORLD_SIZE': start['nproc'], 'LOCAL_WORLD_SIZE': start['nproc']}
+        ranks |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
+        children = []
+        for rank in range(start['nproc']):
+            outputs = [f'{folder}/{number}_{rank}.{stream}' for stream in ('out', 'err')]
+            child = os.fork()
+            if child == 0:
+                for path, descriptor in zip(outputs, (1, 2), strict=True):
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+                os.environ.update({key: str(value) for key, value in ranks.items()}, RANK=str(rank))
+                os.environ.update(start['env'], LOCAL_RANK=str(rank))
+                sys.argv = [start['script'], *start['arguments']]
+                code = 0
+                try:
+                    runpy.run_path(str(REPO / start['script']), run_name='__main__')
+                except SystemExit as error:
+                    code = error.code or 0
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                    code = 1
+                sys.stdout.flush()
+                os._exit(code)  # to finalize all that has been imported takes 2 s
+            children.append((child, outputs))
+        deadline, found = time.monotonic() + start['timeout'], []
+        for child, outputs in children:
+            while (status := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if status[0] == 0:
+                os.kill(child, signal.SIGKILL)
+                status = os.waitpid(child, 0)
+            texts = [Path(path).read_text() for path in outputs]
+            found.append([os.waitstatus_to_exitcode(status[1]), *texts])
+        print(json.dumps(found), flush=True)
+
+
+@pytest.fixture(scope='module')
+def start(tmp_path_factory):
+    """start(script, *arguments): run a script on `nproc` ranks; what each returned: (returncode, stdout, stderr)."""
+    folder = tmp_path_factory.mktemp('forks')
+    env = environment(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', HF_HOME=str(folder / 'hf_home'))
+    command = [sys.executable, __file__, 'forks', str(folder)]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=REPO)
+
+    def start(script, *arguments, nproc=1, check=True, timeout=100, **env):
+        line = {'script': script, 'arguments': [str(argument) for argument in arguments], 'nproc': nproc}
+        parent.stdin.write(json.dumps({**line, 'timeout': timeout, 'env': env}) + '\n')
+        parent.stdin.flush()
+        ranks = [
+            types.SimpleNamespace(returncode=c, stdout=o, stderr=e) for c, o, e in json.loads(parent.stdout.readline())
+        ]
+        if check:
+            for rank in ranks:
+                assert rank.returncode == 0, f'{script} {line["arguments"]}\n{rank.stdout}\n{rank.stderr}'
+        return ranks
+
+    start.hf_home = folder / 'hf_home'
+    yield start
+    parent.stdin.close()
+    assert parent.wait(timeout=30) == 0
+
+
+# --- memory, measured in a rank ---------------------------------------------------------------------------------------
+
+
+def anonymous_memory():
+    """Bytes of this process that no file backs. Mapped files are the system's cache, and are given up when needed."""
+    with open('/proc/self/status') as file:
+        return next(int(line.split()[1]) for line in file if line.startswith('RssAnon')) * 1024
+
+
+class Growth:
+    """How far anonymous memory rises above what it is now; a thread looks every millisecond."""
+
+    def __enter__(self):
+        self.before = self.peak = anonymous_memory()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.stopped.wait(0.001):
+            self.peak = max(self.peak, anonymous_memory())
+
+    def __exit__(self, *_):
+        self.stopped.set()
+        self.thread.join()
+        self.bytes = max(self.peak, anonymous_memory()) - self.before
+
+
+def build(folder, implementation):
+    """(Pretrained, model): sharded over all ranks, on meta."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import fsdp_manual
+
+    pretrained = finetune.Pretrained(folder)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+    if implementation == 'manual':
+        fsdp_manual.shard(model, model.blocks, mesh)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return pretrained, model
+
+
+def measure_load(folder, implementation, result):
+    """Rank 0 writes by how much each rank's memory grows: until the weights are there, and with the self-test."""
+    dist.init_process_group('gloo')
+    libc, large = ctypes.CDLL(None), 1 << 16
+    for parameter in (
+        -1,
+        -3,
+    ):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed goes back at once, and does not count
+        libc.mallopt(parameter, large)
+    for name in ('small', 'large'):  # the first warms up: imports, buffers of gloo, threads
+        pretrained, model = build(f'{folder}/{name}', implementation)
+        copy = 4 * sum(parameter.numel() for parameter in model.parameters())
+        libc.malloc_trim(0)  # room that is there already would hide some growth
+        with Growth() as tested:
+            with Growth() as loaded:
+                model.to_empty(device='cpu')
+                finetune.load(model, pretrained)
+            finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+        growths = [None] * dist.get_world_size()
+        dist.all_gather_object(growths, (loaded.bytes, tested.bytes))
+    if dist.get_rank() == 0:
+        found = {'copy': copy, 'load': [growth[0] for growth in growths], 'test': [growth[1] for growth in growths]}
+        Path(result).write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measure_loss(kind, tokens, width, vocabulary):
+    """Bytes by which memory grows over forward and backward of a head and its loss."""
+    from model import ChunkedCrossEntropy
+
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width).div_(width**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,))
+    with Growth() as growth:
+        if kind == 'chunked':
+            loss = ChunkedCrossEntropy.apply(hidden, weight, targets, vocabulary, 0.0, True)[0]
+        else:
+            loss = F.cross_entropy(hidden @ weight.T, targets, reduction='sum')
+        loss.backward()
+    return growth.bytes, loss.item()
+
+
+if __name__ == '__main__':
+    work, *arguments = sys.argv[1:]
+    if work == 'forks':
+        forks(*arguments)
+    elif work == 'load':
+        measure_load(*arguments)
+    else:
+        kind, *sizes, result = arguments
+        Path(result).write_text(json.dumps(measure_loss(kind, *map(int, sizes))))
+    sys.exit()
+
+
+# --- material ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    """Folders as download_model.py leaves them."""
+    folder = tmp_path_factory.mktemp('models')
+    for kind in ('llama', 'gpt2'):
+        save_model(folder / kind, kind)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    """A folder of text files."""
+    folder = tmp_path_factory.mktemp('text')
+    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:20]):
+        (folder / f'{number:02}.txt').write_bytes(path.read_bytes()[:4000])
+    return folder
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory, models, text):
+    """A data_dir with 'text' and 'chats'."""
+    folder = tmp_path_factory.mktemp('data')
+    rows = [
+        {'messages': [{'role': 'user', 'content': f'What is {number}?'}, {'role': 'assistant', 'content': 'A number.'}]}
+        for number in range(50)
+    ]
+    chats = tmp_path_factory.mktemp('chats') / 'chats.jsonl'
+    chats.write_text('\n'.join(map(json.dumps, rows)))
+    for source, name in ((text, 'text'), (chats, 'chats')):
+        keys = [f'--name={name}', f'--tokenizer={models / "llama"}', '--val_fraction=0.2', '--num_proc=1']
+        run_script('prepare_data.py', f'--dataset={source}', f'--data_dir={folder}', *keys)
+    return folder
+
+
+LENGTH, SEQUENCES = 48, 12
+RUN = [*TINY_RUN, f'--block_size={LENGTH}', f'--global_batch_size={SEQUENCES}', '--batch_size=2', '--dtype=float32']
+RUN += ['--lr_schedule=constant', '--warmup_iters=0', '--dataset=text', '--eval_interval=0']
+
+
+def newest(out_dir):
+    return checkpoint.checkpoints_in(str(out_dir / 'checkpoints'))[0]
+
+
+# --- offline ----------------------------------------------------------------------------------------------------------
+
+# Put on PYTHONPATH as sitecustomize.py: notes each address outside of this machine that a process turns to.
+WATCH = """
+import os, socket, sys
+HOME = ('localhost', socket.gethostname(), '127.0.0.1', '::1', '0.0.0.0', '::', '')
+def watch(event, arguments):
+    if event in ('socket.connect', 'socket.sendto'):
+        host = arguments[1][0] if isinstance(arguments[1], tuple) else ''  # a path: a socket of this machine
+    elif event in ('socket.getaddrinfo', 'socket.gethostbyname', 'socket.gethostbyaddr'):
+        host = arguments[0] or ''
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in HOME and not host.startswith('127.'):
+        with open(os.environ['ATTEMPTS'], 'a') as file:
+            file.write(f'{event} {arguments[:2]} by {sys.argv}\\n')
+sys.addaudithook(watch)
+"""
+
+
+def without_network(folder, *command, check=True):
+    """Run a command in a network namespace of its own, which has nothing but a loopback interface."""
+    (folder / 'watch').mkdir(exist_ok=True)
+    (folder / 'watch' / 'sitecustomize.py').write_text(WATCH)
+    env = environment(PYTHONPATH=str(folder / 'watch'), ATTEMPTS=str(folder / 'attempts'), HF_HOME=str(folder / 'hf'))
+    env = {key: value for key, value in env.items() if not key.endswith('_OFFLINE')}  # the scripts' own business
+    shell = ['unshare', '-n', 'bash', '-c', 'ip link set lo up && exec "$@"', 'cut']
+    result = subprocess.run(
+        [*shell, *map(str, command)], env=env, cwd=REPO, capture_output=True, text=True, timeout=200
+    )
+    assert not check or result.returncode == 0, f'{command}\n{result.stdout}\n{result.stderr}'
+    return result
+
+
+def test_raw_text_to_an_exported_model_without_a_network_and_without_asking_for_one(models, text, tmp_path):
+    try:
+        without_network(tmp_path, 'true')
+    except (AssertionError, OSError) as error:
+        pytest.skip(f'networking cannot be cut here: {" ".join(str(error).split())}')
+    ask = 'import socket; socket.create_connection(("192.0.2.1", 80), 1)'
+    assert without_network(tmp_path, sys.executable, '-c', ask, check=False).returncode != 0, 'there is a network'
+    assert '192.0.2.1' in (tmp_path / 'attempts').read_text()
+    (tmp_path / 'attempts').unlink()
+
+    def run(*command):
+        return without_network(tmp_path, sys.executable, *command).stdout
+
+    model, data_dir, out_dir, export = models / 'llama', tmp_path / 'data', tmp_path / 'out', tmp_path / 'export'
+    run('download_model.py', f'--model={model}')
+    run('prepare_data.py', f'--dataset={text}', f'--tokenizer={model}', f'--data_dir={data_dir}', '--name=text')
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    keys = [f'--init_from={model}', f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=3']
+    run(*torchrun, 'train_fsdp.py', *RUN, *keys)
+    run('export_model.py', f'--out_dir={out_dir}', f'--to={export}')
+    said = run('sample.py', f'--out_dir={out_dir}', '--prompt=def ', '--num_samples=1', '--max_new_tokens=8')
+    assert said.startswith('def ')
+    assert (export / 'model.safetensors').exists() and column(out_dir, 'val_loss')
+    assert not (tmp_path / 'attempts').exists(), (tmp_path / 'attempts').read_text()
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def as_of_step_2(out_dir, copy):
+    """A copy of a run as it was when it had saved step 2."""
+    shutil.copytree(out_dir, copy)
+    for path in checkpoint.checkpoints_in(str(copy / 'checkpoints')):
+        if not path.endswith('_00000002'):
+            shutil.rmtree(path)
+    (copy / 'DONE').unlink()
+    rows = (copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (copy / 'metrics.jsonl').write_text(''.join(rows[:2]))
+
+
+@pytest.fixture(scope='module')
+def resumed(start, prepared, tmp_path_factory):
+    """{name: losses} of six steps: without a break, and gone on with after step 2, when init_from was gone."""
+    folder = tmp_path_factory.mktemp('resumed')
+    model = folder / 'model'
+    save_model(model, 'llama')
+    common = [*RUN, f'--data_dir={prepared}', f'--init_from={model}', '--checkpoint_interval=2', '--keep_checkpoints=3']
+    strategies = {
+        'ddp': ['train_ddp.py'],
+        'torch': ['train_fsdp.py'],
+        'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+        'lora': ['train_fsdp.py', '--lora_rank=2', '--fsdp_impl=manual'],
+        'diloco': [
+            *('train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'),
+        ],
+    }
+
+    def run(name, strategy, nproc=2, steps=6):
+        script, *options = strategies[strategy]
+        start(script, *options, *common, f'--out_dir={folder / name}', f'--max_iters={steps}', nproc=nproc)
+
+    run('torch', 'torch')
+    run('lora', 'lora')
+    run('diloco', 'diloco', steps=2)
+    for name in ('weights gone', '2 ranks', '1 rank', '3 ranks'):
+        as_of_step_2(folder / 'torch', folder / name)
+    as_of_step_2(folder / 'lora', folder / 'lora again')
+    (model / 'model.safetensors').unlink()
+    run('weights gone', 'torch', nproc=1)
+    shutil.rmtree(model)
+    run('2 ranks', 'torch')
+    run('1 rank', 'torch', nproc=1)
+    run('3 ranks', 'torch', nproc=3)
+    run('lora again', 'lora')
+    run('diloco', 'manual', steps=4)
+    run('diloco', 'ddp', steps=6)
+    assert not list(folder.rglob('*.safetensors')), 'a run copies what it needs of the folder, without the weights'
+    return {path.name: column(path, 'loss') for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize('case', ['weights gone', '2 ranks', '1 rank', '3 ranks', 'lora again'])
+def test_a_run_goes_on_when_the_model_it_began_with_is_gone(resumed, case):
+    losses, expected = resumed[case], resumed['lora' if 'lora' in case else 'torch']
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
+
+
+def test_a_run_goes_on_under_other_scripts_when_the_model_it_began_with_is_gone(resumed):
+    assert len(resumed['diloco']) == 6
+    assert max(abs(a - b) for a, b in zip(resumed['diloco'], resumed['torch'], strict=True)) < 1e-6
+
+
+# --- LoRA and frozen parts --------------------------------------------------------------------------------------------
+
+STEPS = 8
+STRATEGIES = {
+    'ddp': ['train_ddp.py'],
+    'torch': ['train_fsdp.py', '--fsdp_impl=torch'],
+    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+}
+LORA = {
+    'llama all': ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'),
+    'llama q_proj,v_proj': ('q_proj', 'v_proj'),
+    'gpt2 all': ('c_attn', 'c_proj', 'c_fc'),
+    'gpt2 c_attn': ('c_attn',),
+}
+FREEZE = r'embed|lm_head|layers\.0\.'
+
+
+def losses_of_a_plain_loop(model, prepared):
+    """Steps of AdamW on what of a transformers model is trainable, with the batches and the settings of RUN."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {'params': [p for p in trained if p.dim() > 1 and p not in tables]},
+        {'params': [p for p in trained if p.dim() == 1 or p in tables], 'weight_decay': 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    train_data = data.open_dataset(prepared, 'text', 'train', LENGTH, VOCABULARY)
+    batches, losses = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu'), []
+    for x, y in itertools.islice(batches, STEPS):
+        loss = F.cross_entropy(model(input_ids=x, use_cache=False).logits.flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    batches.close()
+    return losses
+
+
+def run_strategies(start, prepared, folder, model, nproc, *options):
+    """{name: out_dir} of every strategy, with 3 micro-steps on 2 ranks and 6 on 1."""
+    out_dirs = {}
+    for name, (script, *more) in STRATEGIES.items():
+        out_dir = out_dirs[name] = folder / name
+        keys = [*RUN, f'--data_dir={prepared}', f'--init_from={model}', f'--max_iters={STEPS}', *options, *more]
+        start(script, *keys, f'--out_dir={out_dir}', nproc=nproc)
+    return out_dirs
+
+
+@pytest.mark.parametrize('case', LORA)
+def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(start, models, prepared, tmp_path, case):
+    peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
+    from safetensors.torch import load_file
+
+    kind, targets = case.split()
+    model = models / kind
+    options = ['--lora_rank=4', '--lora_alpha=8', f'--lora_targets={targets}']
+    nproc = 1 if case == 'llama q_proj,v_proj' else 2
+    out_dirs = run_strategies(start, prepared, tmp_path, model, nproc, *options)
+
+    pretrained = finetune.Pretrained(model, lora_rank=4, lora_alpha=8, lora_targets=targets)
+    with torch.device('meta'):
+        ours = finetune.for_training(pretrained)
+    ours.to_empty(device='cpu')
+    finetune.load(ours, pretrained, seed=1337)
+    initial = {name: tensor for name, tensor in ours.state_dict().items() if 'lora_' in name}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA[case]), fan_in_fan_out=kind == 'gpt2')
+    theirs = peft.get_peft_model(plain, settings)
+    with torch.no_grad():
+        for name, tensor in initial.items():
+            theirs.get_parameter(f'base_model.model.{name}.default.weight').copy_(tensor)
+    assert sum(p.requires_grad for p in theirs.parameters()) == len(initial)
+    expected = losses_of_a_plain_loop(theirs, prepared)
+    assert expected[-1] < expected[0] - 0.02
+
+    stored = load_file(model / 'model.safetensors')
+    for name, out_dir in out_dirs.items():
+        losses = column(out_dir, 'loss')
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5, name
+        weights = checkpoint.load_weights(newest(out_dir))[0]
+        for key in weights.keys() - initial.keys():
+            assert torch.equal(weights[key], stored[key if key in stored else key.removeprefix('transformer.')]), key
+        assert all(not torch.equal(weights[key], initial[key]) for key in initial if key.endswith('lora_B')), name
+        saved = [
+            key.removeprefix('optim.') for key in checkpoint.read_index(newest(out_dir)) if key.startswith('optim')
+        ]
+        assert {key.rpartition('.')[0] for key in saved} == initial.keys(), name
+
+
+def test_frozen_parts_stay_to_the_bit_and_the_rest_trains_as_in_a_plain_loop(start, models, prepared, tmp_path):
+    import transformers
+    from safetensors.torch import load_file
+
+    model = models / 'llama'
+    out_dirs = run_strategies(start, prepared, tmp_path, model, 2, f'--freeze={FREEZE}')
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    frozen = {name for name, _ in plain.named_parameters() if re.search(FREEZE, name)}
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    expected = losses_of_a_plain_loop(plain, prepared)
+    stored = load_file(model / 'model.safetensors')
+    assert 5 < len(frozen) < len(stored) and expected[-1] < expected[0] - 0.05
+    for name, out_dir in out_dirs.items():
+        losses = column(out_dir, 'loss')
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5, name
+        weights = checkpoint.load_weights(newest(out_dir))[0]
+        assert weights.keys() == stored.keys()
+        assert {key for key in stored if torch.equal(weights[key], stored[key])} == frozen, name
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def large(tmp_path_factory):
+    """Folders with a model of 97 million parameters, in fp32 and bf16, and with a small one.
+
+    It has 80 thin blocks: on a CPU, the few that each rank gathers to compute the self-test are host memory, too.
+    """
+    import transformers
+
+    folder = tmp_path_factory.mktemp('large')
+    for name, blocks in (('small', 2), ('large', 80)):
+        sizes = {'hidden_size': 320, 'intermediate_size': 832, 'num_attention_heads': 5, 'vocab_size': 512}
+        config = transformers.LlamaConfig(num_hidden_layers=blocks, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for dtype in (torch.float32, torch.bfloat16):
+            model.to(dtype).save_pretrained(folder / str(dtype).removeprefix('torch.') / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    'dtype, implementation',
+    [
+        ('float32', 'torch'),
+        ('bfloat16', 'manual'),
+        pytest.param('float32', 'manual', marks=pytest.mark.slow),
+        pytest.param('bfloat16', 'torch', marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_that_load_a_model_hold_little_more_than_one_copy(start, large, tmp_path, dtype, implementation):
+    start(
+        'tests/huggingface/test_finetune_runs.py', 'load', large / dtype, implementation, tmp_path / 'result', nproc=4
+    )
+    found = json.loads((tmp_path / 'result').read_text())
+    assert found['copy'] > 380e6
+    loading, with_test = (sum(found[part]) / found['copy'] for part in ('load', 'test'))
+    print(f'{dtype} {implementation}: {loading:.2f} copies while loading, {with_test:.2f} with the self-test')
+    assert 1 <= loading <= 1.1, 'one copy of fp32 weights has to be there in the end'
+    assert with_test <= 1.3
+
+
+def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_its_logits(start, tmp_path):
+    found = {}
+    for kind in ('chunked', 'full'):
+        start('tests/huggingface/test_finetune_runs.py', 'loss', kind, 1024, 64, 128_256, tmp_path / kind)
+        found[kind] = json.loads((tmp_path / kind).read_text())
+    (chunked, loss), (full, expected) = found['chunked'], found['full']
+    print(f'{full / 1e6:.0f} MB with all logits, {chunked / 1e6:.0f} MB in chunks')
+    assert math.isclose(loss, expected, rel_tol=1e-5)
+    assert full >= 4 * chunked
+
+
+# --- transformers' Trainer --------------------------------------------------------------------------------------------
+
+
+def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(start, tmp_path):
+    pytest.importorskip('accelerate')
+    import transformers
+
+    source = SHARED / 'data' / 'tinyshakespeare.txt'
+    if not source.exists():
+        pytest.skip(f'needs {source}')
+    model, steps, rate, batch, length, rounds = tmp_path / 'model', 60, 3e-3, 16, 63, 4
+    save_model(model, 'llama')
+    keys = [f'--tokenizer={model}', f'--data_dir={tmp_path}', '--name=text', '--num_proc=1']
+    run_script('prepare_data.py', f'--dataset={source}', *keys)
+    keys = [f'--init_from={model}', f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}', f'--max_iters={steps}']
+    keys += [f'--block_size={length}', f'--batch_size={batch // 2}', f'--global_batch_size={batch}']
+    keys += [f'--learning_rate={rate}', f'--eval_iters={rounds}']
+    start('train_fsdp.py', *RUN, *keys, nproc=2)
+
+    train_data, val_data = (
+        data.open_dataset(tmp_path, 'text', split, length, VOCABULARY) for split in ('train', 'val')
+    )
+
+    def rows(dataset, windows):
+        """Examples of length + 1 tokens: Trainer's model shifts the labels itself."""
+        return [{'input_ids': row, 'labels': row} for row in torch.from_numpy(dataset.read(windows))]
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    samples = torch.arange(steps * batch).numpy()
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / 'trainer'), max_steps=steps, per_device_train_batch_size=batch, learning_rate=rate,
+        lr_scheduler_type='constant', weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
+        save_strategy='no', report_to='none', disable_tqdm=True, use_cpu=True, per_device_eval_batch_size=batch,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    windows = data.sample_windows(samples, train_data.n_windows, 1337)
+    trainer = InOrder(plain, settings, train_dataset=rows(train_data, windows))
+    val_rows = rows(val_data, range(rounds * batch))
+    before = trainer.evaluate(val_rows)['eval_loss']
+    trainer.train()
+    expected, loss = trainer.evaluate(val_rows)['eval_loss'], column(tmp_path / 'out', 'val_loss')[-1]
+    print(f'validation loss {before:.4f}, after training {loss:.4f}, with Trainer {expected:.4f}')
+    assert expected < before - 1
+    assert abs(loss / expected - 1) < 0.01
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+CAPITALS = """Peru Lima, France Paris, Japan Tokyo, Egypt Cairo, Kenya Nairobi, Norway Oslo, Chile Santiago, Cuba
+Havana, Spain Madrid, Italy Rome, Greece Athens, Austria Vienna, Poland Warsaw, Ireland Dublin, Portugal Lisbon,
+Turkey Ankara, Iraq Baghdad, Iran Tehran, Nepal Kathmandu, Vietnam Hanoi, Ghana Accra, Canada Ottawa, Sweden
+Stockholm, Finland Helsinki, Hungary Budapest, Jamaica Kingston, Senegal Dakar, Qatar Doha"""
+
+
+def test_a_model_answers_the_twenty_questions_that_it_was_taught(start, tmp_path):
+    import transformers
+
+    model, data_dir, out_dir = tmp_path / 'model', tmp_path / 'data', tmp_path / 'out'
+    save_model(model, 'llama')
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.hidden_size, config.intermediate_size, config.head_dim, config.max_position_embeddings = 64, 160, 16, 128
+    config.initializer_range = 0.05
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    answers = {f'Capital of {country}?': capital for country, capital in map(str.split, CAPITALS.split(','))}
+    rows = [
+        {'messages': [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]}
+        for question, answer in answers.items()
+    ]
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    keys = [f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', f'--data_dir={data_dir}', '--name=chats']
+    run_script('prepare_data.py', *keys, '--val_fraction=0.2', '--num_proc=1')
+    taught = bytes(token for path in data_dir.glob('*/train_*.bin') for token in data.read_shard(path) if token < 256)
+    taught = [question for question in answers if question.encode() in taught][:20]  # the others are for validation
+    assert len(taught) == 20
+
+    keys = [f'--init_from={model}', f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--dataset=chats']
+    keys += ['--block_size=128', '--batch_size=4', '--global_batch_size=8', '--num_epochs=80', '--log_interval=20']
+    keys += ['--lr_schedule=cosine', '--learning_rate=5e-3', '--warmup_iters=10', '--weight_decay=0.0']
+    start('train_fsdp.py', *RUN, *keys, nproc=2)
+    (tmp_path / 'questions.jsonl').write_text('\n'.join(json.dumps({'prompt': question}) for question in taught))
+    keys = [f'--out_dir={out_dir}', f'--prompts={tmp_path / "questions.jsonl"}', '--temperature=0', '--dtype=float32']
+    said = [json.loads(line) for line in start('sample.py', *keys)[0].stdout.splitlines()]
+    assert [line['prompt'] for line in said] == taught
+    right = sum(line['answer'] == answers[line['prompt']] for line in said)
+    print(f'{right} of 20 answers are right')
+    assert right >= 18, said
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def mistake(start, script, *arguments, nproc=2):
+    """The one line that tells of a mistake. Every rank ends with it, or with one that points to it; none hangs."""
+    ranks = start(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False, timeout=60)
+    lines = []
+    for number, rank in enumerate(ranks):
+        assert rank.returncode == 1, (rank.returncode, rank.stdout, rank.stderr)
+        assert 'Traceback' not in rank.stderr and 'step 1' not in rank.stdout, rank.stderr
+        said = [line for line in rank.stderr.splitlines() if line.startswith(f'[{number}] ')]
+        assert len(said) == 1, rank.stderr
+        if 'stopped because another rank stopped' not in said[0]:
+            lines.append(said[0].removeprefix(f'[{number}] '))
+    assert len(set(lines)) == 1 and lines[0].startswith('error: '), [rank.stderr for rank in ranks]
+    return lines[0]
+
+
+@pytest.fixture
+def model(models, tmp_path):
+    """A copy of a model's folder, to be damaged."""
+    return Path(shutil.copytree(models / 'llama', tmp_path / 'model'))
+
+
+@pytest.fixture
+def keys(prepared, model, tmp_path):
+    return [f'--data_dir={prepared}', f'--out_dir={tmp_path / "out"}', f'--init_from={model}']
+
+
+def test_a_folder_without_weights(start, model, keys):
+    (model / 'model.safetensors').unlink()
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert str(model) in line and 'model.safetensors' in line and 'python download_model.py' in line
+
+
+def test_a_folder_whose_only_weights_are_a_pickle(start, model, keys):
+    (model / 'model.safetensors').rename(model / 'pytorch_model.bin')
+    line = mistake(start, 'train_ddp.py', *keys)
+    assert 'pytorch_model.bin' in line and 'pickle' in line and 'python download_model.py' in line
+
+
+def test_a_folder_without_a_tokenizer(start, model, keys):
+    (model / 'tokenizer.json').unlink()
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert str(model) in line and 'tokenizer.json' in line and 'python download_model.py' in line
+
+
+def test_a_folder_without_a_configuration(start, model, keys):
+    (model / 'config.json').unlink()
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert str(model) in line and 'config.json' in line and 'python download_model.py' in line
+
+
+@pytest.mark.parametrize('name', ['models/nowhere', 'meta-llama/Llama-3.2-3B', 'nowhere'])
+def test_a_model_that_is_not_here_names_the_command_that_fetches_it(start, keys, name):
+    line = mistake(start, 'train_fsdp.py', *keys, f'--init_from={name}')
+    assert name in line and 'python download_model.py --model=' in line
+    assert '/' not in name or name.startswith('models/') or f'--model={name}`' in line
+
+
+def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(start, model, keys, tmp_path):
+    cached = start.hf_home / 'hub' / 'models--someone--tiny-llama'
+    (cached / 'refs').mkdir(parents=True)
+    (cached / 'refs' / 'main').write_text('0123456789abcdef0123456789abcdef01234567')
+    shutil.move(model, cached / 'snapshots' / '0123456789abcdef0123456789abcdef01234567')
+    start('train_fsdp.py', *RUN, '--max_iters=2', *keys, '--init_from=someone/tiny-llama', nproc=2)
+    assert len(column(tmp_path / 'out', 'loss')) == 2
+
+
+def test_a_run_without_a_checkpoint_whose_model_is_gone(start, model, keys, tmp_path):
+    start('train_fsdp.py', *RUN, '--max_iters=1', *keys)
+    shutil.rmtree(tmp_path / 'out' / 'checkpoints')
+    (tmp_path / 'out' / 'metrics.jsonl').unlink()
+    shutil.rmtree(model)
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert f'init_from={model}' in line and 'weights' in line and 'python download_model.py' in line
+
+
+def test_sequences_longer_than_the_positions_of_the_model(start, keys):
+    line = mistake(start, 'train_fsdp.py', *keys, f'--block_size={POSITIONS + 1}')
+    assert f'block_size={POSITIONS + 1}' in line and f'--block_size={POSITIONS} or less' in line
+
+
+def test_shards_of_another_tokenizer(start, model, keys):
+    content = json.loads((model / 'tokenizer.json').read_text())
+    vocabulary = content['model']['vocab']
+    first, second = sorted(vocabulary, key=vocabulary.get)[101:103]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (model / 'tokenizer.json').write_text(json.dumps(content))
+    line = mistake(start, 'train_ddp.py', *keys)
+    assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
+
+
+def test_sizes_of_a_model_that_has_its_own(start, keys):
+    line = mistake(start, 'train_diloco.py', *keys, '--num_replicas=2', '--n_layer=2', '--bias=True')
+    assert 'n_layer=2' in line and 'init_from' in line and 'bias' in line
+
+
+def test_lora_targets_that_the_model_does_not_have(start, keys):
+    line = mistake(start, 'train_fsdp.py', *keys, '--lora_rank=4', '--lora_targets=q_proj,c_attn')
+    assert "'c_attn'" in line and 'q_proj' in line and 'down_proj' in line  # what there is
+
+
+@pytest.mark.parametrize('expression', ['wte', '.', '('])
+def test_a_freeze_that_matches_nothing_or_everything_or_is_none(start, keys, expression):
+    line = mistake(start, 'train_ddp.py', *keys, f'--freeze={expression}')
+    assert 'freeze' in line and repr(expression) in line
+
+
+def test_damaged_weights(start, model, keys):
+    path = model / 'model.safetensors'
+    path.write_bytes(path.read_bytes()[:-1000])
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert str(path) in line and 'damaged' in line and 'python download_model.py' in line
+
+
+def test_an_index_of_weights_that_names_a_missing_file(start, model, keys):
+    from safetensors.torch import load_file
+
+    names = list(load_file(model / 'model.safetensors'))
+    files = dict.fromkeys(names, 'model-00001-of-00002.safetensors') | {names[-1]: 'model-00002-of-00002.safetensors'}
+    (model / 'model.safetensors').rename(model / 'model-00001-of-00002.safetensors')
+    (model / 'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': files}))
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert 'model-00002-of-00002.safetensors' in line and 'missing' in line and 'python download_model.py' in line
+
+
+def test_weights_of_other_shapes_than_the_configuration_says(start, model, keys):
+    content = json.loads((model / 'config.json').read_text())
+    (model / 'config.json').write_text(json.dumps(content | {'intermediate_size': 80}))
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert '(72, 40)' in line and '(80, 40)' in line and str(model) in line
+
+
+def test_an_encoder(start, model, keys):
+    import transformers
+
+    transformers.BertConfig(hidden_size=40, num_hidden_layers=2, num_attention_heads=2).save_pretrained(model)
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert 'bert' in line and 'causal' in line
+
+
+def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(start, model, keys):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / 'model.safetensors')
+    del weights['model.layers.1.mlp.up_proj.weight']
+    save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
+    line = mistake(start, 'train_fsdp.py', *keys)
+    assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
+
+
+def test_conversations_for_a_model_from_scratch(start, keys):
+    line = mistake(start, 'train_fsdp.py', *keys, '--init_from=scratch', '--dataset=chats')
+    assert 'chats' in line and '--init_from' in line

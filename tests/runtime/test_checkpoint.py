@@ -1,0 +1,665 @@
+"""Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_manual
+from runtime import checkpoint
+
+# Ranks are forked from a server that has imported torch already: starting Python costs more than all these saves.
+CONTEXT = multiprocessing.get_context('forkserver')
+CONTEXT.set_forkserver_preload(['torch', 'torch.distributed.checkpoint', 'torch.distributed.fsdp', 'torch._dynamo'])
+
+
+class Toy(nn.Module):
+    """Tied weights, a parameter that is never trained, and first dimensions (17, 7, 2, 1) that 2 and 3 ranks share
+    unevenly or not at all."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed = nn.Embedding(17, width)
+        sizes = (width, 7, 2, 1, width)
+        self.layers = nn.Sequential(*(nn.Linear(n, m) for n, m in zip(sizes, sizes[1:], strict=False)))
+        self.unused = nn.Linear(3, 1)
+        self.head = nn.Linear(width, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.embed(tokens)))
+
+
+def build(strategy, seed=0, width=5, **adamw):
+    """(raw model, model to call, optimizer)."""
+    torch.manual_seed(seed)
+    raw = model = Toy(width)
+    if strategy == 'ddp':
+        model = DistributedDataParallel(raw, find_unused_parameters=True)
+    elif strategy == 'fsdp':
+        for layer in raw.layers:
+            fully_shard(layer)
+        fully_shard(raw)
+    elif strategy == 'hsdp':
+        fully_shard(raw, mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard')))
+    elif strategy == 'manual':
+        fsdp_manual.shard(raw, [raw.layers], init_device_mesh('cpu', (dist.get_world_size(),)))
+    return raw, model, torch.optim.AdamW(raw.parameters(), lr=0.01, **adamw)
+
+
+def train(raw, optimizer, steps=2):
+    """Steps with gradients that depend on the name only, so that every strategy must reach the same numbers."""
+    for step in range(steps):
+        for name, parameter in raw.named_parameters():
+            if not name.startswith('unused'):
+                generator = torch.Generator().manual_seed(zlib.crc32(f'{name} {step}'.encode()))
+                gradient = torch.randn(parameter.shape, generator=generator)
+                if isinstance(parameter, DTensor):
+                    gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+                parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def everything(raw, optimizer):
+    """Full parameters and moments by key."""
+    return {key: full(value) for key, value in checkpoint.tensors_to_save(raw, optimizer).items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for key in expected:
+        assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
+
+
+def run_ranks(world_size, worker, *arguments, timeout=60):
+    """[worker(*arguments) on rank 0, 1, ...], each in a process of its own, all in one gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_ranks(world_size, folder, worker, arguments)
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
+        assert not errors, '\n'.join(errors)
+        assert not hung, f'ranks {hung} still ran after {timeout} s'
+        return [pickle.loads(Path(folder, f'result_{rank}').read_bytes()) for rank in range(world_size)]
+
+
+def start_ranks(world_size, folder, worker, arguments):
+    processes = [
+        CONTEXT.Process(target=one_rank, args=(rank, world_size, folder, worker, pickle.dumps(arguments)))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def one_rank(rank, world_size, folder, worker, arguments):
+    os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+        result = worker(*pickle.loads(arguments))
+        Path(folder, f'result_{rank}').write_bytes(pickle.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f'error_{rank}').write_text(f'rank {rank}: {traceback.format_exc()}')
+
+
+def folder_of(out_dir, step):
+    return str(Path(out_dir) / 'checkpoints' / f'step_{step:08d}')
+
+
+def silent(line):
+    pass
+
+
+# --- between strategies and numbers of ranks --------------------------------------------------------------------------
+
+
+def save_runs(out_dirs):
+    """Save a run of each strategy; what they hold when they save step 2, and one step later."""
+    held = {}
+    for strategy, out_dir in out_dirs.items():
+        checkpoint.prepare(out_dir)
+        raw, model, optimizer = build(strategy, fused=True)
+        saver = checkpoint.Saver(out_dir, keep=5, say=silent)
+        saver.save(0, raw, optimizer, {'tokens': 0})  # before step 1: no optimizer state
+        train(raw, optimizer)
+        if strategy == 'fsdp':
+            with torch.no_grad():  # an evaluation leaves the root gathered
+                model(torch.zeros(1, 2, dtype=torch.long))
+        saver.save(2, raw, optimizer, {'tokens': 48, 'nested': {'loss': 1.5, 'name': 'é'}})
+        at_save = everything(raw, optimizer)
+        train(raw, optimizer, steps=1)
+        held[strategy] = (at_save, everything(raw, optimizer))
+    return held
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """{(strategy, ranks): (out_dir, what it held when it saved step 2, what it held one step later)}."""
+    saved = {}
+    for world_size, strategies in {1: ['single'], 2: ['ddp', 'fsdp'], 3: ['fsdp', 'manual'], 4: ['hsdp']}.items():
+        out_dirs = {strategy: str(tmp_path_factory.mktemp(f'{strategy}{world_size}')) for strategy in strategies}
+        for strategy, held in run_ranks(world_size, save_runs, out_dirs)[0].items():
+            saved[strategy, world_size] = (out_dirs[strategy], *held)
+    return saved
+
+
+def test_every_strategy_writes_the_same_keys(runs):
+    for strategy, (out_dir, held, _) in runs.items():
+        index = dcp.FileSystemReader(folder_of(out_dir, 2)).read_metadata().state_dict_metadata
+        assert index.keys() == held.keys() == runs['single', 1][1].keys(), strategy
+        assert {'model.embed.weight', 'optim.embed.weight.exp_avg', 'optim.layers.0.bias.step'} <= index.keys()
+        assert 'model.unused.weight' in index and 'optim.unused.weight.exp_avg' not in index
+        assert 'model.head.weight' not in index  # tied: saved once
+
+
+def load_runs(strategies, runs):
+    """Load every run with each strategy; what that holds after one more step."""
+    continued = {}
+    for strategy, (source, (out_dir, held, _)) in itertools.product(strategies, runs.items()):
+        raw, _, optimizer = build(strategy, seed=7, fused=True)
+        assert checkpoint.load(folder_of(out_dir, 0), raw, optimizer) == {'tokens': 0, 'step': 0}
+        assert not optimizer.state
+        train(raw, optimizer, steps=1)
+        state = checkpoint.load(folder_of(out_dir, 2), raw, optimizer)
+        assert state == {'step': 2, 'tokens': 48, 'nested': {'loss': 1.5, 'name': 'é'}}
+        assert_equal(everything(raw, optimizer), held)
+        train(raw, optimizer, steps=1)
+        continued[strategy, source] = everything(raw, optimizer)
+    return continued
+
+
+@pytest.mark.parametrize(
+    'world_size, strategies', [(1, ['single']), (2, ['ddp', 'fsdp', 'manual']), (3, ['ddp', 'fsdp'])]
+)
+def test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on(runs, world_size, strategies):
+    for (strategy, source), found in run_ranks(world_size, load_runs, strategies, runs)[0].items():
+        uninterrupted = runs[source][2]
+        if source == (strategy, world_size):
+            assert_equal(found, uninterrupted)
+        for key in uninterrupted:  # AdamW's vector instructions round by a piece's alignment
+            torch.testing.assert_close(found[key], uninterrupted[key], rtol=1e-6, atol=1e-9)
+
+
+def test_weights_are_read_in_one_process_without_a_process_group(runs, recwarn):
+    out_dir, held, _ = runs['fsdp', 3]
+    weights, state = checkpoint.load_weights(folder_of(out_dir, 2))
+    assert_equal(
+        weights, {key.removeprefix('model.'): value for key, value in held.items() if key.startswith('model.')}
+    )
+    assert state['tokens'] == 48
+    assert list(checkpoint.load_weights(folder_of(out_dir, 2), ['embed.weight'])[0]) == ['embed.weight']
+    with pytest.raises(ValueError, match='has no weight embed.wait'):
+        checkpoint.load_weights(folder_of(out_dir, 2), ['embed.wait'])
+    assert not [str(warning.message) for warning in recwarn if 'distributed' in str(warning.message)]
+
+
+def load_into_others(out_dir):
+    """Messages of loads into models that differ from the saved one."""
+    messages = []
+    wider, _, wider_optimizer = build('single', width=6)
+    half, _, half_optimizer = build('single')
+    half.embed.half()
+    more, _, more_optimizer = build('single')
+    more.extra = nn.Linear(2, 2)
+    fewer, _, _ = build('single')
+    del fewer.unused
+    fewer_optimizer = torch.optim.AdamW(fewer.parameters())
+    partly, _, _ = build('single')
+    partly_optimizer = torch.optim.AdamW(partly.layers.parameters())
+    for raw, optimizer in (
+        (wider, wider_optimizer),
+        (half, half_optimizer),
+        (more, more_optimizer),
+        (fewer, fewer_optimizer),
+        (partly, partly_optimizer),
+    ):
+        before = {name: value.clone() for name, value in raw.state_dict().items()}
+        with pytest.raises(ValueError) as error:
+            checkpoint.load(folder_of(out_dir, 2), raw, optimizer)
+        messages.append(str(error.value))
+        assert_equal(raw.state_dict(), before)
+    checkpoint.load(folder_of(out_dir, 2), partly)  # without an optimizer its state is of no interest
+    return messages
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(runs):
+    wider, half, more, fewer, partly = run_ranks(1, load_into_others, runs['ddp', 2][0])[0]
+    assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 6) torch.float32 here' in wider
+    assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 5) torch.float16 here' in half
+    assert 'model.extra.bias is missing in the checkpoint and (2,) torch.float32 here' in more
+    assert 'model.unused.bias is (1,) torch.float32 in the checkpoint and missing here (2 differences in all)' in fewer
+    assert 'optim.embed.weight.exp_avg is (17, 5) torch.float32 in the checkpoint and missing here' in partly
+    assert not any('\n' in message for message in (wider, half, more, fewer, partly))
+
+
+def test_another_configuration_is_refused_with_both_values():
+    saved = {'model': {'n_layer': 4, 'sizes': [1, 2], 'old_key': 1}, 'data': 'abc', 'seed': 1}
+    same = {'model': {'n_layer': 4, 'sizes': (1, 2), 'new_key': 1}, 'data': 'abc', 'seed': 1}
+    checkpoint.check_identity(saved, same)
+    with pytest.raises(ValueError, match=r'the checkpoint has model.n_layer=4, you ask for 6: '):
+        checkpoint.check_identity(saved, {**same, 'model': {'n_layer': 6}})
+    with pytest.raises(ValueError, match=r"the checkpoint has data='abc', you ask for 'xyz': "):
+        checkpoint.check_identity(saved, {**same, 'data': 'xyz'})
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, ('executed',)
+
+
+def test_nothing_in_a_checkpoint_is_executed(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder_of(runs['single', 1][0], 2), 'evil')
+    index = dcp.FileSystemReader('evil').read_metadata()
+    index.planner_data = Exploit()
+    Path('evil/.metadata').write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match='refers to posix.mkdir'):
+        checkpoint.load_weights('evil')
+    assert not Path('executed').exists()
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def save_steps(out_dir, steps, keep, width=5, async_save=False):
+    """Save a DDP model whose weights all equal the step; the lines that were said on this rank."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp', width=width)
+    train(raw, optimizer, steps=1)
+    lines = []
+    saver = checkpoint.Saver(out_dir, keep, async_save, say=lines.append)
+    for step in steps:
+        fill(raw, step)
+        saver.save(step, raw, optimizer, {})
+        fill(raw, -1.0)  # what comes after save() is not in the checkpoint
+        dist.all_reduce(torch.zeros(1))  # and training's collectives go on beside it
+    saver.wait()
+    return lines
+
+
+@torch.no_grad()
+def fill(raw, value):
+    for parameter in raw.parameters():
+        parameter.fill_(value)
+
+
+def assert_holds(path, step):
+    weights, state = checkpoint.load_weights(path)
+    assert state == {'step': step}
+    for name, weight in weights.items():
+        assert (weight == step).all(), name
+
+
+@pytest.fixture(scope='module')
+def three_saved(tmp_path_factory):
+    out_dir = str(tmp_path_factory.mktemp('three'))
+    run_ranks(2, save_steps, out_dir, [1, 2, 3], 3, 1000)
+    return out_dir
+
+
+def overwrite(path, offset, data):
+    with open(path, 'r+b') as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def flip_bit(path):
+    offset = path.stat().st_size // 2
+    overwrite(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
+
+
+FAULTS = {
+    'truncated': (
+        lambda folder: os.truncate(folder / '__1_0.distcp', 5000),
+        r'__1_0.distcp has 5000 bytes instead of \d',
+    ),
+    'missing': (lambda folder: (folder / '__0_0.distcp').unlink(), '__0_0.distcp cannot be read .No such file'),
+    'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp has changed'),
+    'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp has changed'),
+    'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata has 0 bytes'),
+    'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json has changed'),
+    'no manifest': (
+        lambda folder: (folder / 'manifest.json').unlink(),
+        'manifest.json is missing or',
+    ),
+    'torn manifest': (
+        lambda folder: os.truncate(folder / 'manifest.json', 100),
+        'not one .JSONDecodeError',
+    ),
+    'empty manifest': (lambda folder: (folder / 'manifest.json').write_text('{"files": {}}'), r'\.metadata has'),
+}
+
+
+@pytest.mark.parametrize('fault', FAULTS)
+def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_used(three_saved, tmp_path, fault):
+    damage, said = FAULTS[fault]
+    out_dir = tmp_path / 'run'
+    shutil.copytree(three_saved, out_dir)
+    assert checkpoint.choose(out_dir, 'auto', silent) == folder_of(out_dir, 3)
+    damage(out_dir / 'checkpoints' / 'step_00000003')
+    lines = []
+    assert checkpoint.choose(out_dir, 'auto', lines.append) == folder_of(out_dir, 2)
+    assert any(re.search(f'step_00000003 is damaged: .*{said}', line) for line in lines), lines
+    assert sorted(os.listdir(out_dir / 'checkpoints')) == ['step_00000001', 'step_00000002', 'step_00000003.damaged']
+    assert_holds(folder_of(out_dir, 2), 2)
+
+
+def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(three_saved, tmp_path):
+    out_dir = tmp_path / 'run'
+    shutil.copytree(three_saved, out_dir)
+    for step in (1, 2, 3):
+        flip_bit(Path(folder_of(out_dir, step)) / '__0_0.distcp')
+    for resume in ('auto', 'must', 'auto'):
+        with pytest.raises(ValueError, match='step_00000003, step_00000002, step_00000001.*restore a copy'):
+            checkpoint.choose(out_dir, resume, silent)
+    for step in (1, 2, 3):
+        checkpoint.move_aside(folder_of(out_dir, step))
+    with pytest.raises(ValueError, match='step_00000003.damaged'):
+        checkpoint.choose(out_dir, 'auto', silent)
+
+
+def test_resume_auto_must_and_never(three_saved, tmp_path):
+    empty = str(tmp_path / 'empty')
+    assert checkpoint.choose(empty, 'auto') is None
+    assert checkpoint.choose(empty, 'never') is None
+    with pytest.raises(ValueError, match=f"resume='must' but there is no checkpoint in {empty}/checkpoints"):
+        checkpoint.choose(empty, 'must')
+    assert checkpoint.choose(three_saved, 'must', silent) == folder_of(three_saved, 3)
+    with pytest.raises(ValueError, match=f"resume='never' but out_dir={three_saved} holds a run: use another"):
+        checkpoint.choose(three_saved, 'never')
+
+
+def test_done_holds_until_max_iters_grows(tmp_path):
+    assert not checkpoint.is_done(tmp_path, 10)
+    checkpoint.mark_done(tmp_path, 10)
+    assert checkpoint.is_done(tmp_path, 10) and checkpoint.is_done(tmp_path, 5) and not checkpoint.is_done(tmp_path, 11)
+
+
+# --- the job or the disk fails ----------------------------------------------------------------------------------------
+
+
+def save_for_ever(out_dir, first_step, async_save):
+    save_steps(out_dir, range(first_step, 10**6), 2, 50_000, async_save)
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before_it(tmp_path, async_save):
+    """Both ranks or one of them get SIGKILL during a save of 10 MB; the next job goes on from what is there."""
+    out_dir, random_delay = str(tmp_path), random.Random(0)
+    newest = 0
+    for victims in (2, 2, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            processes = start_ranks(2, folder, save_for_ever, (out_dir, newest + 1, async_save))
+            being_written = Path(folder_of(out_dir, newest + 3) + '.tmp')
+            wait_until(being_written.exists)
+            time.sleep(random_delay.uniform(0, 0.05))
+            for process in processes[-victims:]:
+                process.kill()
+            for process in processes:
+                process.join(20)
+                assert not process.is_alive(), 'a rank waits for one that was killed'
+        path = checkpoint.choose(out_dir, 'must', silent)
+        newest = int(path[-8:])
+        assert_holds(path, newest)
+        assert not Path(f'{path}.damaged').exists()
+
+
+def wait_until(condition, timeout=60):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 4 MB."""
+    command = ['mount', '-t', 'tmpfs', '-o', 'size=4m', 'none', str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip('mounting a tmpfs is not permitted here')
+    yield str(tmp_path)
+    subprocess.run(['umount', str(tmp_path)], check=True)
+
+
+def fill_the_disk(out_dir, async_save):
+    """Save 1 MB, then 6 MB, then 1 MB; this rank's error."""
+    small, _, small_optimizer = build('ddp', width=5_000)
+    large, _, large_optimizer = build('ddp', width=30_000)
+    checkpoint.prepare(out_dir)
+    for raw, optimizer in ((small, small_optimizer), (large, large_optimizer)):
+        train(raw, optimizer, steps=1)
+        fill(raw, 1)
+    saver = checkpoint.Saver(out_dir, keep=1, async_save=async_save, say=silent)
+    saver.save(1, small, small_optimizer, {})
+    saver.wait()
+    saver.copies.clear()
+    with pytest.raises(OSError) as error:
+        saver.save(2, large, large_optimizer, {})
+        saver.wait()
+    dist.barrier()
+    assert os.listdir(f'{out_dir}/checkpoints') == ['step_00000001']
+    assert checkpoint.find_damage(folder_of(out_dir, 1), silent) is None
+    dist.barrier()
+    saver.copies.clear()
+    fill(small, 3)
+    saver.save(3, small, small_optimizer, {})
+    saver.wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(small_disk, async_save):
+    messages = run_ranks(2, fill_the_disk, small_disk, async_save)
+    for message in messages:
+        assert re.search(r'cannot write checkpoint .*step_00000002: rank \d: .*No space left on device', message), (
+            message
+        )
+        assert '\n' not in message
+    assert checkpoint.choose(small_disk, 'must', silent) == folder_of(small_disk, 3)
+    assert_holds(folder_of(small_disk, 3), 3)
+
+
+def fail_on_rank_1(out_dir):
+    """Only rank 1 may write no file above 1 kB; the error that this rank sees."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp', width=1000)
+    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(OSError) as error:
+        saver.save(1, raw, optimizer, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(error.value)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
+    for message in run_ranks(2, fail_on_rank_1, str(tmp_path), timeout=30):
+        assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
+
+
+def test_a_run_that_goes_back_keeps_the_checkpoint_it_has_just_written(tmp_path):
+    run_ranks(1, save_steps, str(tmp_path), [10, 20, 12], 1)
+    assert os.listdir(tmp_path / 'checkpoints') == ['step_00000012']
+    run_ranks(1, save_steps, str(tmp_path), [15, 13], 2)
+    assert sorted(os.listdir(tmp_path / 'checkpoints')) == ['step_00000013', 'step_00000015']
+
+
+def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
+    folder = tmp_path / 'checkpoints'
+    (folder / 'step_00000009.tmp').mkdir(parents=True)  # left by a killed job
+    (folder / 'step_00000008.damaged').mkdir()
+    (folder / 'step_00000002.tmp').mkdir()
+    (folder / 'step_00000002.tmp' / '__7_0.distcp').write_text('of a job with more ranks')
+    assert not [line for line in run_ranks(2, save_steps, str(tmp_path), [1, 2, 3], 2)[0] if 'WARNING' in line]
+    assert sorted(os.listdir(folder)) == ['step_00000002', 'step_00000003', 'step_00000008.damaged']
+    assert not (folder / 'step_00000002' / '__7_0.distcp').exists()
+    busy = folder / 'step_00000002' / 'busy'
+    busy.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', 'none', str(busy)], capture_output=True).returncode != 0:
+        pytest.skip('mounting a tmpfs is not permitted here')
+    try:
+        lines = run_ranks(2, save_steps, str(tmp_path), [4], 2)[0]
+    finally:
+        mounted = [line.split()[1] for line in Path('/proc/mounts').read_text().splitlines()]
+        subprocess.run(['umount', next(path for path in mounted if path.startswith(str(folder)))], check=True)
+    assert any('cannot be deleted' in line and 'busy' in line for line in lines), lines
+    assert {'step_00000003', 'step_00000004'} <= set(os.listdir(folder))
+    run_ranks(2, save_steps, str(tmp_path), [5], 2)
+    assert sorted(os.listdir(folder)) == ['step_00000004', 'step_00000005', 'step_00000008.damaged']
+
+
+def save_with_permanent_ones(out_dir):
+    """What Saver says is the last good one, after each save; at step 35 the disk lies."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp')
+    saver = checkpoint.Saver(out_dir, keep=2, say=silent, permanent_interval=20)
+    said = [saver.last_good()]
+    for step in (10, 20, 30, 35, 40, 45, 50, 55):
+        saver.save(step, raw, optimizer, {})
+        said.append(saver.last_good()[-8:])
+        if step == 35 and dist.get_rank() == 0:
+            Path(folder_of(out_dir, 35), 'manifest.json').unlink()  # not complete: it counts for nothing
+        dist.barrier()
+    return said
+
+
+def test_permanent_checkpoints_stay_and_do_not_count_and_neither_do_incomplete_ones(tmp_path):
+    said = run_ranks(2, save_with_permanent_ones, str(tmp_path))
+    assert said[0] == ['none', *(f'{step:08}' for step in (10, 20, 30, 35, 40, 45, 50, 55))]
+    left = [path.name for path in sorted(tmp_path.glob('checkpoints/*')) if (path / 'manifest.json').exists()]
+    assert left == [f'step_{step:08}' for step in (20, 40, 50, 55)]
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def save_both_ways(strategy, out_dir):
+    raw, _, optimizer = build(strategy)
+    checkpoint.prepare(out_dir)
+    blocking = checkpoint.Saver(out_dir, keep=9, say=silent)
+    lines = []
+    background = checkpoint.Saver(out_dir, keep=9, async_save=True, say=lines.append)
+    held = []
+    background.save(0, raw, optimizer, {})
+    for step in (1, 2):
+        train(raw, optimizer, steps=1)
+        held.append(everything(raw, optimizer))
+        background.wait()
+        blocking.save(10 + step, raw, optimizer, {})
+        state = {'note': 'as it was'}
+        background.save(step, raw, optimizer, state)
+        state['note'] = 'changed'
+    train(raw, optimizer, steps=1)
+    background.wait()
+    for step in (1, 2, 11, 12):
+        other, _, other_optimizer = build(strategy, seed=3)
+        checkpoint.load(folder_of(out_dir, step), other, other_optimizer)
+        assert_equal(everything(other, other_optimizer), held[(step - 1) % 10])
+    assert checkpoint.read_state(folder_of(out_dir, 2)) == {'note': 'as it was', 'step': 2}
+    return lines
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_saving_in_the_background_saves_the_same(strategy, tmp_path):
+    lines = run_ranks(2, save_both_ways, strategy, str(tmp_path))[0]
+    assert len(lines) == 3 and re.search(r'step_00000002: \S+ GB in \S+ s, training waited \S+ s', lines[-1])
+
+
+def save_and_load_often(out_dir):
+    """Open files of this process after 3 and after 20 rounds."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp')
+    train(raw, optimizer, steps=1)
+    blocking = checkpoint.Saver(out_dir, keep=1, say=silent)
+    background = checkpoint.Saver(out_dir, keep=1, async_save=True, say=silent)
+    for cycle in range(20):
+        saver = background if cycle % 2 else blocking
+        saver.save(cycle, raw, optimizer, {})
+        saver.wait()
+        checkpoint.find_damage(folder_of(out_dir, cycle), silent)
+        checkpoint.load(folder_of(out_dir, cycle), raw, optimizer)
+        if cycle == 2:
+            early = len(os.listdir('/proc/self/fd'))
+    return early, len(os.listdir('/proc/self/fd'))
+
+
+def test_many_rounds_leave_no_file_open(tmp_path):
+    for early, late in run_ranks(2, save_and_load_often, str(tmp_path)):
+        assert early == late
+
+
+# --- the run's directory ----------------------------------------------------------------------------------------------
+
+
+def hold(out_dir, claimed):
+    checkpoint.claim(out_dir)
+    claimed.set()
+    signal.pause()
+
+
+def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_path):
+    claimed = CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(str(tmp_path), claimed))
+    process.start()
+    assert claimed.wait(30)
+    with pytest.raises(
+        ValueError, match=f'{tmp_path} is in use by process {process.pid} on {socket.gethostname()}: stop'
+    ):
+        checkpoint.claim(tmp_path, patience_s=0.2)
+    process.kill()
+    checkpoint.claim(tmp_path)
+    checkpoint.claim(tmp_path)  # the same process, say a second run in a notebook
+
+
+def test_an_out_dir_that_cannot_be_written_is_found_before_training(tmp_path):
+    checkpoint.prepare(tmp_path / 'new' / 'run')
+    assert os.listdir(tmp_path / 'new' / 'run') == ['checkpoints'] and not os.listdir(tmp_path / 'new/run/checkpoints')
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(OSError, match='cannot write in out_dir=.*/file.*use another --out_dir'):
+        checkpoint.prepare(tmp_path / 'file')
+    with pytest.raises(OSError, match='cannot write in out_dir=/proc/run'):
+        checkpoint.prepare('/proc/run')
+    (tmp_path / 'new/run/checkpoints').chmod(0o555)
+    if os.geteuid() == 0:  # root may write anywhere
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(PermissionError, match='cannot write in out_dir=.*Permission denied'):
+            checkpoint.prepare(tmp_path / 'new' / 'run')
+    finally:
+        os.seteuid(os.getuid())

@@ -1,0 +1,124 @@
+"""A node is lost while replicas train on two: the run goes on with the other one, from the last outer step."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+from conftest import REPO, TINY_MODEL, TINY_RUN, environment, metrics
+
+import data
+from model import GPT, ModelConfig
+from runtime import checkpoint
+
+BATCH, H, STEPS = 8, 10, 200  # long enough to be killed on the way
+RUN = [
+    *TINY_MODEL,
+    *TINY_RUN,
+    f'--global_batch_size={BATCH}',  # divides by one node's ranks and by two nodes'
+    '--dtype=float32',
+    '--dataset=tiny',
+    f'--inner_steps={H}',
+    f'--max_iters={STEPS}',
+    f'--checkpoint_interval={H}',
+    '--eval_interval=0',
+    '--keep_checkpoints=99',
+    '--timeout_s=60',
+]
+
+
+def start_node(is_host, port, arguments, log):
+    """torchrun's agent of one node, with 2 ranks. is_host: holds the store at which nodes meet, and must not be lost.
+
+    Nodes are waited for 6 s after the first has come; one that has not been heard of for 3 s has gone.
+    """
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=1:2', '--nproc_per_node=2', '--max-restarts=3']
+    command += ['--rdzv-backend=c10d', f'--rdzv-endpoint=127.0.0.1:{port}', '--rdzv-id=elastic']
+    conf = 'last_call_timeout=6,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3'
+    command += [f'--rdzv-conf=is_host={int(is_host)},{conf}', '--local-addr=127.0.0.1']
+    command += [str(REPO / 'train_diloco.py'), *arguments]
+    # Without it torch 2.13 gives restarted workers the same store again, and in it the addresses of those before them.
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')
+    with open(log, 'w') as file:
+        return subprocess.Popen(command, cwd=REPO, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_until(condition, seconds, logs):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, '\n'.join(log.read_text()[-3000:] for log in logs)
+        time.sleep(0.02)
+
+
+def children_of(pid):
+    with open(f'/proc/{pid}/task/{pid}/children') as file:
+        return [int(child) for child in file.read().split()]
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
+
+
+def first_loss_after(path, step, data_dir):
+    """The loss of step + 1 if it starts from this checkpoint, on the samples that are that step's in every run."""
+    weights, state = checkpoint.load_weights(path)
+    model = GPT(ModelConfig(**state['identity']['model']))
+    model.load_state_dict(weights, strict=False)  # the head is the embedding
+    dataset = data.open_dataset(data_dir, 'tiny', 'train', 32)
+    batches = data.batches(dataset, 1337, step * BATCH, BATCH, BATCH, 0, 1, torch.device('cpu'))
+    with torch.no_grad():
+        loss = model(*next(batches))[1].item() / (BATCH * 32)
+    batches.close()
+    return loss
+
+
+def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
+    out_dir, logs = tmp_path / 'out', [tmp_path / 'node0.log', tmp_path / 'node1.log']
+    saved = out_dir / 'checkpoints'
+    arguments = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}']  # num_replicas=None: one per node
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+    nodes = [start_node(number == 0, port, arguments, logs[number]) for number in range(2)]
+    try:
+        wait_until(lambda: (saved / f'step_{3 * H:08}').exists(), 120, logs)
+        workers = children_of(nodes[1].pid)
+        nodes[1].send_signal(signal.SIGKILL)  # the agent; its workers end with it, see guard.end_with_parent
+        nodes[1].wait()
+        wait_until(lambda: not any(map(is_alive, workers)), 10, logs)
+        assert len(workers) == 2
+        assert nodes[0].wait(timeout=120) == 0, logs[0].read_text()
+    finally:
+        for node in nodes:
+            for pid in children_of(node.pid) if node.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+            node.kill()
+            node.wait()
+
+    text = (out_dir / 'train.log').read_text()
+    assert (out_dir / 'DONE').read_text().strip() == str(STEPS)
+    _, before, after = text.split('command: ')  # started twice
+    assert 'mesh: 2 replicas x 2 shards' in before and 'mesh: 1 replicas x 2 shards' in after
+    step = int(re.search(r'resuming .* at step (\d+)\n', after)[1])
+    assert step % H == 0 and 3 * H <= step < STEPS  # the last outer step, with nothing of its round lost
+
+    rows = metrics(out_dir)
+    assert [row['step'] for row in rows] == list(range(1, STEPS + 1))
+    assert [row['tokens'] for row in rows] == [row['step'] * BATCH * 32 for row in rows]
+    assert [row['step'] for row in rows if 'diloco/momentum_norm' in row] == list(range(H, STEPS + 1, H))
+    exchanged = [row['step'] for row in rows if row.get('diloco/bytes')]
+    assert exchanged == list(range(H, step + 1, H))  # alone, there is nobody to exchange with
+    assert '2 sequences x 1 micro-steps x 4 ranks = 8 sequences' in before
+    assert '2 sequences x 2 micro-steps x 2 ranks = 8 sequences' in after
+    loss = first_loss_after(str(saved / f'step_{step:08}'), step, data_dir)
+    assert abs(rows[step]['loss'] - loss) <= 1e-6 * loss  # the outer weights, and the next samples in the order of data
+    losses = [row['loss'] for row in rows]
+    assert sum(losses[-H:]) < sum(losses[step - H : step])  # and it goes on learning

@@ -1,0 +1,521 @@
+"""What clusters do to runs, done to runs of real processes by tests/faults.py: what is lost, and what is said."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import metrics
+from faults import TINY, Job, complete, names_of_checkpoints, weights_of
+
+from runtime import checkpoint, guard
+
+SCRIPTS = {
+    'ddp': ('train_ddp.py', []),
+    'fsdp': ('train_fsdp.py', []),
+    'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
+    'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
+}
+RUN = [*TINY, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
+
+
+def start(strategy, out_dir, *more, nproc=2, **options):
+    """A job in the background; its output is in out_dir.log."""
+    script, keys = SCRIPTS[strategy]
+    return Job(script, [*RUN, *keys, f'--out_dir={out_dir}', *more], nproc, f'{out_dir}.log', **options)
+
+
+def errors_in(text):
+    """{rank: its error line}; a rank's traceback, or a second line from it, fails the test."""
+    assert not re.search(r'^\[\d+\] Traceback', text, re.MULTILINE), text
+    found = re.findall(r'^\[(\d+)\] (error: .*)$', text, re.MULTILINE)
+    assert len(dict(found)) == len(found), text
+    return {int(rank): line for rank, line in found}
+
+
+def path_of(out_dir, step):
+    return Path(out_dir, 'checkpoints', f'step_{step:08}')
+
+
+# --- hangs: started first, since they mostly wait, and looked at last -------------------------------------------------
+
+PATIENCE = 12  # timeout_s; a rank without progress is reported after 0.8 of it
+
+
+@pytest.fixture(scope='module')
+def hangs(tmp_path_factory):
+    """Jobs that go on in the background: rank 1 sleeps in Python, is frozen, or is only slow."""
+    folder = tmp_path_factory.mktemp('hangs')
+    run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
+    asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
+    # Rank 0 waits 3 x 3.5 s for it, longer than the 9.6 s after which it begins to wonder, shorter than timeout_s
+    slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 3.5}
+    jobs = {
+        'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
+        'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
+        'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
+    }
+    jobs['frozen'].wait_for(lambda: metrics_or_none(folder / 'frozen', 5))
+    ranks = faults.find_ranks(str(folder / 'frozen'))
+    assert ranks.keys() == {0, 1, 'torchrun'}
+    command = [sys.executable, faults.__file__, 'signal', folder / 'frozen', '--whom=1', '--name=SIGSTOP']
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said == f'SIGSTOP to 1, process {ranks[1]}\n'
+    jobs['frozen'].frozen_at = time.monotonic()
+    yield jobs
+    for job in jobs.values():
+        job.end()
+
+
+def metrics_or_none(out_dir, step):
+    rows = faults.rows_of(out_dir)
+    return rows and rows[-1]['step'] >= step
+
+
+@pytest.fixture(autouse=True, scope='module')
+def begin_early(request):
+    """The other tests run while those jobs wait, if the tests that want them are to run at all."""
+    if any('hangs' in item.fixturenames for item in request.session.items):
+        request.getfixturevalue('hangs')
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def check_figures(figures, kills):
+    assert figures['kills'] == kills
+    assert figures['runs finished, bit-equal'] >= 2
+    assert figures['resumed from the newest checkpoint'] > 0
+    assert figures['most steps repeated'] <= 2 * faults.INTERVAL
+    assert figures['ranks left running'] == 0
+
+
+def test_killed_again_and_again_a_run_loses_nothing(tmp_path):
+    """storm() compares each run, killed at chosen and at random moments, with one that nobody killed."""
+    check_figures(faults.storm(tmp_path, kills=8, seed=3), 8)
+
+
+@pytest.mark.slow
+def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
+    figures = faults.storm(tmp_path, kills=110)
+    print(figures)
+    check_figures(figures, 110)
+    assert all(figures[f'kills: {kind}'] >= 5 for kind in (*faults.MOMENTS, *faults.VICTIMS))
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
+    """They import torch for seconds before they could have heard of it; the second job is half a second further."""
+    jobs = [start('ddp', tmp_path / f'run_{n}', '--max_iters=100000', torchrun=True) for n in range(2)]
+    ranks = []
+    for pause, job in zip((0, 0.5), jobs, strict=True):
+        job.wait_for(lambda: len(job.ranks()) == 2)  # noqa: B023
+        ranks += job.ranks()
+        time.sleep(pause)
+        faults.send(job.pid)
+    try:
+        faults.wait_until(lambda: not any(map(faults.is_alive, ranks)), 20, jobs[1].text)
+    finally:
+        for pid in ranks:
+            faults.send(pid)
+        for job in jobs:
+            job.wait()
+
+
+def test_a_run_that_always_fails_before_its_next_checkpoint_is_not_started_for_ever(tmp_path):
+    out_dir = tmp_path / 'run'
+    keys = ['--max_iters=20', '--max_failures=2', '--max_bad_steps=0']
+    fault = {'kind': 'nan', 'rank': 0, 'step': 8}
+    assert start('ddp', out_dir, *keys, nproc=1, fault=fault).wait() == [1]
+    assert complete(out_dir) == [5]
+    fault['step'] = 2  # of those that this process takes: 7 in all
+    for _ in range(2):
+        job = start('ddp', out_dir, *keys, nproc=1, fault=fault)
+        assert job.wait() == [1] and 'gradient not finite' in errors_in(job.text())[0]
+    job = start('ddp', out_dir, *keys, nproc=1)
+    assert job.wait() == [1]
+    line = errors_in(job.text())[0]
+    assert '2 starts in a row from step 5 have failed' in line and '--max_failures' in line
+    assert 'the last error: ' in line and 'gradient not finite on rank 0 at step 7' in line
+    assert start('ddp', out_dir, *keys[:1], '--max_failures=0', nproc=1).wait() == [0]
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    """A run of 15 steps with all its checkpoints."""
+    out_dir = tmp_path_factory.mktemp('finished') / 'run'
+    job = start('manual', out_dir, '--max_iters=15', '--keep_checkpoints=9')
+    assert job.wait() == [0, 0], job.text()
+    assert complete(out_dir) == [5, 10, 15]
+    return out_dir
+
+
+@pytest.mark.parametrize('how', faults.DAMAGE)
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_path, how):
+    out_dir = tmp_path / 'run'
+    shutil.copytree(finished, out_dir)
+    name = faults.DAMAGE[how](path_of(out_dir, 15))
+    job = start('manual', out_dir, '--max_iters=15', '--keep_checkpoints=9')
+    assert job.wait() == [0, 0], job.text()
+    assert re.search(rf'WARNING: checkpoint .*step_00000015 is damaged: .*{re.escape(name)} ', job.text())
+    assert re.search(r'step_00000015 is now .*step_00000015.damaged; going on from .*step_00000010', job.text())
+    assert re.search(r'resuming .*step_00000010 at step 10', job.text())
+    assert 'step_00000015.damaged' in names_of_checkpoints(out_dir)
+    faults.assert_same_weights(out_dir, finished, 15)
+    faults.assert_same_rows(out_dir, finished)
+
+
+def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, tmp_path):
+    out_dir = tmp_path / 'run'
+    shutil.copytree(finished, out_dir)
+    for step in (5, 10, 15):
+        faults.flip(path_of(out_dir, step))
+    job = start('manual', out_dir, '--max_iters=15')
+    assert job.wait() == [1, 1]
+    assert all('all checkpoints in' in line for line in errors_in(job.text()).values())
+    assert 0 in errors_in(job.text()) and 'step 1/' not in job.text()
+    assert complete(out_dir) == [5, 10, 15] and len(metrics(out_dir)) == 15
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def may_mount(tmp_path):
+    (tmp_path / 'probe').mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', 'none', tmp_path / 'probe'], capture_output=True).returncode != 0:
+        pytest.skip('mounting a file system is not permitted here')
+    faults.undo(tmp_path / 'probe')
+
+
+@contextlib.contextmanager
+def small_disk(folder):
+    faults.mount_small_disk(folder)
+    try:
+        yield
+    finally:
+        faults.undo(folder)
+
+
+def all_are_intact(out_dir):
+    return all(checkpoint.find_damage(str(path_of(out_dir, step)), print) is None for step in complete(out_dir))
+
+
+@pytest.mark.parametrize('more', [[], ['--async_checkpoint']])
+def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_old_checkpoints(may_mount, tmp_path, more):
+    """Nine checkpoints of 0.6 MB are to be kept on 4 MB."""
+    with small_disk(tmp_path / 'run'):
+        job = start('ddp', tmp_path / 'run', '--max_iters=60', '--keep_checkpoints=9', *more)
+        assert job.wait() == [1, 1], job.text()
+        lines = errors_in(job.text())
+        assert lines.keys() == {0, 1}, job.text()
+        assert all(re.search(r'cannot write checkpoint .*No space left on device', line) for line in lines.values())
+        assert len(complete(tmp_path / 'run')) >= 3 and all_are_intact(tmp_path / 'run')
+        assert not [name for name in names_of_checkpoints(tmp_path / 'run') if name.endswith('.tmp')]
+
+
+@pytest.mark.parametrize('more', [[], ['--async_checkpoint']])
+def test_with_save_errors_continue_the_run_trains_on_and_ends_with_what_is_missing(may_mount, tmp_path, more):
+    with small_disk(tmp_path / 'run'):
+        keys = ['--max_iters=60', '--keep_checkpoints=9', '--save_errors=continue', *more]
+        job = start('manual', tmp_path / 'run', *keys)
+        assert job.wait() == [1, 1], job.text()
+        assert 'step 60/60' in job.text() and metrics(tmp_path / 'run')[-1]['step'] == 60
+        assert 'training goes on (save_errors=continue), the last one is' in job.text()
+        lines = errors_in(job.text())
+        assert lines.keys() == {0, 1} and all('step_00000060' in line for line in lines.values()), job.text()
+        assert len(complete(tmp_path / 'run')) >= 3 and all_are_intact(tmp_path / 'run')
+        assert not (tmp_path / 'run' / 'DONE').exists()
+
+
+def test_a_disk_that_somebody_else_fills_does_not_end_a_run_that_is_to_go_on(may_mount, tmp_path):
+    """Not one byte is left in the middle of the run, so its log cannot be written either."""
+    out_dir = tmp_path / 'run'
+    with small_disk(out_dir):
+        keys = ['--max_iters=400', '--save_errors=continue', '--checkpoint_interval=50']
+        job = start('ddp', out_dir, *keys)
+        job.wait_for(lambda: complete(out_dir))
+        with open(out_dir / 'balloon', 'wb', buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        time.sleep(0.5)
+        (out_dir / 'balloon').unlink()
+        assert job.wait() == [0, 0], job.text()
+        assert complete(out_dir)[-1] == 400 and all_are_intact(out_dir)
+
+
+def test_a_directory_that_becomes_read_only_is_said_and_costs_no_older_checkpoint(may_mount, tmp_path):
+    for save_errors in ('stop', 'continue'):
+        out_dir = tmp_path / save_errors
+        job = start('ddp', out_dir, '--max_iters=100', f'--save_errors={save_errors}')
+        job.wait_for(lambda: complete(out_dir))  # noqa: B023
+        faults.make_read_only(out_dir / 'checkpoints')
+        try:
+            saved = complete(out_dir)
+            assert job.wait() == [1, 1], job.text()
+            lines = errors_in(job.text())
+            # A rank may end before the other has heard of it, which then says that another rank has stopped.
+            assert lines and all('Read-only file system' in line for line in lines.values())
+            assert ('step 100/100' in job.text()) == (save_errors == 'continue')
+            assert complete(out_dir) == saved and all_are_intact(out_dir)
+        finally:
+            faults.undo(out_dir / 'checkpoints')
+
+
+def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path):
+    (tmp_path / 'run').mkdir()
+    faults.make_read_only(tmp_path / 'run')
+    try:
+        job = start('ddp', tmp_path / 'run', '--max_iters=3')
+        assert 1 in job.wait()  # the first to find it; the other one may be told to end before it has looked
+        lines = errors_in(job.text())
+        assert lines and all('cannot write in out_dir=' in line for line in lines.values()), job.text()
+        assert 'starting from' not in job.text()
+    finally:
+        faults.undo(tmp_path / 'run')
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('strategy', SCRIPTS)
+def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy):
+    """The same step is left out as if it had not been there: the state after it equals the state before it."""
+    out_dir = tmp_path / 'run'
+    fault = {'kind': 'nan', 'rank': 1, 'step': 7}
+    keys = ['--max_iters=10', '--checkpoint_interval=1', '--keep_checkpoints=99']
+    keys += ['--checksum_interval=1'] if strategy == 'ddp' else []  # every rank has the same weights
+    job = start(strategy, out_dir, *keys, fault=fault)
+    assert job.wait() == [0, 0], job.text()
+    ranks = 'rank 1' if strategy == 'ddp' else r'(rank 1|ranks 0, 1)'
+    assert re.search(rf'WARNING: gradient not finite on {ranks} at step 7: the step is skipped', job.text()), job.text()
+    for step in range(1, 11):
+        for name, weight in weights_of(out_dir, step).items():
+            assert weight.isfinite().all(), (name, step)
+    before, after, later = (weights_of(out_dir, step) for step in (6, 7, 8))
+    if strategy != 'diloco':  # its checkpoints hold the outer parameters, which change once a round
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not all(torch.equal(after[name], later[name]) for name in before)
+    assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
+
+
+def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_the_outer_parameters(tmp_path):
+    fault = {'kind': 'nan', 'rank': 1, 'step': 7}
+    job = start('diloco', tmp_path / 'run', '--max_iters=20', '--num_replicas=2', fault=fault)
+    assert job.wait() == [0, 0], job.text()
+    assert all(weight.isfinite().all() for weight in weights_of(tmp_path / 'run', 20).values())
+    state = checkpoint.read_state(str(path_of(tmp_path / 'run', 20)))
+    assert [of_replica['skipped'] for of_replica in state['numbers_of_replicas']] == [0, 1]
+    assert 'gradient not finite on rank 1 at step 7' in job.text()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'manual'])
+def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path, strategy):
+    fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'count': 99}
+    job = start(strategy, tmp_path / 'run', '--max_iters=30', '--max_bad_steps=2', fault=fault)
+    assert job.wait() == [1, 1], job.text()
+    lines = errors_in(job.text())
+    assert lines.keys() == {0, 1}, job.text()
+    for line in lines.values():
+        assert 'at step 9, and so 3 bad steps in a row (max_bad_steps=2)' in line
+        assert f'the last good checkpoint is {path_of(tmp_path / "run", 5)}' in line
+    assert complete(tmp_path / 'run') == [5]
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'manual'])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, strategy):
+    fault = {'kind': 'weight', 'rank': 1, 'step': 10, 'value': float('nan')}  # after its forward, before its save
+    job = start(strategy, tmp_path / 'run', '--max_iters=30', fault=fault)
+    assert job.wait() == [1, 1], job.text()
+    lines = errors_in(job.text())
+    assert lines.keys() == {0, 1}, job.text()
+    for line in lines.values():
+        assert re.search(r'error: model\.\S+ is not finite on rank 1 at step 10: nothing is saved', line)
+        assert str(path_of(tmp_path / 'run', 5)) in line
+    assert complete(tmp_path / 'run') == [5]
+    assert names_of_checkpoints(tmp_path / 'run') == ['step_00000005']
+
+
+def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
+    fault = {'kind': 'weight', 'rank': 1, 'step': 7}
+    job = start('ddp', tmp_path / 'run', '--max_iters=30', '--checksum_interval=4', fault=fault)
+    assert job.wait() == [1, 1], job.text()
+    lines = errors_in(job.text())
+    assert lines.keys() == {0, 1}
+    for line in lines.values():
+        assert 'weights of ranks 0, 1 differ after step 8' in line  # of two, nobody knows which one is right
+        assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def judge(numbers, losses, first_step=1):
+    """What Numbers decides about each loss, the mean over 10 targets."""
+    norm = torch.tensor(1.0)
+    sums = [torch.tensor(10 * loss) for loss in losses]
+    return [numbers.are_good(step, one, 10, norm, False, lambda: 'none') for step, one in enumerate(sums, first_step)]
+
+
+def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(one_rank):
+    generator = torch.Generator().manual_seed(0)
+    noise = (3 + 0.1 * torch.randn(400, generator=generator)).tolist()
+    said = []
+    numbers = guard.Numbers(10, True, said.append)
+    assert judge(numbers, [50.0, *noise[:127]]) == [True] * 128  # nothing is a spike before there are 128 losses
+    assert all(judge(numbers, noise[127:255]))  # the 50 has left the window
+    mean, sigma = sum(noise[127:255]) / 128, 0.1
+    assert judge(numbers, [mean + 4 * sigma, mean + 8 * sigma, mean + 4 * sigma]) == [True, False, True]
+    assert numbers.skipped == 1 and len(said) == 1
+    assert re.search(r'WARNING: loss \S+ is above \S+ \+ 6 x \S+ of the last 128 steps at step 2: .*skipped', said[0])
+    assert judge(numbers, [0.1]) == [True]  # low is no spike
+    assert judge(numbers, [float('nan'), float('inf')]) == [False, False]
+    assert len(numbers.losses) == 128 and max(numbers.losses) < 4
+
+
+def test_the_spike_guard_decides_the_same_after_a_resume(one_rank):
+    import json
+
+    generator = torch.Generator().manual_seed(1)
+    losses = (3 + 0.1 * torch.randn(300, generator=generator)).tolist()
+    for step in (150, 200, 201, 250):
+        losses[step] = 9.0
+    whole = guard.Numbers(10, True, lambda line: None)
+    decisions = judge(whole, losses)
+    assert [step for step, good in enumerate(decisions) if not good] == [150, 200, 201, 250]
+    first = guard.Numbers(10, True, lambda line: None)
+    begun = judge(first, losses[:201])
+    second = guard.Numbers(10, True, lambda line: None, state=json.loads(json.dumps(first.state())))
+    assert second.in_a_row == 1
+    assert begun + judge(second, losses[201:], 202) == decisions
+    assert second.state() == whole.state()
+
+
+def test_without_the_guard_a_spike_is_a_step_like_others(one_rank):
+    numbers = guard.Numbers(10, False, print)
+    assert all(judge(numbers, [3.0] * 130 + [1000.0]))
+
+
+def test_bad_steps_are_counted_in_a_row(one_rank):
+    numbers = guard.Numbers(2, False, lambda line: None)
+    nan = float('nan')
+    assert judge(numbers, [nan, nan, 3.0, nan, nan]) == [False, False, True, False, False]
+    with pytest.raises(ValueError, match='loss not finite on rank 0 at step 6.*last good checkpoint is none'):
+        judge(numbers, [nan], 6)
+
+
+# --- what a run leaves behind -----------------------------------------------------------------------------------------
+
+
+def test_no_key_or_token_of_the_environment_is_written_anywhere(tmp_path):
+    """Neither by a run that ends well nor by one that fails."""
+    names = ('HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'WANDB_API_KEY', 'AWS_SECRET_ACCESS_KEY', 'MY_PASSWORD')
+    secrets = {name: f'marker-{number}-of-a-secret' for number, name in enumerate(names)}
+    out_dir = tmp_path / 'run'
+    fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'count': 99}
+    job = start('ddp', out_dir, '--max_iters=20', '--max_bad_steps=2', fault=fault, **secrets)
+    assert job.wait() == [1, 1]
+    job = start('ddp', out_dir, '--max_iters=10', **secrets)
+    assert job.wait() == [0, 0], job.text()
+    files = [path for path in out_dir.rglob('*') if path.is_file()]
+    assert {'train.log', 'metrics.jsonl', 'state.json', '.metadata'} <= {path.name for path in files}
+    for path in [*files, job.log]:
+        assert b'of-a-secret' not in path.read_bytes(), path
+
+
+def test_two_deterministic_runs_are_bit_equal(tmp_path):
+    for name in ('one', 'two'):
+        job = start('fsdp', tmp_path / name, '--max_iters=10', '--deterministic', '--dropout=0.1')
+        assert job.wait() == [0, 0], job.text()
+    faults.assert_same_weights(tmp_path / 'one', tmp_path / 'two', 10)
+    faults.assert_same_rows(tmp_path / 'one', tmp_path / 'two', ('step', 'loss', 'grad_norm', 'val_loss'))
+
+
+def resident_mb():
+    return int(re.search(r'VmRSS:\s+(\d+)', Path('/proc/self/status').read_text())[1]) / 1024
+
+
+def save_and_resume(out_dir, cycles, results):
+    """[(open files, resident MB)] of this process after each cycle of a save and a load with verification."""
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    checkpoint.prepare(out_dir)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))  # 1 MB; 3 MB with moments
+    optimizer = torch.optim.AdamW(model.parameters())
+    savers = [checkpoint.Saver(out_dir, 2, async_save, lambda line: None) for async_save in (False, True)]
+    seen = []
+    for cycle in range(cycles):
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        savers[cycle % 2].save(cycle, model, optimizer, {'cycle': cycle})
+        savers[cycle % 2].wait()
+        path = checkpoint.choose(out_dir, 'must', lambda line: None)
+        assert checkpoint.load(path, model, optimizer)['cycle'] == cycle
+        seen.append((len(os.listdir('/proc/self/fd')), resident_mb()))
+    results.put(seen)
+
+
+def check_cycles(out_dir, cycles):
+    results = faults.CONTEXT.Queue()
+    process = faults.CONTEXT.Process(target=save_and_resume, args=(str(out_dir), cycles, results))
+    process.start()
+    seen = results.get(timeout=10 * cycles)
+    process.join()
+    half = seen[cycles // 2 :]
+    files, memory = [files for files, _ in half], [memory for _, memory in half]
+    print(f'{cycles} cycles: {seen[0]} after the first, {half[0]} after half of them, {seen[-1]} after the last')
+    assert max(files) == min(files)
+    assert memory[-1] - memory[0] < max(8, cycles / 50), memory  # 3 MB a cycle would be 60 and more
+
+
+def test_save_and_resume_in_one_process_need_no_more_memory_and_files_each_time(tmp_path):
+    check_cycles(tmp_path, 40)
+
+
+@pytest.mark.slow
+def test_200_saves_and_resumes_need_no_more_memory_and_files_each_time(tmp_path):
+    check_cycles(tmp_path, 200)
+
+
+# --- hangs: the jobs that were started first --------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_slow_but_moves_is_left_alone(hangs):
+    assert hangs['slow'].wait(90) == [0, 0], hangs['slow'].text()
+    assert 'no progress' not in hangs['slow'].text()
+
+
+def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs):
+    job = hangs['asleep']
+    assert job.wait(90) != 0
+    lines = errors_in(job.text())
+    assert lines.keys() == {0, 1}, job.text()
+    for line in lines.values():
+        assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase 'data' of step [78]\b", line), line
+    assert 'stack of rank 1:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
+    assert not faults.find_ranks('hangs0/asleep')
+
+
+def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):
+    """torchrun gives the frozen process 30 s to react before it kills it."""
+    job = hangs['frozen']
+    assert job.wait(120) != 0
+    lines = errors_in(job.text())
+    assert lines.keys() == {0}, job.text()
+    assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase '\w+' of step \d+", lines[0]), lines
+    assert 'stack of rank 1:' in job.text()
+    assert not faults.find_ranks('hangs0/frozen')

@@ -1,0 +1,199 @@
+"""Asked to stop by any signal, on any rank, at any moment: all ranks save the same step, and none is lost."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import faults
+import pytest
+from faults import TINY, Job, complete, last_step, names_of_checkpoints, rows_of
+
+from runtime import checkpoint
+
+STEPS = 100_000  # a run does not reach them before it is asked to stop
+RUN = [*TINY, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']
+SCRIPTS = {
+    'ddp': ('train_ddp.py', []),
+    'manual, async': ('train_fsdp.py', ['--fsdp_impl=manual', '--async_checkpoint']),
+}
+
+
+def start(strategy, out_dir, *more, max_iters=STEPS, **options):
+    script, keys = SCRIPTS[strategy]
+    return Job(script, [*RUN, *keys, f'--out_dir={out_dir}', f'--max_iters={max_iters}', *more], 2,
+               f'{out_dir}.log', **options)  # fmt: skip
+
+
+# --- moments: each waits for one in a running job ---------------------------------------------------------------------
+
+
+def has_trained(out_dir, steps=1):
+    """A condition: so many steps more than there are now."""
+    before = last_step(out_dir)
+    return lambda: last_step(out_dir) >= before + steps
+
+
+def while_starting(job, out_dir):
+    job.wait_for(lambda: 'command: ' in job.text())  # the model is there, the first step is not
+
+
+def in_a_step(job, out_dir):
+    job.wait_for(has_trained(out_dir, 5))
+
+
+def in_an_evaluation(job, out_dir):
+    """It takes 40 batches, longer than the 19 steps before it; in the last of these nothing has been saved yet."""
+    before = last_step(out_dir)
+    job.wait_for(lambda: last_step(out_dir) > before and last_step(out_dir) % 20 == 19)
+    time.sleep(0.05)
+
+
+def in_a_save(job, out_dir):
+    before = set(names_of_checkpoints(out_dir))
+    job.wait_for(lambda: any(name.endswith('.tmp') for name in set(names_of_checkpoints(out_dir)) - before))
+
+
+def ask(job, out_dir, number):
+    """Send a signal to rank 1 alone, or with None make the file STOP; then again, since people are impatient."""
+    rank_1 = job.ranks()[1]
+    for pause in (0, 0.005, 0.02):
+        time.sleep(pause)
+        if number is not None:
+            faults.send(rank_1, number)
+        elif pause == 0:
+            Path(out_dir, 'STOP').touch()
+
+
+def check_stopped(job, out_dir, reason, codes=(0, 0)):
+    """All has been saved, by all ranks, at one step; returns it."""
+    assert list(job.wait(60)) == list(codes), job.text()
+    step = int(Path(out_dir, 'PREEMPTED').read_text())
+    assert re.search(rf'stopped as asked \({reason}\): {step} of {STEPS} steps', job.text()), job.text()
+    if step > 0:  # at step 0 there is nothing that could be lost
+        assert complete(out_dir)[-1] == step == last_step(out_dir)
+        assert checkpoint.find_damage(str(Path(out_dir, 'checkpoints', f'step_{step:08}')), print) is None
+    assert not Path(out_dir, 'STOP').exists() and not Path(out_dir, 'DONE').exists()
+    assert not re.search(r'^\[\d\] ', job.text(), re.MULTILINE), job.text()  # what a rank says that fails
+    return step
+
+
+ROUNDS = {
+    'ddp': [
+        (signal.SIGTERM, while_starting),
+        (signal.SIGINT, in_a_step),
+        (signal.SIGUSR1, in_an_evaluation),
+        (signal.SIGUSR2, in_a_save),
+        (None, in_an_evaluation),
+        (signal.SIGINT, in_a_save),
+    ],
+    'manual, async': [
+        (signal.SIGUSR1, while_starting),
+        (signal.SIGUSR2, in_a_step),
+        (signal.SIGTERM, in_an_evaluation),
+        (signal.SIGINT, in_a_save),
+        (None, in_a_step),
+        (signal.SIGTERM, in_a_save),
+    ],
+}
+
+
+@pytest.mark.parametrize('strategy', SCRIPTS)
+def test_stopped_six_times_by_one_rank_a_run_ends_as_if_it_had_not_been(tmp_path, strategy):
+    out_dir, steps = tmp_path / 'run', [0]
+    for number, moment in ROUNDS[strategy]:
+        job = start(strategy, out_dir)
+        moment(job, out_dir)
+        ask(job, out_dir, number)
+        who = 'there is a file .*STOP' if number is None else f'rank 1 got {number.name}'
+        steps.append(check_stopped(job, out_dir, who))
+        assert steps[-2] == 0 or f'at step {steps[-2]}\n' in job.text()
+    assert steps == sorted(steps)
+    end = steps[-1] + 10
+    job = start(strategy, out_dir, max_iters=end)
+    assert job.wait() == [0, 0], job.text()
+    assert (out_dir / 'DONE').exists() and not (out_dir / 'PREEMPTED').exists()
+    job = start(strategy, tmp_path / 'whole', max_iters=end)
+    assert job.wait(120) == [0, 0], job.text()
+    faults.assert_same_weights(out_dir, tmp_path / 'whole', end)
+    keep = [row for row in rows_of(out_dir) if row['step'] <= end]
+    assert [row['step'] for row in keep] == list(range(1, end + 1))
+    assert [row['loss'] for row in keep] == [row['loss'] for row in rows_of(tmp_path / 'whole')]
+
+
+def test_replicas_stop_together_where_their_round_ends(tmp_path):
+    out_dir = tmp_path / 'run'
+    SCRIPTS['diloco'] = ('train_diloco.py', ['--num_replicas=2', '--inner_steps=10'])
+    for number, moment in ((signal.SIGUSR1, while_starting), (signal.SIGTERM, in_a_step), (None, in_a_save)):
+        job = start('diloco', out_dir)
+        moment(job, out_dir)
+        ask(job, out_dir, number)
+        reason = 'there is a file .*STOP' if number is None else f'rank 1 got {number.name}'
+        assert check_stopped(job, out_dir, reason) % 10 == 0
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp_path, number):
+    """torchrun itself returns 1, so it is the marker files that count."""
+    out_dir = tmp_path / 'run'
+    job = start('ddp', out_dir, torchrun=True)
+    job.wait_for(has_trained(out_dir, 5))
+    ranks = job.ranks()
+    job.process.send_signal(number)
+    job.wait(60)
+    step = int((out_dir / 'PREEMPTED').read_text())
+    assert complete(out_dir)[-1] == step == last_step(out_dir)
+    assert re.search(rf'stopped as asked \(rank \d got {number.name}\): {step} of', job.text()), job.text()
+    assert '[0] error' not in job.text() and '[1] error' not in job.text()
+    assert not any(map(faults.is_alive, ranks))
+
+
+def test_a_signal_to_all_ranks_at_once_is_one_request(tmp_path):
+    job = start('ddp', tmp_path / 'run')
+    in_a_step(job, tmp_path / 'run')
+    for pid in job.ranks():
+        faults.send(pid, signal.SIGUSR1)
+    check_stopped(job, tmp_path / 'run', r'rank \d got SIGUSR1')
+
+
+def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path):
+    end = time.time() + 14  # a job this short keeps three quarters of its time
+    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=50', SLURM_JOB_END_TIME=str(end))
+    check_stopped(job, tmp_path / 'run', "the job's time is nearly over")
+    assert end - 3.5 <= time.time() < end
+    assert last_step(tmp_path / 'run') > 0
+
+
+def test_stop_before_end_s_0_does_not_look_at_the_time(tmp_path):
+    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=0', max_iters=5, SLURM_JOB_END_TIME=str(time.time() - 9))
+    assert job.wait() == [0, 0] and (tmp_path / 'run' / 'DONE').exists()
+
+
+def test_an_interruption_before_there_is_anything_to_save_ends_the_run_with_one_line(tmp_path):
+    """Ctrl-C while it starts; in the terminal all ranks get it. The other signals wait until it can save."""
+    job = start('ddp', tmp_path / 'run')
+    job.wait_for(lambda: (tmp_path / 'run' / '.lock').exists())
+    for pid in job.ranks():
+        faults.send(pid, signal.SIGINT)
+    codes = job.wait()
+    if complete(tmp_path / 'run'):  # it was quicker: then it has saved
+        assert codes == [0, 0]
+    else:
+        assert 0 not in codes and not re.search(r'^\[\d\] Traceback', job.text(), re.MULTILINE), job.text()
+
+
+def test_a_second_signal_during_the_last_save_neither_kills_nor_repeats_it(tmp_path):
+    out_dir = tmp_path / 'run'
+    job = start('manual, async', out_dir)
+    in_a_step(job, out_dir)
+    ranks = job.ranks()
+    faults.send(ranks[1], signal.SIGTERM)
+    while job.is_running():
+        for pid in ranks:
+            if faults.is_alive(pid) and pid in job.ranks():
+                faults.send(pid, signal.SIGUSR1)
+        time.sleep(0.01)
+    step = check_stopped(job, out_dir, r'rank 1 got SIGTERM|rank \d got SIGUSR1')
+    assert names_of_checkpoints(out_dir).count(f'step_{step:08}') == 1
+    assert os.listdir(out_dir / 'checkpoints') == names_of_checkpoints(out_dir)

@@ -1,0 +1,495 @@
+"""The job scripts: on a real Slurm of two virtual nodes with GPUs on paper, and what they refuse before any work."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, SHARED, TINY_MODEL, TINY_RUN, column, environment
+from slurm_cluster import NoSlurm, free_ports, slurm_cluster
+
+from runtime import checkpoint
+
+# Of the script's own request: (GPUs per node, cores, longest time limit in hours, nodes).
+REQUESTS = {
+    'rorqual': ('h100:4', 64, 7 * 24, 1),
+    'narval': ('a100:4', 48, 7 * 24, 1),
+    'fir': ('h100:4', 48, 7 * 24, 1),
+    'nibi': ('h100:8', 112, 7 * 24, 1),
+    'trillium': ('4', 96, 24, 1),
+    'tamia': ('h100:4', 48, 24, 1),
+    'generic': ('1', 8, 24, 1),
+    'multi_node': ('h100:4', 48, 24, 2),
+    'diloco': ('h100:4', 48, 24, 2),
+}
+STEPS = 200  # of the run that is cut: seconds, as a STOP is looked for every half second only
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory, data_dir):
+    """A copy of the project, as a clone would be, with a small config and a slurm/local.sh."""
+    folder = tmp_path_factory.mktemp('slurm') / 'project'
+    ignored = shutil.ignore_patterns('.git', '.venv', '.*_cache', '__pycache__', 'data', 'out', 'models', 'wandb',
+                                     'assets', 'local.sh', '*.out')  # fmt: skip
+    shutil.copytree(REPO, folder, ignore=ignored)
+    keys = dict(argument.removeprefix('--').split('=') for argument in (*TINY_MODEL, *TINY_RUN))
+    keys |= {'dataset': "'tiny'", 'dtype': "'float32'", 'dropout': 0.1}
+    keys |= {'global_batch_size': 12, 'max_iters': STEPS, 'log_interval': 10}
+    del keys['device']  # the default of the job scripts is the one that is meant
+    (folder / 'config' / 'tiny.py').write_text(''.join(f'{key} = {value}\n' for key, value in keys.items()))
+    settings = {'DATASETS_DIR': data_dir, 'RESULTS_DIR': folder.parent / 'results', 'PYTHON': sys.executable}
+    lines = [f'export {name}=${{{name}-{value}}}\n' for name, value in settings.items()]  # a test may set another value
+    (folder / 'slurm' / 'local.sh').write_text(''.join(lines))
+    return folder
+
+
+def job_environment(**changes):
+    """A shell's, with the clusters' `module` function, two processes per node, and nothing of a job around the test."""
+    of_others = ('SLURM_', 'SBATCH_', 'CC_', 'TIKTOKEN_', 'HF_')  # prepare_data.py's tests leave some behind
+    env = {name: value for name, value in environment().items() if not name.startswith(of_others)}
+    stub = '() { echo "module $*"\n}'  # how bash exports a function, and so sbatch hands it to jobs
+    return {**env, 'BASH_FUNC_module%%': stub, 'USER': 'tester', 'NPROC': '2', **changes}
+
+
+def bash(command, project, **changes):
+    """Run a line of bash in the project's folder; a variable set to None is unset."""
+    env = {name: value for name, value in job_environment(**changes).items() if value is not None}
+    return subprocess.run(
+        ['bash', '-c', command],
+        cwd=project,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def in_job(**changes):
+    """The variables of a job of one node, for scripts that are run here as if by Slurm."""
+    job = {'SLURM_JOB_ID': '7', 'SLURM_NNODES': '1', 'SLURM_JOB_NODELIST': 'n1', 'SLURM_CLUSTER_NAME': 'virtual'}
+    return {**job, **changes}
+
+
+def errors(result):
+    """The lines that name an error; the script has ended with one."""
+    assert result.returncode != 0, result.stdout + result.stderr
+    return [line for line in (result.stdout + result.stderr).splitlines() if 'error:' in line]
+
+
+# --- the scripts as files ---------------------------------------------------------------------------------------------
+
+
+def test_shellcheck_passes():
+    if not shutil.which('shellcheck'):
+        pytest.skip('shellcheck is not installed: bash tests/install_slurm.sh')
+    files = sorted([*map(str, (REPO / 'slurm').glob('*.sh')), str(REPO / 'tests' / 'install_slurm.sh')])
+    files = [file for file in files if not file.endswith('/local.sh')]
+    assert len(files) >= 12
+    result = subprocess.run(['shellcheck', '-x', *files], cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize('name', REQUESTS)
+def test_a_cluster_file_asks_for_a_whole_node_of_its_cluster_and_is_short(name):
+    text = (REPO / 'slurm' / f'{name}.sh').read_text()
+    request = dict(re.findall(r'^#SBATCH --([a-z-]+)=(\S+)$', text, flags=re.MULTILINE))
+    gpus, cores, hours, nodes = REQUESTS[name]
+    assert (request['gpus-per-node'], request['cpus-per-task'], request['nodes']) == (gpus, str(cores), str(nodes))
+    days, hours_of_day = re.fullmatch(r'(\d+)-(\d+):00', request['time']).groups()
+    assert int(days) * 24 + int(hours_of_day) <= hours
+    assert request['signal'] == ('B:USR1@1800' if name == 'diloco' else 'B:USR1@600')
+    assert request['array'].endswith('%1')
+    assert request['ntasks-per-node'] == '1'
+    assert len(text.splitlines()) <= 25
+    code = [line for line in text.splitlines() if not line.startswith(('#', ': "${SCRIPT:='))]
+    assert code == ['source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1', 'launch "$@"']
+
+
+def test_a_clone_has_the_log_folder_and_never_the_local_settings():
+    if not (REPO / '.git').exists():
+        pytest.skip('not a git checkout')
+    listed = subprocess.run(
+        ['git', 'ls-files', '--cached', '--others', '--exclude-standard', 'slurm'],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert 'slurm/logs/.gitignore' in listed and 'slurm/local.example.sh' in listed
+    assert 'slurm/local.sh' not in listed and not [name for name in listed if name.endswith('.out')]
+    for name in REQUESTS:
+        assert '#SBATCH --output=slurm/logs/' in (REPO / 'slurm' / f'{name}.sh').read_text()
+
+
+def test_the_template_gives_sbatch_its_account_and_jobs_their_folders(project, tmp_path):
+    result = bash(
+        'set -eu; source slurm/local.example.sh; echo "$SBATCH_ACCOUNT $DATASETS_DIR $RESULTS_DIR"',
+        project,
+        SCRATCH=str(tmp_path),
+        DATASETS_DIR=None,
+    )
+    account, *folders = result.stdout.split()
+    assert account == 'def-someprof' and all(Path(folder).is_dir() for folder in folders)
+
+
+# --- common.sh without a cluster --------------------------------------------------------------------------------------
+
+
+def test_offline_where_compute_nodes_have_no_internet(project):
+    show = 'source slurm/common.sh; prepare_environment; echo "${WANDB_MODE:-unset} ${HF_HUB_OFFLINE:-unset}"'
+    for cluster, expected in (('narval', 'offline 1'), ('fir', 'unset unset'), ('trillium', 'offline 1')):
+        result = bash(show, project, **in_job(CC_CLUSTER=cluster))
+        assert result.stdout.splitlines() == ['module load StdEnv/2023 gcc arrow python/3.12', expected], result.stderr
+    assert bash(show, project, **in_job(SLURM_CLUSTER_NAME='rorqual')).stdout.endswith('offline 1\n')
+    by_host = {'BASH_FUNC_hostname%%': '() { echo tc10.tamia\n}', 'SLURM_CLUSTER_NAME': ''}
+    assert bash(show, project, **in_job(**by_host)).stdout.endswith('offline 1\n')
+    assert bash(show, project, CC_CLUSTER='narval').stdout.endswith('unset unset\n')  # a login node downloads
+    assert bash(show, project, **in_job(OFFLINE='1', MODULES='')).stdout == 'offline 1\n'
+
+
+def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
+    def name(arguments, **changes):
+        command = f'source slurm/common.sh; SCRIPT=${{SCRIPT:-train_fsdp.py}}; run_name {arguments}'
+        return bash(command, project, **changes).stdout.strip()
+
+    assert name('config/enoki_8h.py') == 'enoki_8h'
+    assert name('config/enoki_8h.py --max_iters=10 --resume=never --log_interval=1') == 'enoki_8h'
+    assert name('config/enoki_8h.py --learning_rate=1e-3') == 'enoki_8h,learning_rate=1e-3'
+    assert name('config/enoki_8h.py', SCRIPT='train_diloco.py') == 'enoki_8h,train_diloco'
+    assert name("--dataset='a b/c'") == 'run,dataset=a_b_c'
+
+
+def test_the_plan_on_a_login_node_is_that_of_the_jobs_ranks(project):
+    result = bash(
+        'bash slurm/multi_node.sh config/tiny.py --dry_run --batch_size=1 --global_batch_size=16', project, NPROC=None
+    )
+    assert '1 sequences x 2 micro-steps x 8 ranks = 16 sequences' in result.stdout, result.stdout + result.stderr
+    assert 'memory per rank' in result.stdout
+
+
+def test_mistakes_that_cost_no_time_at_all(project):
+    def only_error(command, **changes):
+        found = errors(bash(command, project, **changes))
+        assert len(found) == 1, found
+        return found[0]
+
+    start = 'bash slurm/rorqual.sh config/tiny.py'
+    assert 'DATASETS_DIR is not set: cp slurm/local.example.sh' in only_error(start, **in_job(DATASETS_DIR=''))
+    assert 'DATASETS_DIR=/nowhere: there is no such folder' in only_error(start, **in_job(DATASETS_DIR='/nowhere'))
+    assert 'RESULTS_DIR is not set' in only_error(start, **in_job(RESULTS_DIR=''))
+    assert 'this job has no GPU' in only_error(start, **in_job(NPROC=''))
+    assert 'there is no /nowhere/python: run `bash slurm/setup_env.sh`' in only_error(
+        start, **in_job(PYTHON='/nowhere/python')
+    )
+    assert 'SCRIPT=train_dpp.py: not in' in only_error(start, **in_job(SCRIPT='train_dpp.py'))
+    assert 'this is not a job: `sbatch slurm/rorqual.sh' in only_error(start)
+    broken = {'BASH_FUNC_module%%': '() { return 1\n}'}
+    assert 'module load StdEnv/2023 gcc arrow python/3.12: it failed' in only_error(start, **in_job(**broken))
+
+
+def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
+    result = bash('bash slurm/rorqual.sh config/tiny.py --device=cpu --dataset=nowhere', project, **in_job())
+    assert 'error: dataset=nowhere: there is no' in errors(result)[0] and len(errors(result)) == 1
+
+    check = f'source slurm/common.sh; prepare_environment; OUT_DIR={tmp_path}; check_node'
+    if not torch.cuda.is_available():
+        found = errors(bash(f'{check} --device=cuda', project, **in_job()))
+        assert len(found) == 1 and re.search(r'device=cuda: torch \S+ sees 0 GPUs here, the job has 2', found[0])
+
+    with open(tmp_path / '.lock', 'w') as lock:  # what a run in tmp_path holds
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        lock.write('process 12 on n9')
+        lock.flush()
+        found = errors(bash(f'{check} --device=cpu', project, **in_job()))
+    assert len(found) == 1 and f'out_dir={tmp_path} is in use by process 12 on n9' in found[0]
+
+
+def test_a_tokenizer_that_is_missing_or_damaged(project, tmp_path):
+    """In a job without internet: the error names the command for the login node, at once."""
+    text = tmp_path / 'text'
+    text.mkdir()
+    for number in range(3):
+        (text / f'{number}.txt').write_text(f'document {number}')
+    command = f'bash slurm/prepare_data.sh --dataset={text} --tokenizer=gpt2 --name=text'
+    job = in_job(OFFLINE='1', DATASETS_DIR=str(tmp_path))
+    cure = 'run `python prepare_data.py --cache_tokenizer=gpt2`'
+    started = time.monotonic()
+    found = errors(bash(command, project, **job))
+    assert 'its files are not in' in found[0] and cure in found[0], found
+
+    if not (SHARED / 'tiktoken_cache').is_dir():
+        pytest.skip(f'no tokenizer to damage: {SHARED / "tiktoken_cache"} is not there')
+    shutil.copytree(SHARED / 'tiktoken_cache', tmp_path / 'tiktoken')
+    for path in (tmp_path / 'tiktoken').iterdir():
+        path.chmod(0o644)
+    good = bash(command, project, **job)
+    assert good.returncode == 0 and (tmp_path / 'text' / 'meta.json').exists(), good.stdout + good.stderr
+    shutil.rmtree(tmp_path / 'text2', ignore_errors=True)
+    damaged = tmp_path / 'tiktoken' / hashlib.sha1(b'').hexdigest()
+    damaged = next(path for path in (tmp_path / 'tiktoken').iterdir() if path != damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    found = errors(bash(command.replace('=text', '=text2'), project, **job))
+    assert f'{damaged.name} in' in found[0] and 'was damaged' in found[0] and cure in found[0], found
+    assert time.monotonic() - started < 60
+
+
+def wheel(folder, name, version):
+    """The smallest wheel that pip installs."""
+    info = f'{name}-{version}.dist-info'
+    path = folder / f'{name}-{version}-py3-none-any.whl'
+    files = {
+        f'{name}.py': '',
+        f'{info}/METADATA': f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n',
+        f'{info}/WHEEL': 'Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n',
+    }
+    record = ''.join(f'{file},,\n' for file in (*files, f'{info}/RECORD'))
+    with zipfile.ZipFile(path, 'w') as archive:
+        for file, text in {**files, f'{info}/RECORD': record}.items():
+            archive.writestr(file, text)
+    return path
+
+
+def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(project, tmp_path):
+    copy = tmp_path / 'project'
+    (copy / 'slurm').mkdir(parents=True)
+    for name in ('common.sh', 'setup_env.sh'):
+        shutil.copy(project / 'slurm' / name, copy / 'slurm')
+    (copy / 'requirements.txt').write_text('# two of them\nherebefore>=1\nfromindex>=1\n')
+    wheels, index = tmp_path / 'wheels', tmp_path / 'index' / 'fromindex'
+    wheels.mkdir()
+    index.mkdir(parents=True)
+    wheel(wheels, 'herebefore', '1.0')
+    name = wheel(index, 'fromindex', '1.0').name
+    (index / 'index.html').write_text(f'<a href="{name}">{name}</a>')
+    env = {'PIP_FIND_LINKS': str(wheels), 'PIP_INDEX_URL': f'file://{index.parent}', 'PIP_EXTRA_INDEX_URL': '',
+           'PIP_CONFIG_FILE': os.devnull, 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}  # fmt: skip
+    result = bash('bash slurm/setup_env.sh', copy, **env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert 'herebefore>=1: from this cluster' in result.stdout
+    assert 'fromindex>=1: from the package index' in result.stdout
+    assert bash('.venv/bin/python -c "import herebefore, fromindex"', copy).returncode == 0
+    (copy / 'requirements.txt').write_text('nowhere>=1\n')
+    found = errors(bash('bash slurm/setup_env.sh', copy, **env))
+    assert found == [line for line in found if 'nowhere>=1: neither here nor on the index' in line]
+
+
+# --- several machines without Slurm -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('rendezvous', ['static', 'c10d'])
+def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
+    """The README's two pairs of commands, both agents on this machine."""
+    port = free_ports(1)[0]
+    run = [
+        *TINY_MODEL,
+        *TINY_RUN,
+        '--dataset=tiny',
+        f'--data_dir={data_dir}',
+        '--max_iters=2',
+        f'--out_dir={tmp_path}/run',
+    ]
+    agents = []
+    for node in range(2):
+        if rendezvous == 'static':
+            how = [f'--node_rank={node}', '--master_addr=127.0.0.1', f'--master_port={port}']
+        else:
+            how = ['--rdzv-backend=c10d', '--rdzv-id=1', f'--rdzv-endpoint=127.0.0.1:{port}']
+        command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', *how,
+                   str(REPO / 'train_fsdp.py'), *run]  # fmt: skip
+        log = open(tmp_path / f'agent{node}.log', 'w')
+        agents.append(subprocess.Popen(command, cwd=REPO, env=job_environment(), stdout=log, stderr=log))
+    try:
+        codes = [agent.wait(120) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert codes == [0, 0], ''.join((tmp_path / f'agent{node}.log').read_text()[-3000:] for node in range(2))
+    assert (tmp_path / 'run' / 'DONE').read_text().strip() == '2'
+    assert '2 ranks' in (tmp_path / 'run' / 'train.log').read_text()
+
+
+# --- a real Slurm -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory):
+    """The environment in which Slurm's commands find the virtual cluster; skips with the reason where there is none."""
+    folder = tmp_path_factory.mktemp('cluster')
+    try:
+        with slurm_cluster(folder) as env:
+            names = ('PATH', 'SLURM_CONF')
+            yield {name: env[name] for name in names}
+    except (NoSlurm, OSError) as reason:
+        pytest.skip(f'no virtual Slurm: {reason}')
+
+
+def submit(cluster, project, arguments, **changes):
+    """Number of the job that `sbatch --parsable ARGUMENTS` makes, submitted from the project's folder."""
+    result = bash(f'sbatch --parsable {arguments}', project, **cluster, **changes)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def states(cluster, job):
+    """{array element: state} of what squeue still lists of a job; a pending rest of an array is one element."""
+    command = ['squeue', '--noheader', '--states=all', '--job', job, '--format=%K %T']
+    lines = subprocess.run(command, env=job_environment(**cluster), capture_output=True, text=True).stdout.splitlines()
+    return dict(line.split() for line in lines)
+
+
+ENDED = {'COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT', 'NODE_FAIL', 'OUT_OF_MEMORY'}
+
+
+def wait_until_ended(cluster, project, job, seconds=180):
+    """{element: (state, its log)} once all elements of a job have ended."""
+    deadline = time.monotonic() + seconds
+    while not set((found := states(cluster, job)).values()) <= ENDED or not found:
+        assert time.monotonic() < deadline, f'{found}\n{logs_of(project, job)}'
+        time.sleep(0.3)
+    return {element: (state, logs_of(project, job, element)) for element, state in found.items()}
+
+
+def logs_of(project, job, element='*'):
+    paths = sorted((project / 'slurm' / 'logs').glob(f'*-{job}_{element}.out'))
+    return '\n'.join(path.read_text() for path in paths)
+
+
+def wait_for_text(path, text, cluster, project, job, seconds=120):
+    """Until the file has the text; fails when the job's first element ends without it."""
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline and states(cluster, job).get('1') not in ENDED, logs_of(project, job)
+        time.sleep(0.05)
+
+
+def final_weights(out_dir, step=STEPS):
+    return checkpoint.load_weights(str(out_dir / 'checkpoints' / f'step_{step:08}'))[0]
+
+
+@pytest.fixture(scope='module')
+def submitted(cluster, project):
+    """Two jobs at a time, which saves some waiting: {name: (job, out_dir)} of two scripts as committed."""
+    one, two = (project.parent / 'results' / name for name in ('tiny', 'two'))
+    (two / 'wandb' / 'offline-run-1').mkdir(parents=True)
+    run = f'config/tiny.py --device=cpu --out_dir={two} --max_iters=5 --batch_size=1 --replicate_size=2'
+    return {
+        'rorqual': (submit(cluster, project, 'slurm/rorqual.sh config/tiny.py --device=cpu'), one),
+        'multi_node': (submit(cluster, project, f'slurm/multi_node.sh {run}'), two),
+    }
+
+
+@pytest.fixture(scope='module')
+def diloco(cluster, project, submitted):
+    """slurm/diloco.sh on both nodes once the jobs before it have left them: (job, out_dir)."""
+    out_dir = project.parent / 'results' / 'diloco'
+    run = f'config/tiny.py --device=cpu --out_dir={out_dir} --max_iters=6 --inner_steps=3 --batch_size=1'
+    return submit(cluster, project, f'slurm/diloco.sh {run}'), out_dir
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(cluster, project, submitted):
+    """The run of slurm/rorqual.sh, from start to end: (its out_dir, its elements)."""
+    job, out_dir = submitted['rorqual']
+    return out_dir, wait_until_ended(cluster, project, job)
+
+
+@pytest.mark.parametrize('name', [*REQUESTS, 'prepare_data'])
+def test_slurm_accepts_the_request_of_a_script_as_committed(cluster, project, name):
+    result = bash(f'sbatch --test-only slurm/{name}.sh', project, **cluster)
+    assert 'to start at' in result.stderr, result.stderr
+
+
+def test_rorqual_runs_to_done_and_ends_its_chain(uninterrupted):
+    out_dir, elements = uninterrupted
+    state, log = elements.pop('1')
+    assert state == 'COMPLETED', log
+    assert (out_dir / 'DONE').read_text().strip() == str(STEPS)
+    assert 'module load StdEnv/2023 gcc arrow python/3.12' in log
+    assert '1 x 2 processes, rendezvous at n' in log and f'done: {out_dir}' in log
+    assert elements and {state for state, _ in elements.values()} == {'CANCELLED'}  # the seven that waited
+
+
+def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(cluster, project, uninterrupted, tmp_path):
+    out_dir = tmp_path / 'cut'
+    run = f'config/tiny.py --device=cpu --out_dir={out_dir} --resume=never'
+    job = submit(cluster, project, f'slurm/rorqual.sh {run}')
+    wait_for_text(out_dir / 'metrics.jsonl', '"step": 10,', cluster, project, job)
+    # What Slurm sends 600 s before the limit; limits count whole minutes, so a test would wait for one. The signal
+    # comes at once, but scancel 22.05 is told that it did not, and sends it again every five seconds: end it.
+    scancel = subprocess.Popen(['scancel', '--batch', '--signal=USR1', f'{job}_1'], env=job_environment(**cluster))
+    try:
+        wait_for_text(project / 'slurm' / 'logs' / f'rorqual-{job}_1.out', 'asking for', cluster, project, job)
+    finally:
+        scancel.kill()
+        scancel.wait()
+    elements = wait_until_ended(cluster, project, job)
+
+    state, log = elements['1']
+    stopped = re.search(r'stopped at step (\d+)', log)
+    assert state == 'COMPLETED' and 'asking for a checkpoint' in log and stopped, log
+    assert 0 < int(stopped[1]) < STEPS
+    state, log = elements['2']
+    assert state == 'COMPLETED' and f'step_{int(stopped[1]):08} at step {stopped[1]}' in log, log
+    assert {state for element, (state, _) in elements.items() if element not in '12'} == {'CANCELLED'}
+    assert not (out_dir / 'PREEMPTED').exists() and not (out_dir / 'STOP').exists()
+
+    reference = uninterrupted[0]
+    losses = [dict(zip(column(out, 'step'), column(out, 'loss'), strict=True)) for out in (reference, out_dir)]
+    assert losses[0] and losses[0] == {step: losses[1].get(step) for step in losses[0]}
+    ours, theirs = final_weights(out_dir), final_weights(reference)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_data_is_prepared_in_a_job(cluster, project, tmp_path):
+    (tmp_path / 'text.txt').write_text('0123456789\n' * 100)
+    run = f'slurm/prepare_data.sh --dataset={tmp_path}/text.txt --tokenizer=bytes'
+    job = submit(cluster, project, run, DATASETS_DIR=str(tmp_path))
+    wait_until_ended(cluster, project, job)
+    log = (project / 'slurm' / 'logs' / f'prepare_data-{job}.out').read_text()
+    assert (tmp_path / 'text-bytes' / 'meta.json').exists(), log
+
+
+def test_multi_node_runs_to_done_on_two_nodes(cluster, project, submitted):
+    job, out_dir = submitted['multi_node']
+    state, log = wait_until_ended(cluster, project, job)['1']
+    assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == '5', log
+    assert '2 x 2 processes, rendezvous at n' in log and '4 ranks' in log
+    assert f'wandb sync {out_dir}/wandb/offline-run-*' in log
+
+
+def test_diloco_runs_a_replica_on_each_node(cluster, project, diloco):
+    job, out_dir = diloco
+    state, log = wait_until_ended(cluster, project, job)['1']
+    assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == '6', log
+    assert 'mesh: 2 replicas x 2 shards' in log
+    assert len(column(out_dir, 'diloco/delta_norm')) == 2
+
+
+def test_a_mistake_ends_the_chain_with_one_line(cluster, project):
+    job = submit(cluster, project, 'slurm/generic.sh config/tiny.py --device=cpu --batch_size=5')
+    elements = wait_until_ended(cluster, project, job)
+    state, log = elements.pop('1')
+    assert state == 'FAILED' and 'global_batch_size=12 is not a multiple of' in log, log
+    assert log.count('error') == 1 and 'Traceback' not in log
+    assert {state for state, _ in elements.values()} == {'CANCELLED'}
+
+
+def test_resume_never_refuses_a_run_and_no_later_element_continues_it(cluster, project, uninterrupted):
+    """Another script, by its name, in the same out_dir."""
+    run = f'config/tiny.py --device=cpu --max_iters={STEPS + 10} --out_dir={uninterrupted[0]} --resume=never'
+    job = submit(cluster, project, f'slurm/generic.sh {run}', SCRIPT='train_ddp.py')
+    elements = wait_until_ended(cluster, project, job)
+    state, log = elements.pop('1')
+    assert state == 'FAILED' and re.search(r'error: .*never', log) and 'train_ddp.py ended with' in log, log
+    assert {state for state, _ in elements.values()} == {'CANCELLED'}
+    assert (uninterrupted[0] / 'DONE').read_text().strip() == str(STEPS)

@@ -1,0 +1,549 @@
+"""Instruction data: chat templates, and what is learned of a conversation. Folder trees with files of every kind."""
+
+import collections
+import hashlib
+import json
+import random
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+from conftest import REPO, environment
+from test_prepare_data import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from text import chat, sources
+from text import documents as reading
+from text.tokenizer import FileTokenizer, tokenizer_of
+
+LEARNED, FIRST = 1, 2
+SPECIAL_TOKENS = ['<|end|>', '<|im_start|>', '<|im_end|>', '<s>', '</s>', '[INST]', '[/INST]', '<|begin_of_text|>']
+SPECIAL_TOKENS += ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
+
+CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA3 = """\
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{- bos_token }}\
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '<|eot_id|>' }}\
+{%- for message in messages %}\
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}\
+{%- else %}{%- set rest = messages %}{%- endif %}{{- bos_token }}{%- for message in rest %}\
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}\
+{%- if message.role == 'user' %}{%- if loop.last and system is defined %}\
+{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
+{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
+{%- endif %}{%- endfor %}"""
+QWEN3 = """\
+{%- set last = namespace(user=0) %}{%- for message in messages %}{%- if message.role == 'user' %}\
+{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}\
+{%- set content = message.content %}{%- set thought = '' %}{%- if '</think>' in content %}\
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}\
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}\
+{%- if message.role == 'assistant' and loop.index0 > last.user %}\
+{{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}{%- else %}\
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+NO_END = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
+
+CHATS = [
+    [('user', 'What is 2 + 2?'), ('assistant', 'It is 4.')],
+    [
+        ('system', 'Be brief.'),
+        ('user', 'Größe?\n'),
+        ('assistant', '  42 🙂\n\n'),
+        ('user', 'Sure?'),
+        ('assistant', 'Yes'),
+    ],
+    [('user', 'a'), ('assistant', '\nb'), ('user', 'c'), ('assistant', 'd'), ('user', 'never answered')],
+]
+
+
+def messages_of(turns):
+    return [{'role': role, 'content': content} for role, content in turns]
+
+
+def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offsets=True):
+    """Save a byte-level BPE with special tokens and a chat template, as transformers does. Returns the folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)  # as GPT-2's and Llama 3's do
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # It learns ' the' as one token, and none of ' d' and '\n  ', which the tests below rely on.
+    tokenizer.train_from_iterator(['the user asks the assistant, and the system is there\n'] * 20, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope='module')
+def chatml(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp('models') / 'chatml', CHATML)
+
+
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
+    return path
+
+
+def encoder_of(folder):
+    files = FileTokenizer(f'{folder}/tokenizer.json', '<|im_end|>')
+    return chat.ChatEncoder(folder, files.eot), files
+
+
+def learned_parts(encoder, files, turns):
+    """For each example of a conversation: (its text, [the decoded parts that are learned])."""
+    conversation = chat.conversation_of({'messages': messages_of(turns)})
+    found = []
+    for ids, flags, text in encoder.examples(conversation):
+        assert len(ids) == len(flags) and flags[0] & FIRST and not (flags[1:] & FIRST).any()
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
+        found.append((text, [files.decode(ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]))
+    return found
+
+
+def flags_of(dataset, split):
+    """All flags of a split, with a check of every mask against meta.json."""
+    shards = meta_of(dataset)['splits'][split]['shards']
+    for shard in shards:
+        content = (dataset / shard['mask_file']).read_bytes()
+        assert len(content) == shard['tokens'] and hashlib.sha256(content).hexdigest() == shard['mask_sha256']
+    return np.concatenate([np.fromfile(dataset / shard['mask_file'], dtype=np.uint8) for shard in shards])
+
+
+def conversations_of(dataset, split):
+    """[(decoded text, [decoded learned parts])] of a split's conversations, with a check of the totals in meta.json."""
+    tokenizer, tokens, flags = tokenizer_of(dataset), tokens_of(dataset, split), flags_of(dataset, split)
+    starts = [*np.flatnonzero(flags & FIRST), len(tokens)]
+    assert starts[0] == 0
+    found = []
+    for start, end in zip(starts[:-1], starts[1:], strict=True):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags[start:end] & LEARNED, [0]]))) + start
+        parts = [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        found.append((tokenizer.decode(tokens[start:end]), parts))
+    totals = meta_of(dataset)['splits'][split]
+    assert totals['documents'] == len(found) and totals['longest'] == max(np.diff(starts))
+    assert totals['learned_tokens'] == (flags & LEARNED).sum() and not (flags > 3).any()
+    assert totals['bytes'] == sum(len(text.encode()) for text, _ in found)
+    return found
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('trim_offsets', [True, False])
+@pytest.mark.parametrize('template', [CHATML, LLAMA3, MISTRAL], ids=['chatml', 'llama3', 'mistral'])
+def test_the_answers_and_their_end_tokens_are_learned_and_nothing_else(template, trim_offsets, tmp_path):
+    end = {CHATML: '<|im_end|>', LLAMA3: '<|eot_id|>', MISTRAL: '</s>'}[template]
+    bos = '<|begin_of_text|>' if template == LLAMA3 else '<s>'
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'model', template, end, bos, trim_offsets))
+    for turns in CHATS:
+        answers = [content for role, content in turns if role == 'assistant']
+        answers = [answer.strip() for answer in answers] if template == LLAMA3 else answers
+        lead = ' ' if template == MISTRAL else ''
+        found = learned_parts(encoder, files, turns)
+        assert [part for _, parts in found for part in parts] == [f'{lead}{answer}{end}' for answer in answers]
+        assert len(found) == (2 if template == MISTRAL and turns[0][0] == 'system' else 1)
+        assert 'never answered' not in found[0][0]
+        if template == MISTRAL and turns[0][0] == 'system':  # written before the question that is answered, each time
+            assert [text.count('Be brief.') for text, _ in found] == [1, 1]
+
+
+def test_an_example_has_the_tokens_that_transformers_gives(chatml):
+    encoder, _ = encoder_of(chatml)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatml)
+    for turns in CHATS[:2]:
+        messages = messages_of(turns)
+        (ids, _, _), *rest = encoder.examples(chat.conversation_of({'messages': messages}))
+        theirs = tokenizer.apply_chat_template(messages, return_dict=True)['input_ids']
+        newline = tokenizer('\n', add_special_tokens=False)['input_ids']
+        assert not rest and [*ids.tolist(), *newline] == theirs  # what follows the last end of a turn is left out
+
+
+def test_thoughts_that_the_template_drops_later_make_one_example_per_answer(tmp_path):
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'qwen3', QWEN3))
+    thought = '<think>\nhm, 2\n</think>\n\n'
+    turns = [('user', 'q1'), ('assistant', f'{thought}a1'), ('user', 'q2'), ('assistant', 'a2')]
+    (first, first_parts), (second, second_parts) = learned_parts(encoder, files, turns)
+    assert first == f'<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n{thought}a1<|im_end|>'
+    assert first_parts == [f'{thought}a1<|im_end|>']
+    assert second.startswith('<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>')
+    assert second_parts == ['<think>\n\n</think>\n\na2<|im_end|>']
+    assert len(learned_parts(encoder, files, turns[:2])) == 1
+
+
+def test_a_prompt_that_opens_the_thinking_is_no_part_of_an_answer_without(tmp_path):
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'thinking', THINKING_PROMPT))
+    ((text, parts),) = learned_parts(encoder, files, CHATS[0])
+    assert parts == ['It is 4.<|im_end|>'] and '<think>' not in text
+    ((_, parts),) = learned_parts(encoder, files, [('user', 'q'), ('assistant', '<think>\nso\n</think>\na')])
+    assert parts == ['so\n</think>\na<|im_end|>']
+
+
+def test_a_template_without_end_of_turn_gets_end_of_text(tmp_path):
+    encoder, files = encoder_of(make_tokenizer(tmp_path / 'no_end', NO_END))
+    found = learned_parts(encoder, files, CHATS[2])
+    assert [text for text, _ in found] == ['user: a\nassistant: \nb', 'user: a\nassistant: \nb\nuser: c\nassistant: d']
+    assert [parts for _, parts in found] == [['\nb<|im_end|>'], ['d<|im_end|>']]
+    ((_, parts),) = learned_parts(encoder, files, [('user', 'a'), ('assistant', 'the end')])
+    assert parts == [' the end<|im_end|>']  # ' the' is one token, of which the prompt has the space
+
+
+def test_special_tokens_that_take_in_spaces_stay_on_their_side(tmp_path):
+    template = CHATML.replace("'<|im_start|>' + message.role + '", "'<|' + message.role + '|>")
+    folder = make_tokenizer(tmp_path / 'phi', template.replace('<|im_start|>assistant', '<|assistant|>'))
+    tokenizer = Tokenizer.from_file(f'{folder}/tokenizer.json')
+    names = ('<|user|>', '<|assistant|>', '<|im_end|>')
+    tokenizer.add_special_tokens([AddedToken(name, rstrip=True, special=True) for name in names])
+    tokenizer.save(f'{folder}/tokenizer.json')
+    encoder, files = encoder_of(folder)
+    ((_, parts),) = learned_parts(
+        encoder, files, [('user', 'q'), ('assistant', '\n\n a b'), ('user', 'q'), ('assistant', 'c')]
+    )
+    assert parts == ['a b<|im_end|>', 'c<|im_end|>']
+
+
+def test_a_template_with_todays_date_gives_the_same_tokens_tomorrow(tmp_path):
+    for template in (LLAMA3, LLAMA3.replace('date_string', 'today')):
+        encoder, files = encoder_of(make_tokenizer(tmp_path / 'llama', template, '<|eot_id|>', '<|begin_of_text|>'))
+        ((text, _),) = learned_parts(encoder, files, CHATS[0])
+        assert 'Today: 26 Jul 2024<' in text
+
+
+def test_tools_and_options_of_a_row_reach_the_template(tmp_path):
+    template = "{{ (tools or []) | tojson + (style or '') }}" + CHATML
+    encoder, _ = encoder_of(make_tokenizer(tmp_path / 'tools', template))
+    tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
+    row = {'messages': messages_of(CHATS[0]), 'tools': json.dumps(tools), 'chat_template_kwargs': {'style': 'terse'}}
+    ((_, _, text),) = encoder.examples(chat.conversation_of(row))
+    assert text.startswith(json.dumps(tools) + 'terse<|im_start|>user')
+
+
+def test_prompt_and_completion_become_a_question_and_an_answer():
+    expected = chat.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
+    assert chat.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
+    rows = {'prompt': messages_of([('user', 'q')]), 'completion': messages_of([('assistant', 'a'), ('user', 'cut')])}
+    assert chat.conversation_of(rows) == expected
+    assert chat.conversation_of({**rows, 'completion': 'a'}) == expected
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+def many_chats(count):
+    """Conversations of one to three turns."""
+    generator = random.Random(1)
+    words = ['time', 'and', 'tide', 'Größe', '🙂', '12345', '\n']
+    for number in range(count):
+        turns = [('system', 'Be kind.')] * (number % 3 == 0)
+        for turn in range(1 + number % 3):
+            turns += [
+                ('user', f'question {number} {turn}'),
+                ('assistant', ' '.join(generator.choices(words, k=9)) + '!'),
+            ]
+        yield turns
+
+
+def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
+    turns = list(many_chats(300))
+    rows = write_rows(tmp_path / 'chats.jsonl', ({'id': 1, 'messages': messages_of(chat)} for chat in turns))
+    result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--shard_tokens=3000', '--name=chats')
+    dataset = tmp_path / 'data' / 'chats'
+    meta = meta_of(dataset)
+    assert meta['masked'] is True and len(meta['splits']['train']['shards']) > 3
+    assert meta['tokenizer']['eot_text'] == '<|im_end|>' and 'as JSON' in meta['val_rule']
+    found = conversations_of(dataset, 'train') + conversations_of(dataset, 'val')
+    assert 0 < meta['splits']['val']['documents'] < 30
+    expected = [[f'{content}<|im_end|>' for role, content in chat if role == 'assistant'] for chat in turns]
+    assert sorted(parts for _, parts in found) == sorted(expected)
+
+    totals = meta['splits']['train']
+    assert f'learned: {totals["learned_tokens"]:,} of them' in result.stdout
+    assert f'the longest conversation has {totals["longest"]:,} tokens' in result.stdout
+    next_command = f'torchrun --nproc_per_node=4 train_fsdp.py config/sft_chat.py --init_from={chatml} --dataset=chats'
+    assert f'next: {next_command} --data_dir={tmp_path}/data' in result.stdout
+    text, parts = conversations_of(dataset, 'train')[0]
+    for part in parts:
+        text = text.replace(f'assistant\n{part}', f'assistant\n【{part}】')
+    assert f'in 【 】:\n{text}\n' in result.stdout
+
+
+def test_every_format_gives_the_same_conversations(tmp_path):
+    rows = [{'messages': messages_of(turns), 'n': number} for number, turns in enumerate(many_chats(300))]
+    write_rows(tmp_path / 'lines.jsonl', rows)
+    (tmp_path / 'list.json').write_text(json.dumps(rows, indent=1))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet', row_group_size=17)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / 'saved')
+    files = [str(tmp_path / 'rows.parquet')] * 2
+    stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
+    sources = [
+        sources.find_source(str(tmp_path / name)) for name in ('lines.jsonl', 'list.json', 'rows.parquet', 'saved')
+    ]
+    sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
+    expected = [chat.conversation_of(row) for row in rows]
+    for source in sources:
+        assert source.chat
+        pieces = [piece for unit in reading.units(source) for piece in unit.pieces]
+        notes = collections.Counter()
+        found = [text for piece in pieces for text in reading.documents(piece, None, notes, chat.conversation_of)]
+        assert [text.decode() for text in found] == expected * (2 if source.stream else 1), source.description
+        assert not notes
+
+
+def test_a_killed_run_goes_on_with_the_same_tokens_and_masks(chatml, tmp_path):
+    rows = write_rows(tmp_path / 'many.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(4000)))
+    arguments = [f'--dataset={rows}', f'--tokenizer={chatml}', '--shard_tokens=20000', '--name=killed']
+    prepare(tmp_path / 'whole', *arguments, '--num_proc=1')
+    expected = contents(tmp_path / 'whole' / 'data' / 'killed')
+    assert len([name for name in expected if name.endswith('.mask')]) > 9
+    dataset = tmp_path / 'killed' / 'data' / 'killed'
+    last = max(name for name in expected if name.startswith('train') and name.endswith('.bin'))
+    for shard in ('train_000001.bin', f'train_{int(last[6:12]) - 4:06}.bin'):
+        start_and_kill_at(dataset / shard, tmp_path / 'killed', *arguments)
+        found = {name: digest for name, digest in contents(dataset).items() if name.endswith(('.bin', '.mask'))}
+        assert found and all(expected[name] == digest for name, digest in found.items()), 'a half-written file'
+    result = prepare(tmp_path / 'killed', *arguments)
+    assert 'going on behind the first' in result.stdout
+    assert contents(dataset) == expected
+
+
+def test_a_terminal_shows_what_is_learned_in_inverse_video():
+    tokens = np.frombuffer(b'ask answer! next', dtype=np.uint8)
+    flags = np.array([2, 0, 0, 0] + [1] * 7 + [2] + [0] * 4, dtype=np.uint8)
+
+    def decode(ids):
+        return bytes(ids.tolist()).decode()
+
+    assert chat.marked_text(tokens, flags, decode, '\x1b[7m', '\x1b[0m') == 'ask \x1b[7manswer!\x1b[0m'
+    long = chat.marked_text(np.repeat(tokens[:1], 5000), np.zeros(5000, dtype=np.uint8), decode, '', '')
+    assert len(long) < 700 and ' [...] ' in long
+
+
+def test_raw_text_for_a_model_is_followed_by_fine_tuning_it(tmp_path):
+    (tmp_path / 'text.txt').write_text('some text ' * 100)
+    for name, config in (('my-Qwen3', 'finetune_qwen'), ('mini', 'finetune_llama')):  # by the name alone
+        folder = make_tokenizer(tmp_path / name)
+        (tmp_path / name / 'config.json').write_text('{}')
+        printed = prepare(tmp_path, f'--dataset={tmp_path}/text.txt', f'--tokenizer={folder}').stdout
+        command = f'next: torchrun --nproc_per_node=4 train_fsdp.py config/{config}.py --init_from={folder}'
+        assert f'{command} --dataset=text-{name}' in printed
+
+
+# --- bad rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_bad_rows_are_left_out_and_counted_with_the_reason(tmp_path):
+    folder = make_tokenizer(tmp_path / 'mistral', MISTRAL, '</s>')
+    good = [{'messages': messages_of(turns)} for turns in many_chats(30)]
+    bad = [
+        {'messages': 'a string'},
+        {'messages': messages_of([('user', 'q'), ('alien', 'a')])},
+        {'messages': messages_of([('user', 'q')])},
+        {'messages': messages_of([('assistant', 'first')])},
+        {'messages': messages_of([('user', 'q'), ('user', 'q'), ('assistant', 'a')])},
+        {'messages': [{'role': 'user', 'content': 3}, {'role': 'assistant', 'content': 'a'}]},
+        {'messages': [{'content': 'no role'}]},
+        {'other': 'fields'},
+        ['no object'],
+    ]
+    rows = write_rows(tmp_path / 'rows.jsonl', [*good[:10], *bad, *good[10:]])
+    result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={folder}', '--name=some')
+    dataset = tmp_path / 'data' / 'some'
+    answers = [
+        answer for split in ('train', 'val') for _, parts in conversations_of(dataset, split) for answer in parts
+    ]
+    assert len(answers) == sum(role == 'assistant' for turns in many_chats(30) for role, _ in turns)
+    reasons = (
+        'rows whose messages are no list, left out (1)',
+        "rows with the unknown role 'alien', left out (1)",
+        "rows without an assistant's answer, left out (2)",
+        'rows that the chat template refuses (roles must alternate user/assistant), left out (1)',
+        'rows with a message that has no content, left out (1)',
+        'rows with a message that has no role, left out (1)',
+        'rows with neither messages nor prompt and completion, left out (1)',
+        'rows that are no JSON objects, left out (1)',
+    )
+    for reason in reasons:
+        assert f'{rows}: {reason}' in result.stdout
+        assert f'{rows}: {reason[:-4]}' in meta_of(dataset)['source']['notes']
+
+
+def test_conversations_without_a_template_get_one_line_with_the_way_out(tmp_path):
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
+    plain = make_tokenizer(tmp_path / 'plain')
+    for tokenizer in ('bytes', 'bpe', plain):
+        error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={tokenizer}')
+        assert f'tokenizer={tokenizer} has no chat template' in error
+        assert '--tokenizer=models/' in error and '--chat=False' in error
+    broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
+    assert 'its chat template cannot be used' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
+    assert not (tmp_path / 'data').exists()
+    prepare(tmp_path, f'--dataset={rows}', '--tokenizer=bytes', '--chat=False', '--val_fraction=0')
+    texts = documents_of(tmp_path / 'data' / 'rows-bytes', 'train')
+    assert texts[1] == '\n'.join(text for turn in list(many_chats(9))[1] for text in turn)
+
+
+def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reason(chatml, tmp_path):
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of([('user', str(n))])} for n in range(9)])
+    error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--val_fraction=0')
+    assert "left no text for split 'train'" in error and "without an assistant's answer" in error
+
+
+def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_path):
+    both = [{'text': f'text {number}', 'messages': messages_of(turns)} for number, turns in enumerate(many_chats(9))]
+    rows = write_rows(tmp_path / 'both.jsonl', both)
+    result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=text', '--val_fraction=0')
+    assert '--chat=True takes the conversation' in result.stdout
+    assert documents_of(tmp_path / 'data' / 'text', 'train') == [f'text {number}' for number in range(9)]
+    prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=chat', '--chat', '--val_fraction=0')
+    assert len(conversations_of(tmp_path / 'data' / 'chat', 'train')) == 9
+    error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--chat', '--text_field=text')
+    assert 'leave out --text_field=text' in error
+    plain = write_rows(tmp_path / 'plain.jsonl', [{'body': 'x', 'id': 1}])
+    error = error_of(tmp_path, f'--dataset={plain}', f'--tokenizer={chatml}', '--chat')
+    assert 'no conversations (messages, or prompt and completion); it has: body, id' in error
+
+
+def test_another_chat_template_is_another_setting(chatml, tmp_path):
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
+    other = make_tokenizer(tmp_path / 'chatml', CHATML.replace('\\n', '\\n\\n'))
+    prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=one')
+    assert 'was made with chat_template=' in error_of(
+        tmp_path, f'--dataset={rows}', f'--tokenizer={other}', '--name=one'
+    )
+
+
+# --- folder trees -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
+    tree = tmp_path / 'tree'
+    (tree / 'a' / 'deep').mkdir(parents=True)
+    (tree / 'notes.md').write_text('# markdown')
+    (tree / 'a' / 'plain.txt').write_text('plain text')
+    (tree / 'a' / 'one.json').write_text('{"title": "T", "n": 3, "parts": [{"x": "P"}, [["Q"]], null], "empty": ""}')
+    (tree / 'a' / 'list.json').write_text('["first", {"k": ["second", "2b"]}, 7]')
+    (tree / 'a' / 'two.yaml').write_text('k: [v1, {deep: v2}]\n---\n- el1\n- {x: el2, date: 2024-01-01}\n')
+    (tree / 'a' / 'alias.yml').write_text('base: &b {t: once}\nagain: *b\nloop: &l [self, *l]\n')
+    (tree / 'a' / 'deep' / 'rows.ndjson').write_text('{"text": "the text", "z": "no"}\n{"a": "A", "b": {"c": "C"}}\n')
+    pyarrow.parquet.write_table(pyarrow.table({'text': ['parquet row']}), tree / 'a' / 'deep' / 'rows.parquet')
+    table = pyarrow.table({'text': ['arrow row']})
+    with (
+        pyarrow.OSFile(str(tree / 'a' / 'x.arrow'), 'wb') as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    (tree / 'binary.bin').write_bytes(b'\x7fELF\0\0\0')
+    (tree / 'broken.json').write_text('{"text": "never closed')
+    (tree / 'broken.yaml').write_text('a: [never, closed\nb: "')
+    (tree / 'custom.yaml').write_text('Ref: !Ref thing\n')
+    (tree / 'broken.jsonl').write_text('no json at all\n')
+    (tree / 'broken.parquet').write_bytes(b'PAR1' + b'x' * 100 + b'PAR1')
+    result = prepare(tmp_path, f'--dataset={tree}', '--tokenizer=bytes', '--val_fraction=0')
+    assert sorted(documents_of(tmp_path / 'data' / 'tree-bytes', 'train')) == sorted(
+        ['# markdown', 'plain text', 'T\nP\nQ', 'first', 'second\n2b', 'v1\nv2', 'el1', 'el2', 'once\nself']
+        + ['the text', 'A\nC', 'parquet row', 'arrow row']
+    )
+    for said in (
+        f'left out: {tree}/binary.bin: binary',
+        f'left out: {tree}/broken.parquet: damaged',
+        f'left out: {tree}/broken.jsonl: expected a JSON object on each line',
+        f'{tree}/broken.json: not JSON, left out',
+        f'{tree}/broken.yaml: not YAML, left out',
+        f'{tree}/custom.yaml: not YAML, left out',
+    ):
+        assert said in result.stdout, said
+
+
+def test_a_missing_text_field_of_any_row_file_names_the_fields(tmp_path):
+    write_rows(tmp_path / 'rows.jsonl', [{'body': 'x', 'title': 'y'}])
+    error = error_of(tmp_path, f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes', '--text_field=content')
+    assert "has no field 'content', choose with --text_field; it has: body, title" in error
+    assert not (tmp_path / 'data').exists()
+
+
+def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_path):
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    (folder / 'README.md').write_text('about this dataset')
+    (folder / 'a_config.json').write_text('{"some": "settings"}')
+    write_rows(folder / 'chats.jsonl', [{'prompt': f'question {n}', 'completion': f'answer {n}'} for n in range(20)])
+    result = prepare(tmp_path, f'--dataset={folder}', f'--tokenizer={chatml}', '--name=mixed')
+    assert f'left out: {folder}/README.md: no conversations' in result.stdout
+    assert f'{folder}/a_config.json: rows with neither messages nor prompt and completion' in result.stdout
+    found = [part for split in ('train', 'val') for part in conversations_of(tmp_path / 'data' / 'mixed', split)]
+    assert sorted(parts for _, parts in found) == sorted([f'answer {n}<|im_end|>'] for n in range(20))
+
+
+def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, 'JSON_BYTES', 100)
+    monkeypatch.setattr(reading, 'UNIT_BYTES', 300)
+    elements = [{'n': number, 't': ['ä' * (number % 40), ']},{"', number * 10**9]} for number in range(60)]
+    (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
+
+    def texts(units, notes):
+        return [text for unit in units for piece in unit.pieces for text in reading.documents(piece, None, notes)]
+
+    source = sources.find_source(str(tmp_path / 'list.json'))
+    units = list(reading.units(source))
+    expected = ['\n'.join(part for part in element['t'][:2] if part).encode() for element in elements]
+    assert len(units) > 5 and texts(units, collections.Counter()) == expected
+    for number, unit in enumerate(units):
+        rest = list(reading.units(source, unit.next))
+        assert texts(rest, collections.Counter()) == texts(units[number + 1 :], collections.Counter())
+
+    whole = (tmp_path / 'list.json').read_text(encoding='utf-8')
+    (tmp_path / 'cut.json').write_text(whole[: len(whole) // 2], encoding='utf-8')
+    notes = collections.Counter()
+    found = texts(reading.units(sources.find_source(str(tmp_path / 'cut.json'))), notes)
+    assert 10 < len(found) < 40 and found == expected[: len(found)]
+    assert [note for note in notes if 'not JSON, left out' in note]
+
+
+def test_without_pyyaml_yaml_files_are_left_out_in_one_line(tmp_path):
+    (tmp_path / 'tree').mkdir()
+    (tmp_path / 'tree' / 'a.yaml').write_text('a: b')
+    (tmp_path / 'tree' / 'b.txt').write_text('text')
+    code = f"""
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == 'yaml' else find(name, *rest)
+from text import sources
+print(sources.find_source({str(tmp_path / 'tree')!r}).skipped)"""
+    result = subprocess.run([sys.executable, '-c', code], cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert 'a.yaml: needs PyYAML: pip install pyyaml' in result.stdout, result.stderr
+
+
+# --- datasets of before -----------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_prepared_before_conversations_were_known_is_still_complete(tmp_path):
+    write_rows(tmp_path / 'rows.jsonl', [{'text': f'text {number}'} for number in range(20)])
+    arguments = [f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes']
+    prepare(tmp_path, *arguments)
+    path = tmp_path / 'data' / 'rows-bytes' / 'meta.json'
+    meta = json.loads(path.read_text())
+    del meta['settings']['chat_template']
+    meta['settings']['text_field'] = 'text'
+    path.write_text(json.dumps(meta))
+    assert 'nothing to do, it is complete' in prepare(tmp_path, *arguments).stdout
+    assert 'nothing to do, it is complete' in prepare(tmp_path, *arguments, '--text_field=text').stdout

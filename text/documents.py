@@ -1,0 +1,431 @@
+"""
+The documents of a source that sources.py has found, a unit at a time.
+
+    for unit in units(source): ...                      # half a MB of it, in order, for one worker
+    for unit in units(source, start=unit.next): ...     # go on behind a unit
+    for document in documents(piece, ...): ...          # of one of a unit's pieces, in a worker: bytes
+
+A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
+that is a list, each element. Memory is bounded: units() hands out stretches of files, or a few rows. Reading the
+stretches and parsing them is left to documents().
+"""
+
+import json
+import re
+import sys
+import time
+from typing import NamedTuple
+
+UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
+HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
+ROWS_AT_ONCE = 128  # of columnar files: half a MB where a document has 4 kB
+JSON_BYTES = 1 << 24  # .json files up to here are parsed in one go, longer lists element by element
+
+
+class Piece(NamedTuple):
+    """A document, a stretch of a long one, or rows to be parsed: bytes, or where they lie in a file."""
+
+    origin: str  # the file, also for messages
+    length: int
+    data: bytes | None = None  # None = to be read from the file
+    start: int = 0
+    document_start: int = 0
+    ends_document: bool = True
+    split: str | None = None
+    kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml'
+
+    def read(self):
+        """Its bytes."""
+        return _read_stretch(self.origin, self.start, self.length) if self.data is None else self.data
+
+    def head_of(self, document):
+        """The first bytes of the document that `document` is a stretch of."""
+        if self.start != self.document_start and self.kind == 'text':
+            # 3 bytes more, for a character that is cut off would be mended to another.
+            document = _mended(_read_stretch(self.origin, self.document_start, HEAD_BYTES + 3))
+        return document[:HEAD_BYTES]
+
+
+class Unit(NamedTuple):
+    pieces: list
+    work: int  # bytes read, rows for a stream: the progress bar adds them up to source.total
+    next: tuple  # (part, offset) at which the next unit starts
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def units(source, start=(0, 0)):
+    """Yield the Units of a source in order, from the position `start`: a Unit's `next`. Memory: a few MB."""
+    pieces, size, work = [], 0, 0
+    for number in range(start[0], len(source.parts)):
+        part = source.parts[number]
+        first_offset = start[1] if number == start[0] else 0
+        for new_pieces, next_offset, new_work in READERS[part.kind](source, part, first_offset):
+            pieces += new_pieces
+            size += sum(piece.length for piece in new_pieces)
+            work += new_work
+            if size >= UNIT_BYTES:
+                yield Unit(pieces, work, (number, next_offset))
+                pieces, size, work = [], 0, 0
+    if pieces:
+        yield Unit(pieces, work, (len(source.parts), 0))
+
+
+# A reader yields (pieces, offset behind them, work done). It starts at an offset that it once yielded, or at 0.
+
+
+def _read_stretch(path, start, length):
+    with open(path, 'rb') as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def _read_text(source, part, offset):
+    """A text file, in pieces that end where words do. Offset: bytes from part.start."""
+    position = part.start + offset
+    while position < part.end:
+        length = part.end - position
+        if length > UNIT_BYTES:
+            window = position + UNIT_BYTES - CUT_WINDOW
+            length = window + cut_point(_read_stretch(part.path, window, CUT_WINDOW)) - position
+        is_last = position + length == part.end
+        piece = Piece(part.path, length, None, position, part.start, is_last, part.split)
+        position += length
+        yield [piece], position - part.start, length
+
+
+def _read_jsonl(source, part, offset):
+    """Whole lines, about a unit of them at a time. Offset: bytes."""
+    with open(part.path, 'rb') as file:
+        while offset < part.end:
+            file.seek(offset + UNIT_BYTES)
+            file.readline()
+            length = min(file.tell(), part.end) - offset
+            yield [Piece(part.path, length, None, offset, kind='jsonl')], offset + length, length
+            offset += length
+
+
+def _read_whole(source, part, offset):
+    """A file in one piece. Offset: 0, or all of it."""
+    if not offset:
+        yield [Piece(part.path, part.end, kind=part.kind)], part.end, part.end
+
+
+def _read_json(source, part, offset):
+    """A file in one piece; of a long list, a unit of elements at a time. Offset: 0 or all of it, or elements."""
+    with open(part.path, encoding='utf-8-sig', errors='replace') as file:
+        if part.end <= JSON_BYTES or file.read(HEAD_BYTES).lstrip()[:1] != '[':
+            yield from _read_whole(source, part, offset)
+            return
+        file.seek(0)
+        elements, size = [], 0
+        for number, element in enumerate(_elements(file), 1):
+            if number <= offset:
+                continue
+            elements.append(element)
+            size += len(element)
+            if size >= UNIT_BYTES:
+                yield _piece_of_elements(part, elements), number, size
+                elements, size = [], 0
+        if elements:
+            yield _piece_of_elements(part, elements), number, size
+
+
+def _piece_of_elements(part, elements):
+    data = f'[{",".join(elements)}]'.encode('utf-8', 'replace')
+    return [Piece(part.path, len(data), data, kind='json')]
+
+
+def _elements(file):
+    """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
+    decoder = json.JSONDecoder()
+    text, at_end = file.read(UNIT_BYTES).lstrip()[1:], False  # behind the [
+    while True:
+        text = text.lstrip(' \t\r\n,')
+        try:
+            if text[:1] == ']':
+                return
+            _, end = decoder.raw_decode(text)
+            if end == len(text) and not at_end:  # a number may go on
+                raise ValueError
+        except (ValueError, RecursionError):
+            more = file.read(max(UNIT_BYTES, len(text)))  # twice as much each time: what is parsed again stays bounded
+            if at_end:
+                yield text[:HEAD_BYTES] + '?'
+                return
+            text, at_end = text + more, not more
+            continue
+        yield text[:end]
+        text = text[end:]
+
+
+def _read_parquet(source, part, offset):
+    """Rows, streamed: a row group can be the whole file. Offset: rows."""
+    import pyarrow.parquet
+
+    # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
+    with pyarrow.parquet.ParquetFile(part.path, buffer_size=UNIT_BYTES, pre_buffer=False) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        n_rows = sum(group.num_rows for group in groups)
+        n_bytes = sum(group.total_byte_size for group in groups)
+        row = first = 0  # the row group that holds row `offset`, and its first row
+        while first < len(groups) and row + groups[first].num_rows <= offset:
+            row += groups[first].num_rows
+            first += 1
+        batches = file.iter_batches(
+            _rows_per_unit(n_rows, n_bytes),
+            range(first, len(groups)),
+            source.columns(file.schema_arrow.names),
+            use_threads=False,
+        )
+        yield from _rows(source, batches, row, offset, part.path, part.end / max(1, n_rows))
+
+
+def _read_arrow(source, part, offset):
+    """Rows of a stream of Arrow record batches, read rather than mapped: mapped pages count as memory. Offset: rows."""
+    import pyarrow
+
+    with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
+        columns = (batch.select(source.columns(stream.schema.names)) for batch in stream)
+        slices = (piece for batch in columns for piece in _slices(batch))
+        position = 0
+        for pieces, row, _ in _rows(source, slices, 0, offset, part.path, 0):
+            yield pieces, row, file.tell() - position
+            position = file.tell()
+
+
+def _read_stream(source, part, offset):
+    """Rows of one shard of a dataset of the hub. Offset: rows."""
+    shard = source.stream.shard(num_shards=len(source.parts), index=int(part.path))
+    tables = (shard.skip(offset) if offset else shard).iter(batch_size=ROWS_AT_ONCE)
+    batches = (batch for table in tables for batch in table.to_batches())
+    yield from _rows(source, batches, offset, offset, f'{source.description["name"]}, shard {part.path}', 1)
+
+
+READERS = {
+    'text': _read_text,
+    'jsonl': _read_jsonl,
+    'json': _read_json,
+    'yaml': _read_whole,
+    'parquet': _read_parquet,
+    'arrow': _read_arrow,
+    'stream': _read_stream,
+}
+
+
+def _rows_per_unit(n_rows, n_bytes):
+    """How many rows are about a unit; no more than ROWS_AT_ONCE, for equal texts take no bytes in a parquet file."""
+    return max(1, min(ROWS_AT_ONCE, UNIT_BYTES * n_rows // max(1, n_bytes)))
+
+
+def _slices(batch):
+    """A record batch in slices of about a unit."""
+    step = _rows_per_unit(len(batch), batch.nbytes)
+    return (batch.slice(row, step) for row in range(0, len(batch), step))
+
+
+def _rows(source, batches, row, offset, origin, work_per_row):
+    """
+    What a reader yields, from row `offset` on, of record batches with one column of text, or with those of
+    conversations: then each row becomes a line of JSON. The first batch begins at `row`.
+    """
+    import pyarrow
+
+    batches = iter(batches)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
+            raise OSError(f'{origin}: cannot be read behind row {row}: {" ".join(str(error).split())[:300]}') from error
+        if batch is None:
+            return
+        batch, row = batch.slice(max(0, offset - row)), row + len(batch)
+        if not len(batch):
+            continue
+        if source.chat:
+            lines = [json.dumps(fields, ensure_ascii=False, default=str) for fields in batch.to_pylist()]
+            lines = [line.encode('utf-8', 'replace') for line in lines]
+            yield [Piece(origin, len(line), line, kind='jsonl') for line in lines], row, len(lines) * work_per_row
+            continue
+        column = batch.column(0)
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+            raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
+        rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
+        yield [Piece(origin, len(data or b''), data or b'') for data in rows], row, len(rows) * work_per_row
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+CUT_WINDOW = 4096
+LAST_WORD_END = re.compile(rb'.*[A-Za-z0-9](?=[ \n])', re.DOTALL)
+
+
+def cut_point(data):
+    """
+    Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
+    letter or digit that a space or line break follows. There, each of tiktoken's patterns begins a new word.
+
+    Where the last 4 kB have no such place, behind their last line break, or else before the last character.
+    """
+    window = max(0, len(data) - CUT_WINDOW)
+    word = LAST_WORD_END.match(data, window)
+    if word:
+        return word.end()
+    line_end = data.rfind(b'\n', window + 1) + 1
+    if line_end:
+        return line_end
+    cut = len(data) - 1
+    while cut > max(1, len(data) - 4) and data[cut] & 0xC0 == 0x80:  # a byte inside a character
+        cut -= 1
+    return max(1, cut)
+
+
+def cut_up(data, limit):
+    """Pieces of a document, each at most `limit` bytes."""
+    start = 0
+    while len(data) - start > limit:
+        end = start + cut_point(data[start : start + limit])
+        yield data[start:end]
+        start = end
+    yield data[start:]
+
+
+def documents(piece, text_field, notes, conversation_of=None):
+    """Yield the documents that a Piece holds, or the stretch of one: bytes, not empty, valid UTF-8.
+
+    notes: a Counter; what had to be mended or left out is counted in it, under 'file: what'. conversation_of: for a
+    source of conversations; from a row to the document, with a ValueError for rows that are left out, which says why.
+    Raises OSError for a file that has become shorter.
+    """
+    bytes_read = piece.read()
+    if len(bytes_read) != piece.length:
+        raise OSError(f'{piece.origin}: became shorter while it was read')
+    for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):
+        mended = _mended(data)
+        if mended is not data:
+            notes[f'{piece.origin}: not UTF-8, what is no character became U+FFFD'] += 1
+        if mended:
+            yield mended
+        else:
+            notes[f'{piece.origin}: rows without text, left out'] += 1
+
+
+def _mended(data):
+    """The same bytes when they are UTF-8; else with U+FFFD for what is no character."""
+    try:
+        data.decode()
+        return data
+    except UnicodeDecodeError:
+        return data.decode('utf-8', 'replace').encode()
+
+
+def _texts(piece, data, text_field, notes, conversation_of):
+    """The text of each row of a piece as bytes; b'' where it has none."""
+    parse = {'jsonl': _rows_of_jsonl, 'json': _rows_of_json, 'yaml': _rows_of_yaml}[piece.kind]
+    for row in parse(data, notes, piece.origin):
+        if conversation_of is None:
+            text = _text_of(row, text_field, piece.kind)
+        else:
+            try:
+                text = conversation_of(row)
+            except ValueError as reason:
+                notes[f'{piece.origin}: {reason}, left out'] += 1
+                continue
+        yield text.encode('utf-8', 'replace')
+
+
+def _rows_of_jsonl(data, notes, origin):
+    for line in data.splitlines():
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            notes[f'{origin}: lines that are not JSON, left out'] += 1
+
+
+def _rows_of_json(data, notes, origin):
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        notes[f'{origin}: not JSON, left out: {str(error)[:100]}'] += 1
+        return
+    yield from content if isinstance(content, list) else [content]
+
+
+def _rows_of_yaml(data, notes, origin):
+    """Of each of the file's YAML documents, the elements of a list, or what else it is."""
+    import yaml
+
+    loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the same in C, 10 times as fast, where it was built
+    try:
+        contents = list(yaml.load_all(data, loader))
+    except Exception as error:  # besides YAMLError, what int(), datetime() and deep nesting raise
+        notes[f'{origin}: not YAML, left out: {" ".join(str(error).split())[:100]}'] += 1
+        return
+    for content in contents:
+        yield from content if isinstance(content, list) else [content]
+
+
+def _text_of(row, text_field, kind):
+    """The text of a row: its field, or else all its strings; '' where it has none."""
+    if kind == 'jsonl' and not isinstance(row, dict):
+        return ''
+    field = 'text' if text_field is None and kind == 'jsonl' else text_field
+    if isinstance(row, dict) and field in row:
+        return row[field] if isinstance(row[field], str) else ''
+    return '' if kind == 'jsonl' and text_field else all_strings(row)
+
+
+def all_strings(value):
+    """All strings in nested lists and dicts, in order, joined by line breaks; keys are none of them."""
+    strings, left, seen = [], [value], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and value:
+            strings.append(value)
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))  # YAML's aliases: each is read once, so that a loop or a tower of them ends
+            left += reversed([*value.values()] if isinstance(value, dict) else value)
+    return '\n'.join(strings)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """One line: rewritten in a terminal, else printed every 30 seconds. Its `tokens` and `bytes` are of this run."""
+
+    def __init__(self, total, first_work):
+        """total: source.total; first_work: what earlier runs have done of it."""
+        self.total, self.first_work = total, first_work
+        self.start = self.shown = time.perf_counter()
+        self.tokens = self.bytes = 0
+
+    def rates(self):
+        seconds = time.perf_counter() - self.start
+        return f'{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f}M tokens/s'
+
+    def show(self, work):
+        """work: the sum of the units' work, earlier runs included."""
+        now = time.perf_counter()
+        in_terminal = sys.stderr.isatty()
+        if now - self.shown < (0.2 if in_terminal else 30):
+            return
+        self.shown = now
+        line = f'{self.tokens:,} tokens, {self.rates()}'
+        if self.total:
+            done = min(1, work / self.total)
+            seconds_left = (now - self.start) * (self.total - work) / max(1, work - self.first_work)
+            minutes, seconds = divmod(max(0, int(seconds_left)), 60)
+            line = (
+                f'[{"#" * int(20 * done):20}] {done:4.0%}, ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}, {line}'
+            )
+        print(f'\r{line}\x1b[K' if in_terminal else line, end='' if in_terminal else '\n', file=sys.stderr, flush=True)
+
+    def clear(self):
+        if sys.stderr.isatty():
+            print('\r\x1b[K', end='', file=sys.stderr, flush=True)
