@@ -62,7 +62,7 @@ from collections import Counter
 from pathlib import Path
 
 from comparison import plots, results, verdict
-from runtime import estimate, guard, scaling
+from runtime import errors, estimate, processes, scaling
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
@@ -443,8 +443,8 @@ def measure_links(spec, train_keys):
     if 'RANK' in os.environ:
         from benchmarks import links
 
-        _, local_rank, _ = guard.ranks_from_environment()
-        links.main(guard.choose_device(train_keys.get('device', 'auto'), local_rank))
+        _, local_rank, _ = processes.ranks_from_environment()
+        links.main(processes.choose_device(train_keys.get('device', 'auto'), local_rank))
         return 0
     check(spec)
     if (ranks := max(spec['nproc'])) < 2:
@@ -542,7 +542,7 @@ def main(spec, train_keys, explicit):
 
 
 if __name__ == '__main__':
-    guard.report_errors()
+    errors.report_errors()
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: end the run under way, say how to go on
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)

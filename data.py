@@ -20,7 +20,6 @@ import math
 import os
 import queue
 import re
-import struct
 import threading
 import weakref
 from pathlib import Path
@@ -28,82 +27,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
-HEADER_BYTES = 256 * 4
-FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dtype -> magic, version
-# nanoGPT's names, the only ones that may lack a header. As uint16 tokens both magics begin with an id above 55,000,
-# which GPT-2's vocabulary does not have: a headerless file is not taken for one with a header.
-HEADERLESS_NAMES = ('train.bin', 'val.bin')
+from text.shards import read_shard
+
 # The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
 MAX_MAPPED_SHARDS = 256  # each holds a file descriptor, of which 1,024 is a common limit; 100B tokens: 1,000 shards
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
-
-
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
-def write_shard(path, tokens, dtype):
-    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32.
-
-    The name appears only when every byte is on disk, so a killed run leaves no half-written shard.
-    Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
-    """
-    tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
-    largest = np.iinfo(dtype).max
-    assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
-        given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
-        raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
-    header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')
-    unfinished = f'{path}.tmp'
-    with open(unfinished, 'wb') as file:
-        file.write(header.data)
-        file.write(np.ascontiguousarray(tokens, dtype=dtype).data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
-def read_shard(path, headerless_dtype='uint16'):
-    """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
-
-    headerless_dtype: of a train.bin or val.bin without a header. Raises ValueError, by name, for an unknown magic, or a
-    size that is not what the header says: to read beyond the end of a mapped file kills the process with SIGBUS.
-    """
-    if str(path).endswith('.npy'):
-        return _read_npy(path)
-    with open(path, 'rb') as file:
-        size = os.fstat(file.fileno()).st_size
-        magic, version, n_tokens = struct.unpack('<3i', file.read(12).ljust(12, b'\0'))
-    for dtype, magic_and_version in FORMATS.items():
-        if (magic, version) == magic_and_version:
-            expected = HEADER_BYTES + n_tokens * dtype.itemsize
-            if size != expected:
-                sizes = f'its size is {size:,} bytes, the {n_tokens:,} tokens of its header take {expected:,}'
-                raise ValueError(f'{path}: {sizes}: half-copied or damaged; copy or prepare it again')
-            return np.memmap(path, dtype=dtype, mode='r', offset=HEADER_BYTES, shape=(n_tokens,))
-    if os.path.basename(path) not in HEADERLESS_NAMES:
-        known = ' or '.join(f'{magic}, {version} ({dtype.name})' for dtype, (magic, version) in FORMATS.items())
-        mend = f'copy or prepare it again (without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
-        raise ValueError(f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: {mend}')
-    dtype = np.dtype(headerless_dtype).newbyteorder('<')
-    if size == 0 or size % dtype.itemsize:
-        raise ValueError(f'{path}: its size, {size:,} bytes, is no whole number of {dtype.name} tokens; copy it again')
-    return np.memmap(path, dtype=dtype, mode='r')
-
-
-def _read_npy(path):
-    """Map a .npy file of token ids."""
-    try:
-        tokens = np.load(path, mmap_mode='r', allow_pickle=False)  # a pickle can run code
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f'{path}: size or content is not that of a .npy file: {error}') from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in 'iu':
-        raise ValueError(f'{path}: expected one row of integers, found {tokens.dtype} of shape {tokens.shape}')
-    return tokens
 
 
 # --- random numbers without state -------------------------------------------------------------------------------------

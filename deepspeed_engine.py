@@ -207,7 +207,7 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
     if loss_scaler := adapting_loss_scaler(engine):
-        loss_scaler.min_scale = 0  # at its least, 1, it would raise; here guard.Numbers decides when to stop
+        loss_scaler.min_scale = 0  # at its least, 1, it would raise; here health.Numbers decides when to stop
     if settings['zero_optimization']['stage'] == 3:
         engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine

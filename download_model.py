@@ -34,9 +34,9 @@ import shlex
 import shutil
 from pathlib import Path
 
-from runtime import guard
+from runtime import errors
 
-guard.report_errors()
+errors.report_errors()
 
 RECORD = 'download.json'  # repository, commit, size and sha256 of every file
 UNFINISHED = 'download.unfinished'  # is there, with the repository, while files are being fetched

@@ -41,10 +41,10 @@ from safetensors.torch import load_file, save_file
 
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
-from runtime import checkpoint, guard
+from runtime import checkpoint, errors, files
 from text.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
-guard.report_errors()
+errors.report_errors()
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
 # What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and all of English.
@@ -194,7 +194,7 @@ def write_native(folder, eot):
             shutil.copy(os.path.join(HERE, name), folder)
         auto_map = {'AutoConfig': 'modeling_gpt.GPTConfig', 'AutoModelForCausalLM': 'modeling_gpt.GPTForCausalLM'}
         keys = {'model_type': 'native_gpt', 'auto_map': auto_map, **model_config.to_dict()}
-        checkpoint.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))
+        files.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))
         their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
         generation['use_cache'] = False
     # No pad_token_id in here: the embedding would give this token, which is eot, no gradient.
@@ -240,7 +240,7 @@ def write_adapter(folder):
         'bias': 'none',
         'inference_mode': True,
     }
-    checkpoint.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
+    files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
     tensors = {f'base_model.model.{name}.weight': tensor.contiguous() for name, tensor in lora.items()}
     save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 

@@ -64,14 +64,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime import guard
+from runtime import errors
+from runtime.files import write_file
 from text import chat as chats
 from text import documents as reading
 from text import hub, sources
-from text.shards import ShardWriter
+from text.shards import ShardWriter, read_shard
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
-guard.report_errors(lambda: 'lower num_proc')
+errors.report_errors(lambda: 'lower num_proc')
 
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
 SAVE_SECONDS = 10  # the work that a kill can cost
@@ -317,12 +318,7 @@ def refuse_other_settings(found, how_far):
 
 
 def write_json(path, content):
-    """Write a JSON file that is there entirely or not at all."""
-    with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f'{path}.tmp', path)
+    write_file(path, json.dumps(content, indent=1))
 
 
 def print_summary(meta):
@@ -474,7 +470,6 @@ print(f'tokenizer {tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; vali
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 for _ in range(num_proc):
     pool.submit(warm_up, folder, source.chat)
-import data  # here, for it imports torch, which takes a second; meanwhile the workers load the tokenizer
 
 
 def save_state():
@@ -488,7 +483,7 @@ def save_state():
 
 
 writers = {
-    split: ShardWriter(folder, split, dtype, shard_tokens, data.write_shard, state['splits'].get(split), source.chat)
+    split: ShardWriter(folder, split, dtype, shard_tokens, state['splits'].get(split), source.chat)
     for split in (['train', 'val'] if val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
@@ -539,7 +534,7 @@ if len(notes) > 10:
     print(f'{len(notes) - 10:,} more such lines: the first hundred are in {folder}/meta.json')
 if source.chat:
     shard = meta['splits']['train']['shards'][0]
-    tokens = np.array(data.read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
+    tokens = np.array(read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
     flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
     print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')

@@ -44,13 +44,13 @@ import torch
 
 from huggingface import finetune
 from model import GPT, ModelConfig, sample_token
-from runtime import checkpoint, guard
+from runtime import checkpoint, errors, processes
 from text import chat as chats
 from text.tokenizer import load_tokenizer, tokenizer_of
 
-guard.report_errors()
-device = guard.choose_device(device, local_rank=0)
-compute_dtype = guard.choose_dtype(dtype, device)
+errors.report_errors()
+device = processes.choose_device(device, local_rank=0)
+compute_dtype = processes.choose_dtype(dtype, device)
 
 
 def say(line):

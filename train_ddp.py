@@ -111,20 +111,22 @@ import data
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig
-from runtime import checkpoint, estimate, guard, scaling, telemetry, watchdog
+from runtime import checkpoint, errors, estimate, health, processes, scaling, stopping
+from runtime.log import Log
+from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
-guard.end_with_parent()
+errors.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+processes.end_with_parent()
 if not eval_only:
-    guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
-rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
-device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
-compute_dtype = guard.choose_dtype(dtype, device)
+    stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
+rank, local_rank, world_size = processes.ranks_from_environment()  # (0, 0, 1) without torchrun
+device = processes.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
+compute_dtype = processes.choose_dtype(dtype, device)
 on_cuda = device.type == 'cuda'
 if deterministic:
-    guard.make_deterministic()
+    processes.make_deterministic()
 compile = on_cuda if compile is None else compile
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
@@ -171,17 +173,17 @@ notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reducti
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
-    watchdog.record_flights(out_dir)
+    health.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
+processes.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
 resume = 'must' if eval_only else resume
-found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+found = processes.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
 if pretrained and found is None:
-    guard.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
+    processes.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
@@ -232,7 +234,7 @@ if found is not None:
     scaler.load_state_dict(state['scaler'])
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-log = telemetry.Log(out_dir, rank, step, max_iters, config, explicit, raw_model.flops_per_token())
+log = Log(out_dir, rank, step, max_iters, config, explicit, raw_model.flops_per_token())
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
@@ -240,7 +242,7 @@ log.say('\n'.join(notes))
 log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)
+dog = health.Watchdog(out_dir, timeout_s)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -267,20 +269,20 @@ if eval_only:
     log.close()
     dog.close()
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-guard.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
-stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
+stopping.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
+stop_request = stopping.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
 tracing = {'trace_step': trace_step - step, 'out_dir': out_dir}
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
-numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
+meter = Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
+numbers = health.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. Let that be none of the run's steps, or the
     # first step of a resumed run would add up in another order than the same step of one that went on.
@@ -290,8 +292,8 @@ if world_size > 1:
     opt.zero_grad(set_to_none=True)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-stopping = stop_request.agreed()  # a signal that came before there was a step
-while step < max_iters and not stopping:
+must_stop = stop_request.agreed()  # a signal that came before there was a step
+while step < max_iters and not must_stop:
     lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
     for group in opt.param_groups:
         group['lr'] = lr
@@ -327,15 +329,15 @@ while step < max_iters and not stopping:
 
     row = {}
     last_step = step == max_iters
-    stopping = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
+    must_stop = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
     saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
-    saving = saving or stopping
+    saving = saving or must_stop
     if step % log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.item()
     if checksum_interval and (saving or step % checksum_interval == 0):
-        guard.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
-    if eval_iters and (last_step or (eval_interval and step % eval_interval == 0 and not stopping)):
+        health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
+    if eval_iters and (last_step or (eval_interval and step % eval_interval == 0 and not must_stop)):
         row.update(evaluate())
     if row and numbers.skipped:
         row['skipped'] = numbers.skipped
@@ -352,7 +354,7 @@ with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
 dog.close()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
-    guard.forget_starts(out_dir)
+    stopping.forget_starts(out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
@@ -360,4 +362,4 @@ log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()
-guard.leave()
+processes.leave()

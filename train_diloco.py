@@ -137,25 +137,26 @@ from torch.distributed.tensor import distribute_tensor
 import data
 import diloco
 import fsdp_manual
-import offload
 import optim
 from comparison import diloco_check
 from huggingface import finetune
 from model import GPT, ModelConfig
-from runtime import checkpoint, estimate, guard, scaling, telemetry, watchdog
+from runtime import checkpoint, errors, estimate, health, processes, scaling, stopping
+from runtime.log import Journal, Log
+from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-guard.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
-guard.end_with_parent()
+errors.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
+processes.end_with_parent()
 if not eval_only:
-    guard.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
-rank, local_rank, world_size = guard.ranks_from_environment()  # (0, 0, 1) without torchrun
-device = guard.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
-compute_dtype = guard.choose_dtype(dtype, device)
+    stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
+rank, local_rank, world_size = processes.ranks_from_environment()  # (0, 0, 1) without torchrun
+device = processes.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
+compute_dtype = processes.choose_dtype(dtype, device)
 on_cuda = device.type == 'cuda'
 if deterministic:
-    guard.make_deterministic()
+    processes.make_deterministic()
 compile = on_cuda if compile is None else compile
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
@@ -208,17 +209,17 @@ notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reducti
 checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
 if on_cuda:
     torch.cuda.set_device(device)
-    watchdog.record_flights(out_dir)
+    health.record_flights(out_dir)
 backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
 if 'RANK' in os.environ:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 else:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-guard.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
+processes.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
 resume = 'must' if eval_only else resume
-found = guard.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
+found = processes.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
 if pretrained and found is None:
-    guard.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
+    processes.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
 mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
 alike = {key: value for key, value in config.items() if key not in ('device', 'data_dir')}
 diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
@@ -240,7 +241,7 @@ if on_cuda and cpu_offload == 'params' and compute_dtype == torch.float16:
 whole_mesh = init_device_mesh(device.type, (num_replicas, shard_size), mesh_dim_names=('replica', 'shard'))
 mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
 shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
-guard.set_timeouts(whole_mesh, timeout_s)
+processes.set_timeouts(whole_mesh, timeout_s)
 units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]
 if fsdp_impl == 'manual':
     model = fsdp_manual.shard(
@@ -320,7 +321,7 @@ diloco_check.refuse_different_weights(outer)
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 started_at = saved['step'] if found and (eval_only or verify) else step  # those two cut no rows
-log = telemetry.Log(out_dir, rank, started_at, max_iters, config, explicit, raw_model.flops_per_token())
+log = Log(out_dir, rank, started_at, max_iters, config, explicit, raw_model.flops_per_token())
 log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
 log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
 log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
@@ -330,7 +331,7 @@ if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say('\n'.join(mesh_lines))
 log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
-dog = watchdog.Watchdog(out_dir, timeout_s, guard.note_error)
+dog = health.Watchdog(out_dir, timeout_s)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -377,30 +378,30 @@ if verify:
     dog.close()
     outer.restart_from_anchors()
     passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
-    guard.leave(0 if passed else 1)
+    processes.leave(0 if passed else 1)
 if eval_only:
     with outer.outer_parameters():
         log.row(step, evaluate())
     dog.close()
     log.close()
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 if cpu_offload == 'optimizer':
-    offload.keep_state_on_host(opt)
+    optim.keep_state_on_host(opt)
 train_batches = data.batches(
     train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-guard.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
-stop_request = guard.StopRequest(out_dir, stop_before_end_s, log.say)
+stopping.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
+stop_request = stopping.StopRequest(out_dir, stop_before_end_s, log.say)
 saver = checkpoint.Saver(
     out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
 )
 tracing = {'trace_step': trace_step - step, 'out_dir': out_dir, 'group': shard_group}
-meter = telemetry.Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
+meter = Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
-numbers = guard.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)])
+numbers = health.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)])
 
 
 def save():
@@ -422,13 +423,13 @@ if found is not None and step < saved['step']:
     save()
     saver.wait()
     if not (permanent_interval and int(found[-8:]) % permanent_interval == 0):
-        guard.on_rank_0(checkpoint.discard, found)
+        processes.on_rank_0(checkpoint.discard, found)
 planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if plan else None  # measures the link
-journal = telemetry.Journal(log)
+journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-stopping = stop_request.agreed()  # a signal that came before there was a step
-while step < max_iters and not stopping:
+must_stop = stop_request.agreed()  # a signal that came before there was a step
+while step < max_iters and not must_stop:
     lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
     for group in opt.param_groups:
         group['lr'] = lr
@@ -498,8 +499,8 @@ while step < max_iters and not stopping:
         journal.keep(step, {'tokens': step * tokens_per_step, **row})
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
         journal.write()
-        stopping = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
-    if saving or stopping:
+        must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
+    if saving or must_stop:
         save()
 
 # --- END --------------------------------------------------------------------------------------------------------------
@@ -510,7 +511,7 @@ if planner:
     planner.compare()
 if rank == 0 and step == max_iters:
     checkpoint.mark_done(out_dir, max_iters)
-    guard.forget_starts(out_dir)
+    stopping.forget_starts(out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
 why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
@@ -518,4 +519,4 @@ log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()
-guard.leave()
+processes.leave()

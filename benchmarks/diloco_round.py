@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import diloco
-from runtime import guard
+from runtime import processes
 
 LR, MOMENTUM = 0.7, 0.9
 
@@ -120,7 +120,7 @@ def main():
     print(f'  anchors, momentum {(with_states - without) / 1e6:7.1f} MB = {(with_states - without) / copy:.2f} copies')
     extra = (peak - with_states) / (4 * arguments.bucket)
     print(f'  peak of the step {(peak - without) / 1e6:8.1f} MB: {extra:.1f} buckets more')
-    guard.leave()
+    processes.leave()
 
 
 if __name__ == '__main__':

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import guard
+from runtime import processes
 
 SIZES = {
     '10m': dict(n_layer=6, n_head=6, n_embd=384, vocab_size=512, block_size=256),
@@ -134,7 +134,7 @@ def main():
                 )
             print(line)
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 
 if __name__ == '__main__':

@@ -121,7 +121,7 @@ def human(size):
 
 def main(device, sizes=None, seconds=0.5, timeout_s=600):
     """
-    Make the process group, measure, print, leave. device: of this rank, such as guard.choose_device() chooses.
+    Make the process group, measure, print, leave. device: of this rank, such as processes.choose_device() chooses.
 
     Raises ValueError in a job of one rank.
     """

@@ -14,7 +14,6 @@ a flipped bit or a zeroed block without a word. Nothing in a checkpoint is execu
 
 import collections
 import fcntl
-import hashlib
 import json
 import os
 import pickle
@@ -32,6 +31,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+
+from runtime.files import rename_durably, sha256_of, write_file
 
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
 
@@ -140,7 +141,7 @@ def find_damage(path, say=print):
             found = os.path.getsize(os.path.join(path, name))
             if found != size:
                 return f'{name} has {found} bytes instead of {size}'
-            return None if hash_file(os.path.join(path, name)) == sha256 else f'{name} has changed (sha256 differs)'
+            return None if sha256_of(os.path.join(path, name)) == sha256 else f'{name} has changed (sha256 differs)'
         except OSError as error:
             return f'{name} cannot be read ({error.strerror})'
 
@@ -347,7 +348,7 @@ class Saver:
             write_file(os.path.join(folder, 'state.json'), state)
             own += ['.metadata', 'state.json']
         paths = {name: os.path.join(folder, name) for name in own}
-        return {name: {'size': os.path.getsize(path), 'sha256': hash_file(path)} for name, path in paths.items()}
+        return {name: {'size': os.path.getsize(path), 'sha256': sha256_of(path)} for name, path in paths.items()}
 
     def _publish(self, path, files):
         """Write the manifest, give the checkpoint its final name, and then delete what it makes superfluous."""
@@ -543,28 +544,3 @@ class IndexUnpickler(pickle.Unpickler):
         if name not in self.ALLOWED.get(module, '').split():
             raise ValueError(f'this .metadata is not the index of a checkpoint: it refers to {module}.{name}')
         return super().find_class(module, name)
-
-
-def hash_file(path):
-    sha256, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, 'rb', buffering=0) as file:
-        while count := file.readinto(buffer):
-            sha256.update(memoryview(buffer)[:count])
-    return sha256.hexdigest()
-
-
-def write_file(path, text):
-    """Write a text file that is there in full or not at all, also after a power cut."""
-    with open(f'{path}.tmp', 'w') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    rename_durably(f'{path}.tmp', path)
-
-
-def rename_durably(old, new):
-    """Rename a file or directory, and have its parent directory written to the disk."""
-    os.rename(old, new)
-    parent = os.open(os.path.dirname(new), os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)

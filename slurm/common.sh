@@ -179,9 +179,9 @@ import sys
 sys.path.insert(0, '.')
 import torch
 
-from runtime import checkpoint, guard
+from runtime import checkpoint, errors
 
-guard.report_errors()
+errors.report_errors()
 out_dir, processes, device = sys.argv[1:]
 gpus = torch.cuda.device_count()
 if device != 'cpu' and gpus < int(processes):

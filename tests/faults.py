@@ -216,8 +216,9 @@ def poke(parameters, kind, value):
 # Ranks are forked from a server that has imported torch already, for importing costs more than all these short runs.
 CONTEXT = multiprocessing.get_context('forkserver')
 CONTEXT.set_forkserver_preload(
-    'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo checkpoint data diloco diloco_check '
-    'fsdp_manual guard hf model offload optim scaling telemetry tokenizer'.split()
+    'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
+    'runtime.checkpoint runtime.errors runtime.estimate runtime.health runtime.log runtime.meter runtime.scaling '
+    'huggingface.finetune comparison.diloco_check text.tokenizer'.split()
 )
 GRACE = 10  # seconds between the SIGTERM of launch() to what is left and its SIGKILL; torchrun's are 30
 LAUNCHERS_VARIABLES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()

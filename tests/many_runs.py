@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
-from runtime import guard
+from runtime import processes
 
-leave, guard.leave = guard.leave, lambda: None  # the next case runs in the same process
+leave, processes.leave = processes.leave, lambda: None  # the next case runs in the same process
 
 
 class CountCollectives(TorchDispatchMode):

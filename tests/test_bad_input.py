@@ -10,6 +10,7 @@ from conftest import TINY_MODEL, TINY_RUN, environment, run_forked, run_script
 from faults import Job
 
 import data
+from text import shards
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -107,10 +108,10 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     shutil.copytree(data_dir / 'tiny', tmp_path / 'tiny')
     meta = json.loads((tmp_path / 'tiny' / 'meta.json').read_text())
     shard = next((tmp_path / 'tiny').glob('train_*.bin'))
-    tokens = np.array(data.read_shard(shard))
+    tokens = np.array(shards.read_shard(shard))
     windows = data.sample_windows(np.arange(8), (len(tokens) - 1) // 32, 1337)
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
-    data.write_shard(shard, tokens, np.uint16)
+    shards.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))
     result = train_as_a_user(tmp_path, tmp_path / 'out', nproc=2, timeout=120)
     errors = [line for line in result.stderr.splitlines() if line.startswith(('[0] error', '[1] error'))]

@@ -16,6 +16,7 @@ import torch
 from conftest import REPO, environment
 
 import data
+from text import shards
 
 VOCAB_SIZE = 1000
 
@@ -31,14 +32,14 @@ def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_met
     meta = {'name': folder.name, 'vocab_size': VOCAB_SIZE, 'dtype': np.dtype(dtype).name, 'splits': {}}
     splits = {}
     for split, lengths in (('train', train), ('val', val)):
-        tokens, shards = tokens_of(sum(lengths), seed=len(split)), []
+        tokens, listed = tokens_of(sum(lengths), seed=len(split)), []
         for number, piece in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
             path = folder / f'{split}_{number:06}.bin'
-            data.write_shard(path, piece, dtype)
+            shards.write_shard(path, piece, dtype)
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-            shards.append({'file': path.name, 'tokens': len(piece), 'sha256': sha256})
+            listed.append({'file': path.name, 'tokens': len(piece), 'sha256': sha256})
         meta['splits'][split] = {
-            'tokens': len(tokens), 'bytes': 3 * len(tokens), 'max_token': int(tokens.max()), 'shards': shards
+            'tokens': len(tokens), 'bytes': 3 * len(tokens), 'max_token': int(tokens.max()), 'shards': listed
         }  # fmt: skip
         splits[split] = tokens
     if with_meta:
@@ -81,56 +82,56 @@ def no_thread_is_left():
 def test_a_shard_is_a_1024_byte_header_and_the_tokens(tmp_path, dtype, magic, version):
     tokens = tokens_of(777, vocab_size=2**16 if dtype == np.uint16 else 2**31)
     path = tmp_path / 'train_000000.bin'
-    data.write_shard(path, tokens, dtype)
+    shards.write_shard(path, tokens, dtype)
     header = np.fromfile(path, dtype='<i4', count=256)
     assert header[:3].tolist() == [magic, version, 777] and not header[3:].any()
     assert np.array_equal(np.fromfile(path, dtype=dtype, offset=1024), tokens)
-    assert np.array_equal(data.read_shard(path), tokens)
+    assert np.array_equal(shards.read_shard(path), tokens)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_an_id_that_the_dtype_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
     for wrong in (65536, 128000, -1):
         with pytest.raises(ValueError, match=f'{wrong}.*uint16.*uint32'):
-            data.write_shard(tmp_path / 'train_000000.bin', np.array([5, wrong, 7]), np.uint16)
+            shards.write_shard(tmp_path / 'train_000000.bin', np.array([5, wrong, 7]), np.uint16)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_writer_leaves_the_old_shard(tmp_path, monkeypatch):
     path = tmp_path / 'train_000000.bin'
-    data.write_shard(path, np.arange(10), np.uint16)
+    shards.write_shard(path, np.arange(10), np.uint16)
 
     def killed(descriptor):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data.os, 'fsync', killed)
     with pytest.raises(KeyboardInterrupt):
-        data.write_shard(path, np.arange(20), np.uint16)
-    assert np.array_equal(data.read_shard(path), np.arange(10))
+        shards.write_shard(path, np.arange(20), np.uint16)
+    assert np.array_equal(shards.read_shard(path), np.arange(10))
 
 
 @pytest.mark.parametrize('keep', [-1, -500, 1024, 1000, 11, 0])
 def test_a_truncated_shard_is_refused_by_name_before_it_is_mapped(tmp_path, keep):
     path = tmp_path / 'train_000003.bin'
-    data.write_shard(path, np.arange(1000), np.uint16)
+    shards.write_shard(path, np.arange(1000), np.uint16)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match='train_000003.bin.*(size|magic)'):
-        data.read_shard(path)
+        shards.read_shard(path)
 
 
 def test_a_shard_with_bytes_too_many_or_another_magic_or_version_is_refused_by_name(tmp_path):
     path = tmp_path / 'train_000003.bin'
-    data.write_shard(path, np.arange(1000), np.uint16)
+    shards.write_shard(path, np.arange(1000), np.uint16)
     content = path.read_bytes()
     path.write_bytes(content + b'\0\0')
     with pytest.raises(ValueError, match='train_000003.bin.*size is 3,026 bytes.*1,000 tokens.*3,024'):
-        data.read_shard(path)
+        shards.read_shard(path)
     path.write_bytes(b'abcd' + content[4:])
     with pytest.raises(ValueError, match='train_000003.bin.*magic.*20240520, 1'):
-        data.read_shard(path)
+        shards.read_shard(path)
     path.write_bytes(content[:4] + b'\7' + content[5:])
     with pytest.raises(ValueError, match='magic and version are 20240520, 7'):
-        data.read_shard(path)
+        shards.read_shard(path)
 
 
 def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_name(tmp_path):
@@ -138,13 +139,13 @@ def test_npy_files_that_are_damaged_or_hold_no_row_of_integers_are_refused_by_na
     for wrong in (np.zeros(10), np.zeros((2, 5), dtype=np.int64), np.array([{}], dtype=object)):
         np.save(path, wrong)
         with pytest.raises(ValueError, match='train_000000.npy'):
-            data.read_shard(path)
+            shards.read_shard(path)
     np.save(path, np.arange(1000))
     whole_file = path.read_bytes()
     for content in (whole_file[:-100], whole_file[:20], b'', pickle.dumps(CreatesAFile(str(tmp_path / 'opened')))):
         path.write_bytes(content)
         with pytest.raises(ValueError, match='train_000000.npy.*size'):
-            data.read_shard(path)
+            shards.read_shard(path)
     assert not (tmp_path / 'opened').exists()
 
 
@@ -182,7 +183,7 @@ def test_fingerprint_changes_when_and_only_when_the_tokens_do(tmp_path, with_met
     assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
     if not with_meta:  # one token, in the middle
         tokens = make_dataset(tmp_path / 'other', with_meta=False)['train']
-        data.write_shard(tmp_path / 'other' / 'train_000000.bin', np.r_[tokens[:350], 1, tokens[351:700]], np.uint16)
+        shards.write_shard(tmp_path / 'other' / 'train_000000.bin', np.r_[tokens[:350], 1, tokens[351:700]], np.uint16)
         assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
 
 
@@ -226,8 +227,8 @@ def test_files_of_other_projects_are_found_by_the_split_in_their_names_in_numeri
             if file.endswith('.npy'):
                 np.save(tmp_path / name / file, piece.astype(np.uint16))
             else:
-                data.write_shard(tmp_path / name / file, piece, np.uint16)
-        data.write_shard(tmp_path / name / 'constrained_val_000000.bin', tokens[:30], np.uint16)
+                shards.write_shard(tmp_path / name / file, piece, np.uint16)
+        shards.write_shard(tmp_path / name / 'constrained_val_000000.bin', tokens[:30], np.uint16)
         assert np.array_equal(whole(data.open_dataset(tmp_path, name, 'train', 1)), tokens), name
         assert data.open_dataset(tmp_path, name, 'val', 1).n_tokens == 30
 
@@ -285,7 +286,7 @@ def test_missing_split_and_missing_shards_are_named(tmp_path):
 def test_meta_json_that_is_broken_or_of_another_preparation_is_refused(tmp_path):
     folder = tmp_path / 'set'
     make_dataset(folder)
-    data.write_shard(folder / 'train_000001.bin', tokens_of(449), np.uint16)
+    shards.write_shard(folder / 'train_000001.bin', tokens_of(449), np.uint16)
     with pytest.raises(ValueError, match='train_000001.bin.*449 tokens.*450'):
         data.open_dataset(tmp_path, 'set', 'train', 32)
     for text in ('{"vocab_size": 1', '[1, 2]'):
@@ -503,16 +504,16 @@ def make_chats(folder, chats, shard_lengths=None):
     mask = np.concatenate([learned + 2 * (np.arange(len(learned)) == 0) for _, learned in chats]).astype(np.uint8)
     borders = np.cumsum(shard_lengths or [len(tokens)])
     assert borders[-1] == len(tokens)
-    shards = []
+    listed = []
     pieces = zip(np.split(tokens, borders)[:-1], np.split(mask, borders)[:-1], strict=True)
     for number, (piece, bits) in enumerate(pieces):
         path = folder / f'train_{number:06}.bin'
-        data.write_shard(path, piece, np.uint16)
+        shards.write_shard(path, piece, np.uint16)
         bits.tofile(path.with_suffix('.mask'))
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, path.with_suffix('.mask'))]
         shard = {'file': path.name, 'tokens': len(piece), 'sha256': digests[0]}
-        shards.append(shard | {'mask_file': path.with_suffix('.mask').name, 'mask_sha256': digests[1]})
-    split = {'tokens': len(tokens), 'bytes': 3 * len(tokens), 'documents': len(chats), 'shards': shards}
+        listed.append(shard | {'mask_file': path.with_suffix('.mask').name, 'mask_sha256': digests[1]})
+    split = {'tokens': len(tokens), 'bytes': 3 * len(tokens), 'documents': len(chats), 'shards': listed}
     split |= {'learned_tokens': int((mask & 1).sum()), 'longest': max(len(tokens) for tokens, _ in chats)}
     meta = {
         'name': folder.name,
@@ -791,13 +792,13 @@ def test_an_error_in_the_thread_is_raised_where_its_batch_was_due(tmp_path):
     tokens = make_dataset(folder, with_meta=False)['train']
     windows = data.sample_windows(np.arange(35), 35, 7)
     tokens[windows[9] * 32 + 1] = VOCAB_SIZE  # sample 9: the third batch of four
-    data.write_shard(folder / 'train_000000.bin', tokens[:700], np.uint16)
-    data.write_shard(folder / 'train_000001.bin', tokens[700:], np.uint16)
+    shards.write_shard(folder / 'train_000000.bin', tokens[:700], np.uint16)
+    shards.write_shard(folder / 'train_000001.bin', tokens[700:], np.uint16)
     iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 32, VOCAB_SIZE), 7, 0, 4, 4, 0, 1, 'cpu')
     next(iterator), next(iterator)
     with pytest.raises(ValueError, match=f'token id {VOCAB_SIZE} ') as error:
         next(iterator)
-    assert error.traceback[-1].path.name == 'data.py'  # which is how guard.report_errors knows a user's mistake
+    assert error.traceback[-1].path.name == 'data.py'  # which is how errors.report_errors knows a user's mistake
     with pytest.raises(StopIteration):
         next(iterator)
 

@@ -48,13 +48,13 @@ STAGE_3 = ['--zero_stage=3', '--deepspeed_config=small.json']
 SPIKES = """
 import runpy
 
-from runtime import guard
+from runtime import checkpoint, estimate, health
 
-guard.SPIKE_WINDOW, guard.SPIKE_SIGMAS = 2, -1e9
+health.SPIKE_WINDOW, health.SPIKE_SIGMAS = 2, -1e9
 try:
     globals().update(runpy.run_path('train_deepspeed.py', run_name='__main__'))
 finally:
-    guard.SPIKE_WINDOW, guard.SPIKE_SIGMAS = 128, 6
+    health.SPIKE_WINDOW, health.SPIKE_SIGMAS = 128, 6
 """
 # In fp16 on a CPU, which DeepSpeed would not start on: the way of the loss scale is that of a GPU.
 IN_FP16 = """

@@ -32,7 +32,7 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 import diloco
 import fsdp_manual
 from comparison import diloco_check
-from runtime import guard
+from runtime import processes
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 # Every case runs against the reference. tau = overlap_steps, alpha = mix.
@@ -786,7 +786,7 @@ def main(folder):
             results[name] = {'failed': traceback.format_exc()}
     Path(folder, f'{world_size}_{rank}.json').write_text(json.dumps(results))
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 
 def lose_a_rank(store, rank):
@@ -804,7 +804,7 @@ def lose_a_rank(store, rank):
         outer.rehearse(100, 'float32')
         updates.clear()
     if rank == 1:
-        guard.leave()
+        processes.leave()
     seen = []
     for model, outer, updates in rows:
         with torch.no_grad():
@@ -820,7 +820,7 @@ def lose_a_rank(store, rank):
                     break
         seen.append({'raised': raised, 'unchanged': outer.checksums() == before, 'updates': len(updates)})
     print(json.dumps(seen))
-    guard.leave()
+    processes.leave()
 
 
 if __name__ == '__main__':

@@ -30,7 +30,7 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import guard
+from runtime import processes
 
 STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
 # Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
@@ -450,7 +450,7 @@ def main(folder):
         results['order'] = {str(prefetch): order_of_events(prefetch) for prefetch in (0, 1, 2)}
     Path(folder, f'{world_size}_{dist.get_rank()}.json').write_text(json.dumps(results))
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import guard
+from runtime import processes
 
 pytestmark = [pytest.mark.multigpu]
 
@@ -73,7 +73,7 @@ def main(folder):
     train('manual', torch.bfloat16, steps=4, trace=trace)
     Path(folder, f'losses_{dist.get_rank()}.json').write_text(json.dumps(results))
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import optim
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
-from runtime import checkpoint, guard
+from runtime import checkpoint, processes
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
@@ -415,7 +415,7 @@ def optimizers_on_ranks(rank, world_size, folder, names, layouts):
         sharded_training(rank, folder)
     torch.save(found, f'{folder}/found_{rank}.pt')
     dist.destroy_process_group()
-    guard.leave()  # finalizing Python after gloo aborts now and then, see there
+    processes.leave()  # finalizing Python after gloo aborts now and then, see there
 
 
 def sharded_training(rank, folder):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import optim
-from offload import in_parts, keep_state_on_host
+from optim import in_parts, keep_state_on_host
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 

@@ -80,7 +80,7 @@ def tokens_of(dataset, split):
     """All tokens of a split, with a check of every shard against meta.json."""
     meta = meta_of(dataset)
     shards = meta['splits'][split]['shards']
-    tokens = [np.array(data.read_shard(dataset / shard['file'])) for shard in shards]
+    tokens = [np.array(shards.read_shard(dataset / shard['file'])) for shard in shards]
     for shard, part in zip(shards, tokens, strict=True):
         assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
         assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']

@@ -21,6 +21,7 @@ import data
 import optim
 from model import GPT, ModelConfig
 from runtime import checkpoint
+from text import shards
 
 H, STEPS, SAVED_EVERY = (
     6,
@@ -601,7 +602,7 @@ def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir
     shard = next((tmp_path / 'data' / 'tiny').glob('train_*.bin'))
     shard.unlink()
     (tmp_path / 'data' / 'tiny' / 'meta.json').unlink()
-    data.write_shard(shard, data.read_shard(data_dir / 'tiny' / shard.name)[:-1000], 'uint16')
+    shards.write_shard(shard, shards.read_shard(data_dir / 'tiny' / shard.name)[:-1000], 'uint16')
     for line in start_by_hand([one, case(tmp_path / 'data', tmp_path / 'out', 2, '--vocab_size=257')['arguments']]):
         assert 'rank 1 has data=' in line and 'same files' in line
 

@@ -1,7 +1,7 @@
 """
 A split of a dataset on its way to disk, so that a kill at any moment costs seconds and leaves no half shard.
 
-    writer = ShardWriter(folder, 'train', dtype, shard_tokens, data.write_shard)
+    writer = ShardWriter(folder, 'train', dtype, shard_tokens)
     writer.add(tokens, documents, text_bytes)
     writer.sync(); save writer.totals; writer.delete_full_partials()    # now and then: from here a later run goes on
     writer.finish()                                                     # the rest becomes the last shard
@@ -16,15 +16,82 @@ A masked dataset has one byte of flags per token. In .partial both are one uint3
 cannot come apart; a full shard becomes .mask and .bin.
 """
 
-import hashlib
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
 
+from runtime.files import replacing, sha256_of
+
 LEARNED = 1  # the flag of tokens that count in the loss; chat.py, which sets the flags, has them all
 FLAG_BITS = 30  # where the flags begin in .partial: vocabularies stay far below 2^30
 TOKENS_AT_ONCE = 1 << 22  # of a masked shard, while it is taken apart: 28 MB
+
+
+# A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
+HEADER_BYTES = 256 * 4
+FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dtype -> magic, version
+# nanoGPT's names, the only ones that may lack a header. As uint16 tokens both magics begin with an id above 55,000,
+# which GPT-2's vocabulary does not have: a headerless file is not taken for one with a header.
+HEADERLESS_NAMES = ('train.bin', 'val.bin')
+
+
+def write_shard(path, tokens, dtype):
+    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32.
+
+    The name appears only when every byte is on disk, so a killed run leaves no half-written shard.
+    Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
+    """
+    tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
+    largest = np.iinfo(dtype).max
+    assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
+        given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
+        raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
+    header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')
+    with replacing(path, 'wb') as file:
+        file.write(header.data)
+        file.write(np.ascontiguousarray(tokens, dtype=dtype).data)
+
+
+def read_shard(path, headerless_dtype='uint16'):
+    """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
+
+    headerless_dtype: of a train.bin or val.bin without a header. Raises ValueError, by name, for an unknown magic, or a
+    size that is not what the header says: to read beyond the end of a mapped file kills the process with SIGBUS.
+    """
+    if str(path).endswith('.npy'):
+        return _read_npy(path)
+    with open(path, 'rb') as file:
+        size = os.fstat(file.fileno()).st_size
+        magic, version, n_tokens = struct.unpack('<3i', file.read(12).ljust(12, b'\0'))
+    for dtype, magic_and_version in FORMATS.items():
+        if (magic, version) == magic_and_version:
+            expected = HEADER_BYTES + n_tokens * dtype.itemsize
+            if size != expected:
+                sizes = f'its size is {size:,} bytes, the {n_tokens:,} tokens of its header take {expected:,}'
+                raise ValueError(f'{path}: {sizes}: half-copied or damaged; copy or prepare it again')
+            return np.memmap(path, dtype=dtype, mode='r', offset=HEADER_BYTES, shape=(n_tokens,))
+    if os.path.basename(path) not in HEADERLESS_NAMES:
+        known = ' or '.join(f'{magic}, {version} ({dtype.name})' for dtype, (magic, version) in FORMATS.items())
+        mend = f'copy or prepare it again (without a header only {" and ".join(HEADERLESS_NAMES)} are read)'
+        raise ValueError(f'{path}: its magic and version are {magic}, {version}, those of a shard {known}: {mend}')
+    dtype = np.dtype(headerless_dtype).newbyteorder('<')
+    if size == 0 or size % dtype.itemsize:
+        raise ValueError(f'{path}: its size, {size:,} bytes, is no whole number of {dtype.name} tokens; copy it again')
+    return np.memmap(path, dtype=dtype, mode='r')
+
+
+def _read_npy(path):
+    """Map a .npy file of token ids."""
+    try:
+        tokens = np.load(path, mmap_mode='r', allow_pickle=False)  # a pickle can run code
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f'{path}: size or content is not that of a .npy file: {error}') from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in 'iu':
+        raise ValueError(f'{path}: expected one row of integers, found {tokens.dtype} of shape {tokens.shape}')
+    return tokens
 
 
 class ShardWriter:
@@ -34,10 +101,9 @@ class ShardWriter:
                 mask_file, mask_sha256; and in_partial, the tokens that are in no shard yet
     """
 
-    def __init__(self, folder, split, dtype, shard_tokens, write_shard, totals=None, masked=False):
-        """write_shard(path, tokens, dtype): writes a file that is there entirely or not at all."""
+    def __init__(self, folder, split, dtype, shard_tokens, totals=None, masked=False):
         self.folder, self.split = Path(folder), split
-        self.dtype, self.shard_tokens, self.write_shard = np.dtype(dtype), shard_tokens, write_shard
+        self.dtype, self.shard_tokens = np.dtype(dtype), shard_tokens
         self.masked, self.partial_dtype = masked, np.dtype('uint32') if masked else self.dtype
         nothing = {'tokens': 0, 'bytes': 0, 'documents': 0, 'max_token': 0, 'shards': [], 'in_partial': 0}
         self.totals = totals or nothing | ({'learned_tokens': 0, 'longest': 0} if masked else {})
@@ -103,31 +169,20 @@ class ShardWriter:
         if self.masked:
             self._take_apart(content, mask)  # before the shard: where that is, its mask is
             tokens = Path(f'{shard}.tokens')
-            self.write_shard(shard, np.memmap(tokens, self.dtype, 'r'), self.dtype)
+            write_shard(shard, np.memmap(tokens, self.dtype, 'r'), self.dtype)
             tokens.unlink()
         else:
-            self.write_shard(shard, content, self.dtype)
-        facts = {'file': shard.name, 'tokens': self.totals['in_partial'], 'sha256': _sha256_of(shard)}
+            write_shard(shard, content, self.dtype)
+        facts = {'file': shard.name, 'tokens': self.totals['in_partial'], 'sha256': sha256_of(shard)}
         if self.masked:
-            facts |= {'mask_file': mask.name, 'mask_sha256': _sha256_of(mask)}
+            facts |= {'mask_file': mask.name, 'mask_sha256': sha256_of(mask)}
         self.totals['shards'].append(facts)
         self.totals['in_partial'] = 0
 
     def _take_apart(self, content, mask):
         """Write the flags of a partial file as `mask`, and its tokens beside the shard, from where they are copied."""
-        with open(f'{mask}.tmp', 'wb') as flags, open(mask.with_suffix('.bin.tokens'), 'wb') as tokens:
+        with replacing(mask, 'wb') as flags, open(mask.with_suffix('.bin.tokens'), 'wb') as tokens:
             for start in range(0, len(content), TOKENS_AT_ONCE):
                 block = content[start : start + TOKENS_AT_ONCE]
                 flags.write((block >> FLAG_BITS).astype(np.uint8).data)
                 tokens.write((block & (1 << FLAG_BITS) - 1).astype(self.dtype).data)
-            flags.flush()
-            os.fsync(flags.fileno())
-        os.replace(f'{mask}.tmp', mask)
-
-
-def _sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, 'rb') as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -21,7 +21,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 import data
 import fsdp_manual
 from huggingface import convert, finetune
-from runtime import guard
+from runtime import processes
 
 VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
 SIZES = {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
@@ -172,7 +172,7 @@ if __name__ == '__main__':
     if dist.get_rank() == 0:
         (folder / f'results_{dist.get_world_size()}.json').write_text(json.dumps(results))
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 from conftest import TINY_RUN, column, run_forked, run_many, run_script
 

@@ -42,6 +42,7 @@ from test_finetune import POSITIONS, VOCABULARY, save_model
 import data
 from huggingface import finetune
 from runtime import checkpoint
+from text import shards
 
 # --- a process that forks ranks ---------------------------------------------------------------------------------------
 
@@ -641,7 +642,7 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(start, tmp_path
     (tmp_path / 'chats.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     keys = [f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', f'--data_dir={data_dir}', '--name=chats']
     run_script('prepare_data.py', *keys, '--val_fraction=0.2', '--num_proc=1')
-    taught = bytes(token for path in data_dir.glob('*/train_*.bin') for token in data.read_shard(path) if token < 256)
+    taught = bytes(token for path in data_dir.glob('*/train_*.bin') for token in shards.read_shard(path) if token < 256)
     taught = [question for question in answers if question.encode() in taught][:20]  # the others are for validation
     assert len(taught) == 20
 

@@ -91,7 +91,7 @@ def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     try:
         wait_until(lambda: (saved / f'step_{3 * H:08}').exists(), 120, logs)
         workers = children_of(nodes[1].pid)
-        nodes[1].send_signal(signal.SIGKILL)  # the agent; its workers end with it, see guard.end_with_parent
+        nodes[1].send_signal(signal.SIGKILL)  # the agent; its workers end with it, see processes.end_with_parent
         nodes[1].wait()
         wait_until(lambda: not any(map(is_alive, workers)), 10, logs)
         assert len(workers) == 2

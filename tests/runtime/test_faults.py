@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import metrics
 from faults import TINY, Job, complete, names_of_checkpoints, weights_of
 
-from runtime import checkpoint, guard
+from runtime import checkpoint, health
 
 SCRIPTS = {
     'ddp': ('train_ddp.py', []),
@@ -375,7 +375,7 @@ def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(o
     generator = torch.Generator().manual_seed(0)
     noise = (3 + 0.1 * torch.randn(400, generator=generator)).tolist()
     said = []
-    numbers = guard.Numbers(10, True, said.append)
+    numbers = health.Numbers(10, True, said.append)
     assert judge(numbers, [50.0, *noise[:127]]) == [True] * 128  # nothing is a spike before there are 128 losses
     assert all(judge(numbers, noise[127:255]))  # the 50 has left the window
     mean, sigma = sum(noise[127:255]) / 128, 0.1
@@ -394,24 +394,24 @@ def test_the_spike_guard_decides_the_same_after_a_resume(one_rank):
     losses = (3 + 0.1 * torch.randn(300, generator=generator)).tolist()
     for step in (150, 200, 201, 250):
         losses[step] = 9.0
-    whole = guard.Numbers(10, True, lambda line: None)
+    whole = health.Numbers(10, True, lambda line: None)
     decisions = judge(whole, losses)
     assert [step for step, good in enumerate(decisions) if not good] == [150, 200, 201, 250]
-    first = guard.Numbers(10, True, lambda line: None)
+    first = health.Numbers(10, True, lambda line: None)
     begun = judge(first, losses[:201])
-    second = guard.Numbers(10, True, lambda line: None, state=json.loads(json.dumps(first.state())))
+    second = health.Numbers(10, True, lambda line: None, state=json.loads(json.dumps(first.state())))
     assert second.in_a_row == 1
     assert begun + judge(second, losses[201:], 202) == decisions
     assert second.state() == whole.state()
 
 
 def test_without_the_guard_a_spike_is_a_step_like_others(one_rank):
-    numbers = guard.Numbers(10, False, print)
+    numbers = health.Numbers(10, False, print)
     assert all(judge(numbers, [3.0] * 130 + [1000.0]))
 
 
 def test_bad_steps_are_counted_in_a_row(one_rank):
-    numbers = guard.Numbers(2, False, lambda line: None)
+    numbers = health.Numbers(2, False, lambda line: None)
     nan = float('nan')
     assert judge(numbers, [nan, nan, 3.0, nan, nan]) == [False, False, True, False, False]
     with pytest.raises(ValueError, match='loss not finite on rank 0 at step 6.*last good checkpoint is none'):

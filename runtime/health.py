@@ -1,17 +1,20 @@
 """
-Ends a job in which a rank makes no progress any more, and names that rank, its phase and its stack.
+Whether a run is well: losses and gradients that are numbers, weights that are the same on all ranks, ranks that make
+progress.
 
-    record_flights(out_dir)  # before the process group
-    watchdog = Watchdog(out_dir, timeout_s)
+    health.record_flights(out_dir)  # before the process group
+    watchdog = health.Watchdog(out_dir, timeout_s)
     watchdog.at('forward', step)  # whenever something begins: cheap, it only sets a few variables
     with watchdog.allow('checkpoint', 7200): ...  # a phase of which nobody knows how long it takes
 """
 
+import collections
 import contextlib
 import faulthandler
 import json
 import os
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -19,6 +22,115 @@ import traceback
 
 import torch
 import torch.distributed as dist
+
+from runtime.processes import ranks_in_words
+from runtime.stopping import note_error
+
+# --- bad steps --------------------------------------------------------------------------------------------------------
+
+SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6
+
+
+class Numbers:
+    """One decision of all ranks, before each optimizer step, whether its loss and gradient can be trusted."""
+
+    def __init__(self, max_bad_steps, loss_spike_guard, say, group=None, state=None):
+        """max_bad_steps: so many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
+        SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW. say: on rank 0, called with a line.
+        group: the ranks that train together. state: of state(), from a checkpoint."""
+        self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
+        if state:
+            self.skipped, self.in_a_row = state['skipped'], state['in_a_row']
+            self.losses.extend(state['losses'])
+
+    def state(self):
+        return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
+
+    def are_good(self, step, loss_sum, targets, grad_norm, may_overflow, last_good):
+        """Whether to take the optimizer step `step`; self.loss is then the mean loss. Collective; waits for the device.
+
+        loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
+        rank's part of it. may_overflow: in fp16, where GradScaler skips such a step and lowers its scale.
+        Raises ValueError, on every rank, after max_bad_steps in a row; last_good(): where the last good checkpoint is.
+        """
+        local = grad_norm.to_local() if hasattr(grad_norm, 'to_local') else grad_norm
+        gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~local.isfinite()).to(loss_sum)
+        # The loss, and two flags of each rank: after one all-reduce all have the same numbers.
+        n, own = len(self.ranks), self.ranks.index(dist.get_rank())
+        numbers = torch.zeros(1 + 2 * n, dtype=torch.float64, device=loss_sum.device)
+        numbers[0], numbers[1 + own], numbers[1 + n + own] = loss_sum.detach(), ~loss_sum.isfinite(), gradient_is_bad
+        if n > 1:
+            dist.all_reduce(numbers, group=self.group)
+        total, *flags = numbers.tolist()
+        self.loss = total / targets
+        bad_loss, bad_gradient = (
+            [rank for rank, flag in zip(self.ranks, of_ranks, strict=True) if flag]
+            for of_ranks in (flags[:n], flags[n:])
+        )
+        if bad_loss:
+            problem = f'loss not finite on {ranks_in_words(bad_loss)}'
+        elif bad_gradient:
+            problem = f'gradient not finite on {ranks_in_words(bad_gradient)}'
+        else:
+            problem = self._spike()
+        if problem is None:
+            self.losses.append(self.loss)
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row > self.max_bad_steps:
+            raise ValueError(
+                f'{problem} at step {step}, and so {self.in_a_row} bad steps in a row (max_bad_steps='
+                f'{self.max_bad_steps}): the last good checkpoint is {last_good()}; go on from it with a lower '
+                '--learning_rate, or look at the data of this step'
+            )
+        line = f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)'
+        if dist.get_rank() == 0:
+            self.say(line)
+        elif dist.get_rank() == self.ranks[0]:  # of another replica
+            print(f'[{self.ranks[0]}] {line}', flush=True)
+        return False
+
+    def _spike(self):
+        if not self.loss_spike_guard or len(self.losses) < SPIKE_WINDOW:
+            return None
+        mean, sigma = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+        if self.loss <= mean + SPIKE_SIGMAS * sigma:
+            return None
+        return (
+            f'loss {self.loss:.4g} is above {mean:.4g} + {SPIKE_SIGMAS} x {sigma:.2g} of the last {SPIKE_WINDOW} steps'
+        )
+
+
+def refuse_different_weights(named_parameters, step, last_good):
+    """Compare checksums of what all ranks should hold alike, as under DistributedDataParallel. Collective.
+
+    Raises ValueError on every rank that names the ranks and the first parameter that differ from most.
+    """
+    names, tensors = zip(*named_parameters, strict=True)
+    # Of the bits: two sums of floats may be equal where two numbers are not.
+    mine = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
+    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, mine)
+    everybodys = [tuple(checksums.tolist()) for checksums in everybodys]
+    if len(set(everybodys)) == 1:
+        return
+    usual, count = collections.Counter(everybodys).most_common(1)[0]
+    others = [rank for rank, checksums in enumerate(everybodys) if checksums != usual]
+    of_whom = f'{ranks_in_words(others)} differ from those of the others'
+    if 2 * count <= len(everybodys):
+        of_whom = f'{ranks_in_words(list(range(len(everybodys))))} differ'
+    first = next(name for column, name in enumerate(names) if len({checksums[column] for checksums in everybodys}) > 1)
+    raise ValueError(
+        f'weights of {of_whom} after step {step} ({first} first): memory or hardware of a machine; the last good '
+        f'checkpoint is {last_good()}'
+    )
+
+
+# --- hangs ------------------------------------------------------------------------------------------------------------
 
 
 class Watchdog:
@@ -28,8 +140,7 @@ class Watchdog:
     any rank still moves, the job is only slow. A single process has nobody who waits for it: it is not watched.
     """
 
-    def __init__(self, out_dir, timeout_s, note_error=lambda line: None):
-        self.note_error = note_error  # called with the line before this rank ends
+    def __init__(self, out_dir, timeout_s):
         self.rank, self.world_size, self.out_dir = dist.get_rank(), dist.get_world_size(), out_dir
         self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
         self.tick = timeout_s / 60
@@ -91,7 +202,9 @@ class Watchdog:
                 look.start()
                 look.join(max(5 * self.tick, 1.0))
                 if look.is_alive() and idle > limit:
-                    self._end(f'{in_words([self.rank])} made no progress, nor do files in {self.folder}', self._now())
+                    self._end(
+                        f'{ranks_in_words([self.rank])} made no progress, nor do files in {self.folder}', self._now()
+                    )
 
     def _now(self):
         """The stack of the main thread, as text."""
@@ -127,7 +240,7 @@ class Watchdog:
         if len(behind) == self.world_size:
             line = f'all ranks have made no progress for {seconds} in {where}: they wait for each other, or the network'
         else:
-            line = f'{in_words(behind)} made no progress for {seconds} in {where}; the others wait'
+            line = f'{ranks_in_words(behind)} made no progress for {seconds} in {where}; the others wait'
         stack = ''
         if self.rank == behind[0] or self.rank == min(set(beats) - {behind[0]}):  # itself may be stopped
             with contextlib.suppress(OSError):
@@ -146,7 +259,7 @@ class Watchdog:
             if torch.cuda.is_available():
                 with open(os.path.join(self.out_dir, f'flight_recorder_{self.rank}'), 'wb') as file:
                     file.write(torch._C._distributed_c10d._dump_nccl_trace())
-        self.note_error(line)
+        note_error(line)
         os._exit(1)
 
 
@@ -156,7 +269,3 @@ def record_flights(out_dir):
     os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
     os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')
     os.environ.setdefault('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', os.path.join(os.path.abspath(out_dir), 'flight_recorder_'))
-
-
-def in_words(ranks):
-    return f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {", ".join(map(str, ranks))}'

@@ -1,9 +1,7 @@
-"""telemetry.py: what the numbers mean, measured in real processes over gloo, and what a log keeps through a kill."""
+"""meter.py: what the numbers mean, measured in real processes over gloo."""
 
 import json
 import os
-import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,8 +14,9 @@ import pytest
 import torch
 from conftest import REPO, environment
 
-from runtime import guard, telemetry
-from runtime.telemetry import Activity
+from runtime import meter as meters
+from runtime import processes
+from runtime.meter import Activity, Meter
 
 CPU = torch.device('cpu')
 CONFIG = {
@@ -37,14 +36,14 @@ Measured = namedtuple('Measured', 'rows profiling_seconds training_seconds')
 
 
 # --- TWO RANKS --------------------------------------------------------------------------------------------------------
-# What follows runs in two processes that torchrun starts once: `torchrun tests/test_telemetry.py results.json`.
+# What follows runs in two processes that torchrun starts once: `torchrun tests/runtime/test_meter.py results.json`.
 
 
 def measure(train_step, steps=12, log_interval=6):
     """Metrics of a few steps of train_step(meter); with these intervals the first profiled step is the seventh."""
     import torch.distributed as dist
 
-    meter = telemetry.Meter(CPU, dist.get_world_size(), tokens_per_step=1000, flops_per_token=1)
+    meter = Meter(CPU, dist.get_world_size(), tokens_per_step=1000, flops_per_token=1)
     rows = []
     for step in range(1, steps + 1):
         meter.begin_step()
@@ -155,7 +154,7 @@ def run_two_ranks(path):
     with open(f'{path}.{dist.get_rank()}', 'w') as file:
         json.dump(results, file)
     dist.destroy_process_group()
-    guard.leave()
+    processes.leave()
 
 
 @pytest.fixture(scope='module')
@@ -163,7 +162,9 @@ def ranks(tmp_path_factory):
     """[results of rank 0, results of rank 1], and what the processes wrote to stderr."""
     path = tmp_path_factory.mktemp('telemetry') / 'results.json'
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', __file__, str(path)]
-    done = subprocess.run(command, env=environment(PYTHONPATH=str(REPO)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment(PYTHONPATH=f'{REPO}:{REPO}/tests'), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     results = []
     for rank in range(2):
@@ -209,7 +210,7 @@ def test_both_strategies_are_measured_alike(ranks, strategy):
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_phases_add_up_to_the_total_within_2_percent(ranks, strategy):
     for row in ranks.results[0][strategy].rows:
-        phases = [row[f'time/{phase}'] for phase in telemetry.PHASES if phase != 'outer']  # that is DiLoCo's
+        phases = [row[f'time/{phase}'] for phase in meters.PHASES if phase != 'outer']  # that is DiLoCo's
         assert sum(phases) == pytest.approx(row['time/total'], rel=0.02)
         assert row['time/data'] >= 4, 'two micro-steps sleep 2 ms each'
 
@@ -247,7 +248,7 @@ def test_ranks_exchange_their_memory(ranks):
 
 
 def test_evaluations_between_steps_do_not_count():
-    meter = telemetry.Meter(CPU, 1, tokens_per_step=100, flops_per_token=1)
+    meter = Meter(CPU, 1, tokens_per_step=100, flops_per_token=1)
     for _ in range(3):
         meter.begin_step()
         meter.mark('forward')
@@ -263,12 +264,12 @@ def test_evaluations_between_steps_do_not_count():
 
 def test_memory_held_counts_each_storage_once_and_in_full():
     flat = torch.zeros(1000)
-    assert telemetry.held_gb([flat[:10], flat[10:20], None, torch.zeros(5, dtype=torch.bfloat16)]) == 4010e-9
-    assert telemetry.held_gb([]) == 0
+    assert meters.held_gb([flat[:10], flat[10:20], None, torch.zeros(5, dtype=torch.bfloat16)]) == 4010e-9
+    assert meters.held_gb([]) == 0
 
 
 def test_the_state_of_a_run_is_in_its_first_row():
-    meter = telemetry.Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
+    meter = Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
     layer = torch.nn.Linear(100, 100, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.ones(100)).sum().backward()
@@ -288,7 +289,7 @@ def test_the_state_is_measured_when_the_optimizer_has_one():
     """In fp16 GradScaler skips the first steps, until its scale fits. Plain SGD never has a state."""
     layer = torch.nn.Linear(100, 100, bias=False)
     for make, expected in ((torch.optim.AdamW, [False, True]), (torch.optim.SGD, [True, False])):
-        meter, optimizer = telemetry.Meter(CPU, 1, 1, 1), make(layer.parameters(), lr=0.1)
+        meter, optimizer = Meter(CPU, 1, 1, 1), make(layer.parameters(), lr=0.1)
         layer(torch.ones(100)).sum().backward()
         found = []
         for is_skipped in (True, False):
@@ -300,7 +301,7 @@ def test_the_state_is_measured_when_the_optimizer_has_one():
 
 
 def test_peak_memory_begins_anew_at_each_interval():
-    meter = telemetry.Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
+    meter = Meter(CPU, 1, tokens_per_step=1, flops_per_token=1)
     if 'mem/peak_gb' not in meter.interval():
         pytest.skip('this system does not permit resetting the peak')
     block = torch.ones(50_000_000)  # 0.2 GB
@@ -319,7 +320,7 @@ def test_exposed_communication_on_a_gpu_is_what_no_other_kernel_covers():
         Activity('Memcpy HtoD (Pinned -> Device)', 12 * ms, 13 * ms, None),
         Activity('aten::mm', 0, 15 * ms, 1),  # the host's view of it covers nothing
     ]
-    assert telemetry.communication_milliseconds(activities) == (15, 15 - 7 - 1)
+    assert meters.communication_milliseconds(activities) == (15, 15 - 7 - 1)
 
 
 def test_a_wait_inside_a_tensor_operation_is_exposed_on_a_cpu():
@@ -332,7 +333,7 @@ def test_a_wait_inside_a_tensor_operation_is_exposed_on_a_cpu():
         Activity('_c10d_functional::all_reduce', 1 * ms, 2 * ms, 1),
         Activity('aten::resolve_conj', 11 * ms, 12 * ms, 1),
     ]
-    assert telemetry.communication_milliseconds(activities) == (10, 9)
+    assert meters.communication_milliseconds(activities) == (10, 9)
 
 
 @pytest.mark.parametrize(
@@ -341,8 +342,8 @@ def test_a_wait_inside_a_tensor_operation_is_exposed_on_a_cpu():
     + [(name, None) for name in ('NVIDIA H100 PCIe', 'NVIDIA GeForce RTX 4090', 'Intel(R) Xeon(R) Processor')],
 )
 def test_mfu_only_where_the_peak_is_known(monkeypatch, name, peak):
-    monkeypatch.setattr(telemetry, 'device_name', lambda device: name)
-    meter = telemetry.Meter(CPU, 1, tokens_per_step=1000, flops_per_token=1e9)
+    monkeypatch.setattr(meters, 'device_name', lambda device: name)
+    meter = Meter(CPU, 1, tokens_per_step=1000, flops_per_token=1e9)
     meter.begin_step()
     meter.end_step()
     row = meter.interval()
@@ -350,105 +351,6 @@ def test_mfu_only_where_the_peak_is_known(monkeypatch, name, peak):
 
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(out_dir):
-    return [json.loads(line) for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]
-
-
-def test_log_begins_with_what_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv('WANDB_API_KEY', 'secret')
-    log = telemetry.Log(tmp_path, 0, 0, 100, CONFIG, {'batch_size'})
-    log.say('two\nlines')
-    log.close()
-    text = (tmp_path / 'train.log').read_text()
-    assert text == capsys.readouterr().out
-    assert all(re.match(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[0\] ', line) for line in text.splitlines())
-    assert 'command: ' in text.splitlines()[0]
-    assert '*batch_size=8' in text and ' learning_rate=0.0003' in text
-    assert f'torch {torch.__version__}' in text and f'{os.cpu_count()} cores' in text
-    assert re.search(r'code: \S+.*, sha256 of \*\.py [0-9a-f]{12}', text)
-    assert 'secret' not in text
-
-
-def test_what_runs_is_a_file_for_programs_of_the_last_start(tmp_path, monkeypatch):
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    monkeypatch.setattr(sys, 'argv', ['/somewhere/train_ddp.py', '--batch_size=8'])
-    for batch_size in (4, 8):
-        telemetry.Log(tmp_path, 0, 0, 100, {**CONFIG, 'batch_size': batch_size}, set(), flops_per_token=6e9).close()
-    about = json.loads((tmp_path / 'config.json').read_text())
-    assert about.pop('config') == CONFIG
-    assert about.pop('versions') == {'python': platform.python_version(), 'torch': torch.__version__}
-    name = telemetry.device_name(CPU)
-    assert about == {'script': 'train_ddp.py', 'world_size': 2, 'device_name': name, 'flops_per_token': 6e9}
-
-
-def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
-    log = telemetry.Log(tmp_path, 0, 0, 100, CONFIG, set())
-    log.row(10, {'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1})
-    log.row(20, {'loss': float('nan'), 'grad_norm': float('inf')})
-    log.close()
-    assert rows_of(tmp_path) == [
-        {'step': 10, 'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1},
-        {'step': 20, 'loss': 'nan', 'grad_norm': 'inf'},
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].endswith('step  10/100 | loss 2.5000 | 1000.0 ms = data 1.0 | eta 0:01:30')
-    assert lines[-1].endswith('step  20/100 | loss nan | grad norm inf')
-
-
-def test_resume_cuts_rows_beyond_the_checkpoint_and_repairs_a_torn_line(tmp_path):
-    first = telemetry.Log(tmp_path, 0, 0, 100, CONFIG, set())
-    for step in (10, 20, 30):
-        first.row(step, {'loss': float(step)})
-    with open(tmp_path / 'metrics.jsonl', 'a') as file:  # the process was killed: nobody closed the log
-        file.write('{"step": 40, "lo')
-    resumed = telemetry.Log(tmp_path, 0, 20, 100, CONFIG, set())
-    resumed.row(20, {'val_loss': 1.0})  # step 20 stands already
-    resumed.row(30, {'loss': -30.0})
-    assert rows_of(tmp_path) == [{'step': 10, 'loss': 10.0}, {'step': 20, 'loss': 20.0}, {'step': 30, 'loss': -30.0}]
-    assert (tmp_path / 'train.log').read_text().count('command: ') == 2
-
-
-def test_a_log_of_another_rank_does_nothing(tmp_path, capsys):
-    log = telemetry.Log(tmp_path / 'out', 1, 0, 100, CONFIG, set())
-    log.say('hello')
-    log.row(1, {'loss': 1.0})
-    log.close()
-    assert not (tmp_path / 'out').exists() and capsys.readouterr().out == ''
-
-
-def test_tensorboard_has_the_same_names(tmp_path):
-    event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
-    for start_step in (0, 1):
-        log = telemetry.Log(tmp_path, 0, start_step, 100, {**CONFIG, 'tensorboard_log': True}, set())
-        log.row(start_step + 1, {'loss': 3.0, 'time/total': 5.0})
-        log.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
-    assert set(events.Tags()['scalars']) == {'loss', 'time/total'}
-    assert [event.step for event in events.Scalars('loss')] == [1, 2]
-
-
-def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
-    pytest.importorskip('wandb')
-    monkeypatch.setenv('WANDB_MODE', 'offline')
-    for start_step in (0, 1):
-        log = telemetry.Log(tmp_path, 0, start_step, 100, {**CONFIG, 'wandb_log': True}, set())
-        log.row(start_step + 1, {'loss': 3.0})
-        log.close()
-    said = capsys.readouterr().out
-    assert 'wandb: offline, send it with `wandb sync ' in said
-    run_id = (tmp_path / 'wandb' / 'run_id').read_text()
-    runs = list((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
-    assert runs and all(b'loss' in run.read_bytes() for run in runs)  # closed is written: nothing is on its way
-
-
-@pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
-def test_missing_package_is_one_line(tmp_path, monkeypatch, package, key):
-    monkeypatch.setitem(sys.modules, package, None)  # what importing a missing package does
-    with pytest.raises(ValueError, match=f'{key}=True needs a package that is missing: pip install') as error:
-        telemetry.Log(tmp_path, 0, 0, 100, {**CONFIG, key: True}, set())
-    assert '\n' not in str(error.value)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,123 @@
+"""
+What ends a run, in one line where it is a user's mistake.
+
+A mistake is raised in this project as ValueError or OSError with a one-line message, and report_errors() prints that
+line. Anything else is a bug and keeps its traceback.
+"""
+
+import os
+import re
+import sys
+import time
+import traceback
+
+from runtime.files import FOLDERS
+from runtime.stopping import note_error
+
+
+def report_errors(out_of_memory_advice=None):
+    """Install the hook that prints what ends this process: one line for a user's mistake, a traceback for a bug.
+
+    out_of_memory_advice: function without arguments that returns a line of text: predicted need and the keys to lower.
+    """
+
+    def hook(kind, error, trace):
+        report(error.with_traceback(trace), out_of_memory_advice)
+        sys.stdout.flush()
+        if 'torch' in sys.modules and sys.modules['torch'].distributed.is_initialized():
+            # Finalizing Python with collectives in flight can block. A closed socket tells the other ranks at once.
+            os._exit(1)
+
+    sys.excepthook = hook
+
+
+def report(error, out_of_memory_advice=None):
+    """Print what ended this rank, and leave it for torchrun's summary."""
+    prefix = f'[{os.environ.get("RANK", "0")}]'
+    if is_out_of_memory(error):
+        advice = out_of_memory_advice() if out_of_memory_advice else 'lower batch_size or block_size'
+        line = f'{prefix} error: out of memory{peak_memory()}: {first_line(error)}; {advice}'
+    elif joined := re.search(r'out after (\d+) seconds waiting for clients. (\d+/\d+) clients joined', str(error)):
+        hint = 'start the others, with the same address, port and number of nodes'
+        line = f'{prefix} error: only {joined[2]} processes joined within timeout_s={joined[1]}: {hint}'
+    elif address := re.search(r'out after (\d+)ms while trying to connect to \((.*?), (\d+)\)', str(error)):
+        hint = f'start the node of rank 0, or see whether {address[2]} is its address from here'
+        where = f'{address[2]}:{address[3]} within timeout_s={int(address[1]) / 1000:g}'
+        line = f'{prefix} error: nobody answers at {where}: {hint}'
+    elif timed_out_after(error) is not None:
+        hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
+        line = f'{prefix} error: waited for another rank longer than timeout_s={timed_out_after(error):g}; {hint}'
+    elif is_lost_peer(error):
+        # The rank that failed first has the reason. Give torchrun time to see that one before this one.
+        line = f'{prefix} stopped because another rank stopped: look for the first error ({first_line(error)[:200]})'
+        time.sleep(1)
+    elif isinstance(error, KeyboardInterrupt):
+        line = f'{prefix} interrupted'
+    elif is_users_mistake(error):
+        line = f'{prefix} error: {first_line(error)}'
+    else:
+        line = f'{prefix} ' + ''.join(traceback.format_exception(error))
+    if not is_lost_peer(error):
+        note_error(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
+    # Not sys.stderr: init_process_group() wraps this hook and holds back what is written there until the hook returns.
+    # In one write: print() makes two, and the lines of two ranks that fail together would run into each other.
+    sys.__stderr__.write(line + '\n')
+    sys.__stderr__.flush()
+    if 'TORCHELASTIC_ERROR_FILE' in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # it records the exception that is being handled
+        except type(error):
+            get_error_handler().record_exception(error)
+
+
+def is_users_mistake(error):
+    """Whether a line of this project (not of a library it calls) raised a ValueError or an OSError."""
+    if not isinstance(error, (ValueError, OSError)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.dirname(os.path.abspath(frames[-1].filename)) in FOLDERS
+
+
+def is_out_of_memory(error):
+    """CUDA raises its own class, the CPU's allocator a RuntimeError, Python a MemoryError."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == 'OutOfMemoryError'
+        or (isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error))
+    )
+
+
+def is_lost_peer(error):
+    """Whether a collective failed because its other end went away."""
+    if type(error).__name__ in ('DistBackendError', 'DistNetworkError'):
+        return True
+    signs = (
+        'Connection closed by peer',
+        'Connection reset by peer',
+        'Connection refused',
+        'Broken pipe',
+        'Socket closed',
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def timed_out_after(error):
+    """The seconds that a collective waited for, if that was longer than the process group's timeout; else None."""
+    waited = re.search(r'[Tt]imed out waiting (\d+) ?ms', str(error)) if isinstance(error, RuntimeError) else None
+    return int(waited[1]) / 1000 if waited else None
+
+
+def first_line(error):
+    """The message without the C++ stack that torch appends."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def peak_memory():
+    """' (peak 12.3 GB)' on the device that ran out, or '' where nothing counted it."""
+    torch = sys.modules.get('torch')
+    if torch is None or not torch.cuda.is_available():
+        return ''
+    return f' (peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB)'

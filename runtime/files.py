@@ -1,0 +1,51 @@
+"""
+Files that are there in full or not at all, whenever the process is killed or the power fails; and where this project's
+own code lies.
+"""
+
+import contextlib
+import hashlib
+import os
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'benchmarks')
+FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code; .venv lies below ROOT, too
+
+
+@contextlib.contextmanager
+def replacing(path, mode='w'):
+    """Open a new file that takes the place of `path` once all of it is on disk. An error in between leaves `path`."""
+    unfinished = f'{path}.tmp'
+    with open(unfinished, mode, encoding=None if 'b' in mode else 'utf-8') as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    rename_durably(unfinished, path)
+
+
+def write_file(path, text):
+    """Write a text file in full or not at all."""
+    with replacing(path) as file:
+        file.write(text)
+
+
+def rename_durably(old, new):
+    """Rename a file or directory, and have its parent directory written to the disk."""
+    os.replace(old, new)
+    parent = os.open(os.path.dirname(new) or '.', os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)
+
+
+def sha256_of(path):
+    """The sha256 of a file, in hexadecimal."""
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, 'rb', buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()
+
+
+def remove_if_there(path):
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)

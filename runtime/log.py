@@ -1,0 +1,270 @@
+"""
+What a run says: on the console, in train.log and metrics.jsonl, to wandb and tensorboard.
+
+A number that is not finite is written as 'nan', 'inf' or '-inf', a string, which is valid JSON and which float() reads.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runtime.files import FOLDERS, ROOT, write_file
+from runtime.meter import device_name
+
+# A row on the console, in this order. What a row lacks is skipped; a key that is not here is in the files alone.
+CONSOLE = {
+    'loss': ' | loss {:.4f}',
+    'diloco/replica_loss': ' | loss {:.4f} in replica 0',
+    'val_loss': ' | val loss {:.4f}',
+    'val_ppl': ', perplexity {:.4g}',
+    'val_bpb': ', {:.3f} bits/byte',
+    'diloco/inner_val_loss': ' (replicas {:.4f})',
+    'lr': ' | lr {:.2e}',
+    'grad_norm': ' | grad norm {:.2f}',
+    'tokens_per_sec': ' | {:,.0f} tok/s',
+    'mfu': ' | mfu {:.1%}',
+    'time/total': ' | {:.1f} ms',
+    'time/data': ' = data {:.1f}',
+    'time/forward': ' + forward {:.1f}',
+    'time/backward': ' + backward {:.1f}',
+    'time/update': ' + update {:.1f}',
+    'time/outer': ' + outer {:.1f}',
+    'time/comm': ' | comm {:.1f} ms',
+    'time/comm_exposed': ', {:.1f} exposed',
+    'mem/rank_max_gb': ' | mem {:.2f} GB',
+    'diloco/cosine': ' | outer step: cosine {:.2f}',
+    'diloco/delta_norm': ', delta {:.3g}',
+    'diloco/momentum_norm': ', momentum {:.3g}',
+    'diloco/drift': ', drift {:.3g}',
+    'diloco/wait_s': ', waited {:.2f} s',
+}
+
+
+class Log:
+    """
+    Console, out_dir/train.log (the same lines), out_dir/metrics.jsonl, and wandb and tensorboard on request; and
+    out_dir/config.json, what ran here last, for programs. On other ranks than 0 every method does nothing.
+
+    start_step: steps done when this process starts; rows of metrics.jsonl beyond it are cut, so each step stands once.
+    config: the final values of all keys; explicit: those that were set on purpose, marked in the log.
+    flops_per_token: forward and backward, for config.json.
+    Every line is flushed: a killed run loses at most the line being written, which the next start repairs.
+    Nothing of the environment is written but WORLD_SIZE, hence no key.
+    Raises ValueError when wandb or tensorboard is asked for and not installed, or wandb refuses to start.
+    """
+
+    def __init__(self, out_dir, rank, start_step, max_iters, config, explicit, flops_per_token=None):
+        self._rank = rank
+        if rank != 0:
+            return
+        out_dir = Path(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        self._max_iters = max_iters
+        self._has_failed = False  # to write a line
+        self._step_ms = None  # smoothed milliseconds per step, for the ETA
+        self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
+        self.say(header(config, explicit))
+        write_config(out_dir / 'config.json', config, flops_per_token)
+        self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
+        self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
+        self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
+        self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
+
+    def say(self, text):
+        """Print text, and write it to train.log; each line begins with the time and the rank."""
+        if self._rank != 0:
+            return
+        for line in text.splitlines():
+            stamped = f'{time.strftime("%Y-%m-%d %H:%M:%S")} [{self._rank}] {line}'
+            print(stamped, flush=True)
+            self._write(self._text, stamped)
+
+    def line(self, step, values):
+        """Show a step on the console and in train.log alone."""
+        if self._rank == 0:
+            self.say(self._console_line(step, values))
+
+    def row(self, step, values, console=True):
+        """
+        Log one step: `values` under the keys of metrics.jsonl; `step` = optimizer steps done.
+
+        A step that metrics.jsonl holds already (a checkpoint evaluated once more) is only said, not written again.
+        """
+        if self._rank != 0:
+            return
+        if console:
+            self.line(step, values)
+        if step <= self._last_step:
+            return
+        self._last_step = step
+        row = {'step': step, **values}
+        valid = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+        self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
+        self._write(self._rows, json.dumps(valid))
+        if self._wandb:
+            self._wandb.log(row)
+        if self._tensorboard:
+            for key, value in values.items():
+                self._tensorboard.add_scalar(key, value, step)
+
+    def _write(self, file, line):
+        """A full disk ends no run here: whether it goes on is for its checkpoints to decide."""
+        try:
+            file.write(line + '\n')
+        except OSError as error:
+            if not self._has_failed:
+                print(f'WARNING: lines are missing in {file.name} from here on: {error}', flush=True)
+            self._has_failed = True
+
+    def close(self):
+        """End wandb's and tensorboard's records and close the files."""
+        if self._rank != 0:
+            return
+        if self._wandb:
+            import wandb
+
+            self._wandb.finish()
+            wandb.teardown()  # finish() may return before wandb's service has written the last rows: this ends it
+        if self._tensorboard:
+            self._tensorboard.close()
+        for file in (self._rows, self._text):
+            with contextlib.suppress(OSError, AttributeError):  # what a full disk has left unwritten; no rows yet
+                file.close()
+
+    def _console_line(self, step, values):
+        """`step 20/100 | loss 3.2 | ... | eta 0:01:20`: the ETA is of training alone, its pauses come on top."""
+        text = ''.join(form.format(values[key]) for key, form in CONSOLE.items() if key in values)
+        if 'time/total' in values:
+            step_ms = values['time/total']
+            # One slow interval (compilation, a busy file system) moves the estimate by a fifth of its excess.
+            self._step_ms = step_ms if self._step_ms is None else 0.8 * self._step_ms + 0.2 * step_ms
+            text += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
+        return f'step {step:{len(str(self._max_iters))}}/{self._max_iters}{text}'
+
+
+class Journal:
+    """Rows of replicas that train apart: shown with replica 0's loss as they come, logged when the replicas meet."""
+
+    def __init__(self, log):
+        self._log, self._rows = log, {}
+
+    def show(self, step, row):
+        """Show a row whose 'loss' is this replica's, until write() has that of all."""
+        if 'loss' in row:
+            self._log.line(step, {'diloco/replica_loss': row['loss'], **{k: v for k, v in row.items() if k != 'loss'}})
+
+    def keep(self, step, row):
+        self._rows[step] = row
+
+    def write(self):
+        """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'. Collective."""
+        kept = [(row, key) for row in self._rows.values() for key in ('loss', 'grad_norm') if key in row]
+        sums = torch.tensor([row[key] for row, key in kept], dtype=torch.float64)
+        if kept:  # or not, on every rank
+            dist.all_reduce(sums)
+        for (row, key), total in zip(kept, sums.tolist(), strict=True):
+            row[key] = total / dist.get_world_size()
+        for step, row in self._rows.items():
+            self._log.row(step, row, console=step == max(self._rows))
+        self._rows = {}
+
+
+def cut_rows(path, start_step):
+    """Drop the rows of metrics.jsonl beyond start_step, and a torn last line; returns the last step left, or -1."""
+    if not path.exists():
+        return -1
+    kept, last_step = [], -1
+    text = path.read_text(encoding='utf-8', errors='replace')
+    for line in text.splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill cut short
+            step = json.loads(line)['step']
+            if line.endswith('\n') and step <= start_step:
+                kept.append(line)
+                last_step = step
+    if ''.join(kept) != text:
+        write_file(path, ''.join(kept))
+    return last_step
+
+
+def write_config(path, config, flops_per_token):
+    """What runs, as JSON: script, ranks, device, versions, and every key under 'config'."""
+    about = {'script': Path(sys.argv[0]).name, 'world_size': int(os.environ.get('WORLD_SIZE', '1'))}
+    about['device_name'] = device_name(torch.device(config['device']))
+    about |= {} if flops_per_token is None else {'flops_per_token': flops_per_token}
+    about['versions'] = {'python': platform.python_version(), 'torch': torch.__version__}
+    write_file(path, json.dumps({**about, 'config': config}, indent=1) + '\n')
+
+
+def header(config, explicit):
+    """What runs: command, code, versions, machine, and every key, with * where it was set on purpose; lines of text."""
+    keys = {key: value for key, value in config.items() if not isinstance(value, dict)}  # a checkpoint has those, too
+    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
+    lines = [
+        f'command: {" ".join([Path(sys.executable).name, *sys.argv])} ({os.environ.get("WORLD_SIZE", "1")} processes)',
+        f'code: {code_version(Path(ROOT))}',
+        f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
+        f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',
+        'config (* = set by a file or the command line):',
+        *textwrap.wrap(keys, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False),
+    ]
+    return '\n'.join(lines)
+
+
+def code_version(folder):
+    """The folder's git commit, with -dirty when a file changed since, and a hash of its *.py files, for lack of git."""
+    commit = 'no git commit'
+    if (folder / '.git').exists():  # else git would answer for a repository that the folder was copied into
+        command = ['git', '-C', str(folder), 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no commit yet
+            commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    sources = b''.join(
+        path.read_bytes() for path in sorted(path for room in FOLDERS for path in Path(room).glob('*.py'))
+    )
+    return f'{commit}, sha256 of *.py {hashlib.sha256(sources).hexdigest()[:12]}'
+
+
+def start_wandb(out_dir, config, say):
+    """A wandb run that a resumed process continues: its id lies in out_dir/wandb. WANDB_MODE=offline is obeyed."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError('wandb_log=True needs a package that is missing: pip install wandb') from None
+    id_file = out_dir / 'wandb' / 'run_id'
+    if not id_file.exists():
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(os.urandom(4).hex())
+    try:
+        run = wandb.init(
+            **{key: config[f'wandb_{key}'] for key in ('project', 'entity', 'group')},
+            **{'name': config['wandb_run_name'] or out_dir.name, 'config': config},
+            **{'dir': out_dir, 'id': id_file.read_text(), 'resume': 'allow'},
+            settings=wandb.Settings(silent=True, console='off'),  # the console is ours, and train.log has it
+        )
+    except wandb.Error as error:
+        reason = ' '.join(str(error).split())
+        raise ValueError(f'wandb_log=True: {reason} Or go without internet: export WANDB_MODE=offline') from None
+    run.define_metric('*', step_metric='step')  # wandb's own step cannot go back to a checkpoint's
+    say(f'wandb: offline, send it with `wandb sync {Path(run.dir).parent}`' if run.offline else f'wandb: {run.url}')
+    return run
+
+
+def start_tensorboard(out_dir, start_step):
+    """A tensorboard writer on out_dir/tensorboard; what an earlier process wrote beyond start_step is hidden."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError('tensorboard_log=True needs a package that is missing: pip install tensorboard') from None
+    return SummaryWriter(str(out_dir / 'tensorboard'), purge_step=start_step + 1)

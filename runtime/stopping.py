@@ -1,0 +1,176 @@
+"""
+When a run stops before its last step: signals, a file STOP, the end of a Slurm job's time; and whether it starts again,
+after failures that repeat.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from runtime.files import remove_if_there
+from runtime.processes import on_rank_0
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_FILE, END_OF_JOB = 65, 66  # what is no signal, told apart from signals by numbers above theirs
+received = []  # signals, in the order in which this process got them
+
+
+def catch_signals(signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
+    """From here on these signals ask this rank to stop at a step boundary; a second one changes nothing.
+
+    Without SIGINT: until there is something to save, Ctrl-C ends the process.
+    """
+    for number in signals:
+        signal.signal(number, lambda number, frame: received.append(number))
+
+
+def end_of_slurm_job():
+    """When Slurm will end this job, in seconds of time.time(); infinity outside of a job, or where nobody says."""
+    if 'SLURM_JOB_END_TIME' in os.environ:
+        return float(os.environ['SLURM_JOB_END_TIME'])
+    if 'SLURM_JOB_ID' in os.environ:  # Slurm before 23.02 sets no such variable, but tells what is left: D-HH:MM:SS
+        command = ['squeue', '-h', '-j', os.environ['SLURM_JOB_ID'], '-o', '%L']
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            left = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+            if found := re.fullmatch(r'(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)', left):
+                days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+                return time.time() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return math.inf
+
+
+class StopRequest:
+    """A request to stop early: a signal to any rank, the file STOP in out_dir, or the end of the Slurm job's time.
+
+    All ranks make one and call agreed() at the same step boundaries. Leaves PREEMPTED, with the step, when it is over.
+    """
+
+    def __init__(self, out_dir, stop_before_end_s=0, say=print):
+        """stop_before_end_s: seconds that a job needs to save and to end; 0 = do not look at the job's time. say: on
+        rank 0, called with a line on when that will be."""
+        import torch.distributed as dist
+
+        catch_signals(SIGNALS)
+        self.out_dir, self.stop_file = out_dir, os.path.join(out_dir, 'STOP')
+        self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
+        self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
+        if self.rank == 0:
+            if stop_before_end_s:
+                self._plan(end_of_slurm_job() - time.time(), stop_before_end_s, say)
+            for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
+                remove_if_there(os.path.join(out_dir, marker))
+        self._send()
+
+    def _plan(self, left, stop_before_end_s, say):
+        """When to stop, so that a job with so many seconds left is over in time; a short one keeps 3/4 of them."""
+        if left < math.inf:
+            self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
+            say(f'the job has {left:.0f} s left: saving at {time.strftime("%H:%M:%S", time.localtime(self.stops_at))}')
+
+    def agreed(self, now=False):
+        """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it.
+
+        now: ask all ranks now, and wait for them; for those that meet rarely. Then the time is up, too, when it would
+        be before they meet again.
+        """
+        flag, work = self.exchange
+        work.wait()  # of the step before, so it has long arrived
+        if now and not flag.item():
+            self.between, self.met_at = time.monotonic() - self.met_at, time.monotonic()
+            self._send()
+            flag, work = self.exchange
+            work.wait()
+        rank, cause = divmod(int(flag.item()), 128)
+        if cause:
+            what = {STOP_FILE: f'there is a file {self.stop_file}', END_OF_JOB: "the job's time is nearly over"}
+            self.reason = what.get(cause) or f'rank {rank} got {signal.Signals(cause).name}'
+        elif not now:
+            self._send()
+        return bool(cause)
+
+    def _send(self):
+        """Start an exchange of what the ranks have seen."""
+        import torch
+        import torch.distributed as dist
+
+        cause = self.seen()
+        flag = torch.tensor([float(self.rank * 128 + cause if cause else 0)])
+        self.exchange = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)  # on the host, over gloo
+
+    def seen(self):
+        """What asks this rank to stop: the number of a signal, STOP_FILE or END_OF_JOB; 0 = nothing."""
+        if received:
+            return int(received[0])
+        if self.rank != 0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
+            return 0
+        self.looked_at = time.monotonic()
+        if time.time() + self.between > self.stops_at:
+            return END_OF_JOB
+        return STOP_FILE if os.path.exists(self.stop_file) else 0
+
+    def obeyed(self, step):
+        """The run stops here, saved at `step`: leave PREEMPTED in place of STOP. For rank 0."""
+        with open(os.path.join(self.out_dir, 'PREEMPTED'), 'w') as file:
+            file.write(f'{step}\n')
+        remove_if_there(self.stop_file)
+        forget_starts(self.out_dir)
+
+
+# --- repeated failures ------------------------------------------------------------------------------------------------
+
+STARTS = '.starts.json'  # from which step, with which command the run was started, and how often in a row
+starts_file = None
+
+
+def count_start(out_dir, step, max_failures):
+    """Note that training starts at `step`. For every rank. A checkpoint in between, an orderly end or another command
+    begins a new count.
+
+    Raises ValueError when the same command has been started max_failures times from there and has come no further:
+    another repetition would fail as well. 0 = never.
+    """
+    global starts_file
+    starts_file = os.path.join(out_dir, STARTS)
+    on_rank_0(_count_start, out_dir, step, max_failures)
+
+
+def _count_start(out_dir, step, max_failures):
+    now = {'step': step, 'command': sys.argv, 'count': 1, 'error': ''}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        with open(starts_file) as file:
+            before = dict(json.load(file))
+        if (before.get('step'), before.get('command')) == (step, sys.argv):
+            if 0 < max_failures <= before['count']:
+                last = f'; the last error: {before["error"]}' if before['error'] else ''
+                raise Repeated(
+                    f'out_dir={out_dir}: {before["count"]} starts in a row from step {step} have failed before the '
+                    f'next checkpoint{last}; mend that, then delete {starts_file}, or raise --max_failures'
+                )
+            now['count'] = before['count'] + 1
+    with open(starts_file, 'w') as file:
+        json.dump(now, file)
+
+
+class Repeated(OSError):
+    """The run has failed too often; no ValueError, which a damaged file raises, too."""
+
+
+def forget_starts(out_dir):
+    """The run has come to an orderly end. For rank 0."""
+    remove_if_there(os.path.join(out_dir, STARTS))
+
+
+def note_error(line):
+    """Keep the error that ends this run, for the message of count_start(). The first rank's stays."""
+    if starts_file and os.path.exists(starts_file):
+        with contextlib.suppress(OSError, ValueError):
+            with open(starts_file) as file:
+                starts = json.load(file)
+            if not starts['error']:
+                with open(starts_file, 'w') as file:
+                    json.dump(starts | {'error': line[:300]}, file)

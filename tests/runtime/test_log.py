@@ -1,0 +1,122 @@
+"""log.py: what is written where, and what a log keeps through a kill and a resume."""
+
+import json
+import os
+import platform
+import re
+import sys
+
+import pytest
+import torch
+from conftest import metrics
+
+from runtime.log import Log
+from runtime.meter import device_name
+
+CPU = torch.device('cpu')
+CONFIG = {
+    'device': 'cpu',
+    'batch_size': 8,
+    'learning_rate': 3e-4,
+    'wandb_log': False,
+    'wandb_project': 'tests',
+    'wandb_entity': None,
+    'wandb_group': None,
+    'wandb_run_name': None,
+    'tensorboard_log': False,
+}
+
+
+def test_log_begins_with_what_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv('WANDB_API_KEY', 'secret')
+    log = Log(tmp_path, 0, 0, 100, CONFIG, {'batch_size'})
+    log.say('two\nlines')
+    log.close()
+    text = (tmp_path / 'train.log').read_text()
+    assert text == capsys.readouterr().out
+    assert all(re.match(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[0\] ', line) for line in text.splitlines())
+    assert 'command: ' in text.splitlines()[0]
+    assert '*batch_size=8' in text and ' learning_rate=0.0003' in text
+    assert f'torch {torch.__version__}' in text and f'{os.cpu_count()} cores' in text
+    assert re.search(r'code: \S+.*, sha256 of \*\.py [0-9a-f]{12}', text)
+    assert 'secret' not in text
+
+
+def test_what_runs_is_a_file_for_programs_of_the_last_start(tmp_path, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(sys, 'argv', ['/somewhere/train_ddp.py', '--batch_size=8'])
+    for batch_size in (4, 8):
+        Log(tmp_path, 0, 0, 100, {**CONFIG, 'batch_size': batch_size}, set(), flops_per_token=6e9).close()
+    about = json.loads((tmp_path / 'config.json').read_text())
+    assert about.pop('config') == CONFIG
+    assert about.pop('versions') == {'python': platform.python_version(), 'torch': torch.__version__}
+    name = device_name(CPU)
+    assert about == {'script': 'train_ddp.py', 'world_size': 2, 'device_name': name, 'flops_per_token': 6e9}
+
+
+def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
+    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    log.row(10, {'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1})
+    log.row(20, {'loss': float('nan'), 'grad_norm': float('inf')})
+    log.close()
+    assert metrics(tmp_path) == [
+        {'step': 10, 'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1},
+        {'step': 20, 'loss': 'nan', 'grad_norm': 'inf'},
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].endswith('step  10/100 | loss 2.5000 | 1000.0 ms = data 1.0 | eta 0:01:30')
+    assert lines[-1].endswith('step  20/100 | loss nan | grad norm inf')
+
+
+def test_resume_cuts_rows_beyond_the_checkpoint_and_repairs_a_torn_line(tmp_path):
+    first = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    for step in (10, 20, 30):
+        first.row(step, {'loss': float(step)})
+    with open(tmp_path / 'metrics.jsonl', 'a') as file:  # the process was killed: nobody closed the log
+        file.write('{"step": 40, "lo')
+    resumed = Log(tmp_path, 0, 20, 100, CONFIG, set())
+    resumed.row(20, {'val_loss': 1.0})  # step 20 stands already
+    resumed.row(30, {'loss': -30.0})
+    assert metrics(tmp_path) == [{'step': 10, 'loss': 10.0}, {'step': 20, 'loss': 20.0}, {'step': 30, 'loss': -30.0}]
+    assert (tmp_path / 'train.log').read_text().count('command: ') == 2
+
+
+def test_a_log_of_another_rank_does_nothing(tmp_path, capsys):
+    log = Log(tmp_path / 'out', 1, 0, 100, CONFIG, set())
+    log.say('hello')
+    log.row(1, {'loss': 1.0})
+    log.close()
+    assert not (tmp_path / 'out').exists() and capsys.readouterr().out == ''
+
+
+def test_tensorboard_has_the_same_names(tmp_path):
+    event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    for start_step in (0, 1):
+        log = Log(tmp_path, 0, start_step, 100, {**CONFIG, 'tensorboard_log': True}, set())
+        log.row(start_step + 1, {'loss': 3.0, 'time/total': 5.0})
+        log.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
+    assert set(events.Tags()['scalars']) == {'loss', 'time/total'}
+    assert [event.step for event in events.Scalars('loss')] == [1, 2]
+
+
+def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip('wandb')
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    for start_step in (0, 1):
+        log = Log(tmp_path, 0, start_step, 100, {**CONFIG, 'wandb_log': True}, set())
+        log.row(start_step + 1, {'loss': 3.0})
+        log.close()
+    said = capsys.readouterr().out
+    assert 'wandb: offline, send it with `wandb sync ' in said
+    run_id = (tmp_path / 'wandb' / 'run_id').read_text()
+    runs = list((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
+    assert runs and all(b'loss' in run.read_bytes() for run in runs)  # closed is written: nothing is on its way
+
+
+@pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
+def test_missing_package_is_one_line(tmp_path, monkeypatch, package, key):
+    monkeypatch.setitem(sys.modules, package, None)  # what importing a missing package does
+    with pytest.raises(ValueError, match=f'{key}=True needs a package that is missing: pip install') as error:
+        Log(tmp_path, 0, 0, 100, {**CONFIG, key: True}, set())
+    assert '\n' not in str(error.value)
