@@ -17,35 +17,39 @@ import sys
 
 from configurator import Mistake, checked, configure, find, read_knobs
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-# what is compared; an axis that a strategy does not have is left out of it
-strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single: train_ddp.py in one process
-nproc = [2]  # ranks: a number, or several
-zero_stages = [3]  # of fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3)
-checkpointing = []  # activation_checkpointing: none, full, selective
-dtypes = []  # float32, bfloat16, float16
-accumulations = [1]  # micro-steps per rank, on the largest number of ranks; the global batch stays the same
-inner_steps = [10]  # diloco: steps between two exchanges
-variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., any key of its train script}, runs of their own
-baseline: str | None = None  # label of the run that the others are compared with; None = the first
-repeats = 3  # so often each run, in alternation: what is slow for a while, is so for all
-resume_check = False  # go on from the middle, once under each strategy: are the losses those of the run that went on?
-# how
-out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
-launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
-bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
-trace = False  # record a step of each run for chrome://tracing
-gpu_gb = 80.0  # memory of a GPU: what would fit? 0 = do not ask
-# other modes
-write_only = False  # run nothing: write plan.json, and runs.sh with one line per run
-analyze = False  # run nothing: tables and pictures of what is finished in out_dir
-bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
-plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
-output: str | None = None  # the picture that --plot writes; None = loss.png in the folder that holds the runs
+class Config:
+    # what is compared; an axis that a strategy does not have is left out of it
+    strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single: train_ddp.py in one process
+    nproc = [2]  # ranks: a number, or several
+    zero_stages = [3]  # of fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3)
+    checkpointing = []  # activation_checkpointing: none, full, selective
+    dtypes = []  # float32, bfloat16, float16
+    accumulations = [1]  # micro-steps per rank, on the largest number of ranks; the global batch stays the same
+    inner_steps = [10]  # diloco: steps between two exchanges
+    variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., any key of its train script}, runs of their own
+    baseline: str | None = None  # label of the run that the others are compared with; None = the first
+    repeats = 3  # so often each run, in alternation: what is slow for a while, is so for all
+    resume_check = False  # resume each strategy once from the middle: are the losses the same?
+    # how
+    out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
+    launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
+    bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
+    trace = False  # record a step of each run for chrome://tracing
+    gpu_gb = 80.0  # memory of a GPU: what would fit? 0 = do not ask
+    # other modes
+    write_only = False  # run nothing: write plan.json, and runs.sh with one line per run
+    analyze = False  # run nothing: tables and pictures of what is finished in out_dir
+    bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
+    plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
+    output: str | None = None  # the picture that --plot writes; None = loss.png in the folder that holds the runs
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 _train_keys = {}  # keys of the train scripts, from config files and the command line
 if __name__ == '__main__':
-    config, explicit = configure(globals(), pass_on=_train_keys)
+    config, explicit = configure(Config, pass_on=_train_keys)
 
 import contextlib
 import ctypes
@@ -546,4 +550,4 @@ if __name__ == '__main__':
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: end the run under way, say how to go on
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
-    sys.exit(main(config, _train_keys, explicit))
+    sys.exit(main(vars(config), _train_keys, explicit))

@@ -1,14 +1,19 @@
 """
-Configuration of a script: its own globals, then Python config files, then `--key=value`.
+Configuration of a script: the attributes of the class Config at its top, then config files, then --key=value.
 
-    batch_size = 8  # sequences per rank        <- in the script: a key with its default, type and help
-    config, explicit = configure(globals())     <- from here on the globals hold the final values
+    class Config:
+        # data
+        batch_size = 8  # what --help says of this key
+        block_size: int | None = None  # an annotation where the default does not show the type
+        dtype: Literal['float32', 'bfloat16'] = 'float32'  # or the only values there are
 
-    python script.py config/a.py config/b.py --batch_size=16 --compile
+    config, explicit = configure(Config)  # from here on config.batch_size is the final value
 
-The keys are the names assigned above the call; names that begin with `_`, imports and functions are none. Files run in
-order and see the values so far. After nanoGPT's configurator.py, with checks: a key that does not exist or a value of
-the wrong type ends the program with one line. Standard library only, so that `--help` answers at once.
+    python train_ddp.py config/quickstart.py --batch_size=4
+
+A config file is Python that assigns keys: `batch_size = 4`. Names that begin with `_`, imports and functions are none.
+Files run in order and see the values so far. After nanoGPT's configurator.py, with checks: a key that does not exist or
+a value of the wrong type ends the program with one line. Standard library only, so that `--help` answers at once.
 """
 
 import ast
@@ -17,7 +22,6 @@ import difflib
 import functools
 import numbers
 import os
-import re
 import sys
 import tokenize
 import traceback
@@ -25,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-# A comment that begins with quoted words joined by `|` lists the only values there are: 'a' | 'b': what they mean
-CHOICES = re.compile(r"'[^']*'(?: ?\| ?'[^']*')*(?=:|$)")
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
 
@@ -37,40 +39,39 @@ class Knob:
     section: str  # the comment on its own line above the group of keys
     comment: str
     types: tuple[str, ...]  # names of the accepted types, 'None' among them where it is; () = any
-    choices: tuple[str, ...]  # the only strings accepted; () = any
+    choices: tuple  # the only values of a Literal; () = any
 
 
 class Mistake(Exception):
     """Something the user gave is wrong; the message is the one line to print."""
 
 
-def configure(script_globals, pass_on=None):
+def configure(Config, pass_on=None):
     """
-    Set the keys of the calling script from the config files and `--key=value`s in sys.argv.
+    The configuration of the script that defines the class Config, from sys.argv.
 
-    script_globals: `globals()` of the script; the names, comments and annotations are read from its `__file__`.
     pass_on: a dict that takes the keys of train scripts, checked, for a script that starts those. A config file without
     a key that only this script has was written for a train script: what both have (out_dir) is passed on, too.
-    Returns (config, explicit): every key's final value in the script's order, and the set of the keys that a file or
-    the command line set, be it to the default; of keys passed on, those of the command line. The values are assigned
-    into script_globals, too.
+    Returns (config, explicit): a Config with every key's final value, in the script's order in vars(config), and {key:
+    where it was set, the file or 'command line'}, be it to the default; of keys passed on, those of the command line.
     `--help` prints every key and exits with 0; a mistake prints one line on stderr and exits with 2.
     """
-    script = Path(script_globals['__file__'])
-    knobs = read_knobs(script, script_globals)
+    module = sys.modules[Config.__module__]
+    script = Path(module.__file__)
+    knobs = read_knobs(script)
     known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
-    config = {key: script_globals[key] for key in knobs}
+    values = {key: getattr(Config, key) for key in knobs}
     if '--help' in sys.argv[1:] or '-h' in sys.argv[1:]:
         try:
-            print(help_text(knobs, config, script_globals.get('__doc__')), flush=True)
+            print(help_text(knobs, values, module.__doc__), flush=True)
         except BrokenPipeError:  # `--help | head`: what is still in the buffer must not be written at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    explicit, skipped = set(), {}
+    explicit, skipped = {}, {}
     try:
         files, options = split_arguments(sys.argv[1:], knobs)
         for path in files:
-            assigned = run_config_file(path, config)
+            assigned = run_config_file(path, values)
             is_ours = pass_on is None or any(key in knobs and not owner_of(key, script) for key in assigned)
             for key, value in assigned.items():
                 owner = None if key in knobs and is_ours else owner_of(key, script)
@@ -82,12 +83,12 @@ def configure(script_globals, pass_on=None):
                     pass  # an import or a function of the file's own
                 else:
                     knob = find(key, known, script, f'{path}: {key}', "; names of a file's helpers begin with _")
-                    config[key] = checked(value, knob, f'{path}: {key}')
-                    explicit.add(key)
+                    values[key] = checked(value, knob, f'{path}: {key}')
+                    explicit[key] = path
         for key, text in options:
             value = parse(text, find(key, known, script, f'--{key}'), f'--{key}')
-            (config if key in knobs else pass_on)[key] = value
-            explicit.add(key)
+            (values if key in knobs else pass_on)[key] = value
+            explicit[key] = 'command line'
     except Mistake as mistake:
         # Every rank says it: torchrun stops the others once one has ended, so rank 0 might not come to speak.
         rank = f'[{os.environ["RANK"]}] ' if 'RANK' in os.environ else ''
@@ -96,59 +97,55 @@ def configure(script_globals, pass_on=None):
     if skipped and os.environ.get('RANK', '0') == '0':
         keys = ', '.join(f'{key} (of {owner})' for key, owner in skipped.items())
         print(f'config: skipped keys that {script.name} does not have: {keys}', file=sys.stderr)
-    script_globals.update(config)
+    config = Config()
+    for key, value in values.items():
+        setattr(config, key, value)
     return config, explicit
 
 
 # --- THE SCRIPT -------------------------------------------------------------------------------------------------------
 
 
-def read_knobs(script, values=None):
-    """
-    {key: Knob} of a script, in order; without a `configure(` call in it there are none.
-
-    values: the script's globals, for the types of the keys without annotation; None = what is written there.
-    """
+def read_knobs(script):
+    """{key: Knob} of a script's class Config, in order; a script without that class has none."""
     source = script.read_text(encoding='utf-8')
-    comments = {}  # line -> (column, text)
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == 'Config']
+    if not classes:
+        return {}
+    comments = {}  # line -> text; alone: those that have a line to themselves
+    alone = set()
     for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
         if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = (token.start[1], token.string.lstrip('# '))
+            comments[token.start[0]] = token.string.lstrip('# ')
+            if token.line.lstrip().startswith('#'):
+                alone.add(token.start[0])
 
     knobs = {}
-    section, last_line = '', 0
-    for statement in ast.parse(source).body:
-        if 'configure' in [getattr(node, 'id', None) for node in ast.walk(statement)]:
-            return knobs
-        for line in range(last_line + 1, statement.lineno):
-            column, text = comments.get(line, (None, ''))
-            if column == 0 and not text.startswith('---'):  # rulers are for the eye
-                section = text
+    section, last_line = '', classes[0].lineno
+    for statement in classes[0].body:
+        section = next((comments[line] for line in range(last_line, statement.lineno) if line in alone), section)
         last_line = statement.end_lineno
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            section = ''  # what stood above an import does not head the keys below it
             continue
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-        if isinstance(target, ast.Name) and not target.id.startswith('_'):
-            comment = comments.get(last_line, (None, ''))[1]
-            choices = CHOICES.match(comment)
-            default = literal(statement.value) if values is None else values.get(target.id)
-            knobs[target.id] = Knob(
-                section=section,
-                comment=comment,
-                types=accepted_types(getattr(statement, 'annotation', None), default),
-                choices=tuple(re.findall(r"'([^']*)'", choices[0])) if choices else (),
-            )
-    return {}
+        types, choices = accepted(getattr(statement, 'annotation', None), literal(statement.value))
+        knobs[target.id] = Knob(section, comments.get(last_line, ''), types, choices)
+    return knobs
 
 
-def accepted_types(annotation, default):
-    """Names of the types in an annotation (`int | None`: int, None), or else the default's."""
+def accepted(annotation, default):
+    """(names of types, choices) of an annotation such as `int | None` or `Literal['a', 'b']`, or else the default's."""
     if annotation is None:
-        return () if default is None else (type(default).__name__,)
+        return () if default is None else (type(default).__name__,), ()
     if isinstance(annotation, ast.BinOp):
-        return accepted_types(annotation.left, default) + accepted_types(annotation.right, default)
-    return (ast.unparse(annotation).partition('[')[0],)
+        sides = [accepted(side, default) for side in (annotation.left, annotation.right)]
+        return sum((types for types, _ in sides), ()), sum((choices for _, choices in sides), ())
+    name = ast.unparse(annotation).partition('[')[0]
+    if name == 'Literal':
+        choices = ast.literal_eval(annotation.slice)
+        choices = choices if isinstance(choices, tuple) else (choices,)
+        return (type(choices[0]).__name__,), choices
+    return (name,), ()
 
 
 def literal(expression):
@@ -185,9 +182,9 @@ def find(key, knobs, script, given, advice=''):
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
 
 
-def help_text(knobs, config, docstring):
+def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
-    rows = {key: (f'--{key}={config[key]}', ' | '.join(knob.types) or 'any') for key, knob in knobs.items()}
+    rows = {key: (f'--{key}={values[key]}', ' | '.join(knob.types) or 'any') for key, knob in knobs.items()}
     key_width, type_width = (max([len(row[i]) for row in rows.values()], default=0) for i in range(2))
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
     section = None
@@ -195,7 +192,9 @@ def help_text(knobs, config, docstring):
         if knobs[key].section != section:
             section = knobs[key].section
             lines += ['', section]
-        lines.append(f'  {default:{key_width}}  {types:{type_width}}  {knobs[key].comment}'.rstrip())
+        choices = ' | '.join(map(repr, knobs[key].choices))
+        comment = ': '.join(filter(None, (choices, knobs[key].comment)))
+        lines.append(f'  {default:{key_width}}  {types:{type_width}}  {comment}'.rstrip())
     return '\n'.join(lines)
 
 
@@ -240,9 +239,9 @@ class Namespace(dict):
         super().__setitem__(name, value)
 
 
-def run_config_file(path, config):
+def run_config_file(path, values):
     """{name: value} of what a config file assigns; it starts with the values so far. Names with _ are its own."""
-    namespace = Namespace({**config, '__file__': path, '__name__': Path(path).stem})
+    namespace = Namespace({**values, '__file__': path, '__name__': Path(path).stem})
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -305,7 +304,7 @@ def elements(value):
 
 def expected(knob):
     """What the key accepts, in the words of an error message."""
-    types = [kind for kind in knob.types if kind != 'str' or not knob.choices]
+    types = [kind for kind in knob.types if kind == 'None' or not knob.choices]
     return ' or '.join([repr(choice) for choice in knob.choices] + types) or 'a value'
 
 

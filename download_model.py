@@ -13,12 +13,16 @@ them, is written last. The weights never come into memory.
 
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-model: str | None = None  # OWNER/NAME on the hub, or a folder to check
-to: str | None = None  # the folder to download into; None = models/NAME
-revision = 'main'  # branch, tag or commit on the hub
+class Config:
+    model: str | None = None  # OWNER/NAME on the hub, or a folder to check
+    to: str | None = None  # the folder to download into; None = models/NAME
+    revision = 'main'  # branch, tag or commit on the hub
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(globals())
+config, _ = configure(Config)
 
 import contextlib
 import datetime
@@ -209,7 +213,7 @@ def one_line_errors(repo, folder):
                 'https://huggingface.co/models (a private one wants `hf auth login` first)'
             )
         elif isinstance(error, errors.RevisionNotFoundError):
-            line = f'revision={revision}: {repo} has no such branch, tag or commit: try --revision=main'
+            line = f'revision={config.revision}: {repo} has no such branch, tag or commit: try --revision=main'
         elif isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
             advice = 'renew the token with `hf auth login`' if status in (401, 403) else 'run this again later'
@@ -292,7 +296,7 @@ def download(repo, folder):
         holds = origin(folder).get('repo', 'files that were not downloaded by this script')
         raise ValueError(f'{folder} holds {holds}; it was left as it is: give another folder with --to=FOLDER')
     with one_line_errors(repo, folder):  # some compute nodes drop packets silently, hence the timeout in seconds
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=30)
+        info = HfApi().model_info(repo, revision=config.revision, files_metadata=True, timeout=30)
         listing = {listed.rfilename: listed for listed in info.siblings}
     names = choose(repo, listing)
     with one_line_errors(repo, folder):
@@ -341,11 +345,11 @@ def download(repo, folder):
 
 
 # --- COMMAND ----------------------------------------------------------------------------------------------------------
-if model is None:
+if config.model is None:
     raise ValueError('model is not set: give OWNER/NAME of the Hugging Face hub, or a folder to check, with --model=')
-if to is None and os.path.isdir(os.path.expanduser(model)):
-    check(Path(model).expanduser())
-elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', model):
-    download(model, Path(to or Path('models', model.rpartition('/')[2])).expanduser())
+if config.to is None and os.path.isdir(os.path.expanduser(config.model)):
+    check(Path(config.model).expanduser())
+elif re.fullmatch(r'[\w.-]+(/[\w.-]+)?', config.model):
+    download(config.model, Path(config.to or Path('models', config.model.rpartition('/')[2])).expanduser())
 else:
-    raise ValueError(f'model={model}: there is no such folder, and on the hub a model is called OWNER/NAME')
+    raise ValueError(f'model={config.model}: there is no such folder, and on the hub a model is called OWNER/NAME')

@@ -20,20 +20,25 @@ import os
 import re
 import shutil
 import warnings
+from typing import Literal
 
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-out_dir = 'out/quickstart'  # the run whose model is exported
-step: int | None = None  # take the checkpoint of this step; None = the newest
-to: str | None = None  # the folder to write; None = models/ and the name of out_dir
-dtype: str | None = None  # 'float32' | 'bfloat16' | 'float16': of the weights; None = as in init_from, else float32
-adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
-max_shard_size = '5GB'  # larger weights are split into files of this size and an index
-data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
-trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
+class Config:
+    out_dir = 'out/quickstart'  # the run whose model is exported
+    step: int | None = None  # take the checkpoint of this step; None = the newest
+    to: str | None = None  # the folder to write; None = models/ and the name of out_dir
+    dtype: Literal['float32', 'bfloat16', 'float16'] | None = None  # None = as in init_from, else float32
+    adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
+    max_shard_size = '5GB'  # larger weights are split into files of this size and an index
+    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
+    trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(globals())  # before `import torch`, so --help is quick
+config, _ = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 from safetensors import SafetensorError
@@ -67,19 +72,23 @@ def foreign_format(folder):
     return None
 
 
-if foreign_format(out_dir):
-    raise ValueError(f'out_dir={out_dir} is {foreign_format(out_dir)}: only runs of the scripts here are exported')
-if not re.fullmatch(r'\d+[KMG]B', max_shard_size):
-    raise ValueError(f'max_shard_size={max_shard_size!r}: expected a number of KB, MB or GB, as in 500MB')
-to = os.path.abspath(to or os.path.join('models', os.path.basename(os.path.abspath(out_dir))))
-if os.path.isfile(to) or (os.path.isdir(to) and os.listdir(to)):
-    raise ValueError(f'{to} exists: delete it, or name another folder with --to=FOLDER')
-if step is None:
-    path = checkpoint.choose(out_dir)  # a damaged one leads to the one before it, and says so
+if foreign_format(config.out_dir):
+    raise ValueError(
+        f'out_dir={config.out_dir} is {foreign_format(config.out_dir)}: only runs of the scripts here are exported'
+    )
+if not re.fullmatch(r'\d+[KMG]B', config.max_shard_size):
+    raise ValueError(f'max_shard_size={config.max_shard_size!r}: expected a number of KB, MB or GB, as in 500MB')
+config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename(os.path.abspath(config.out_dir))))
+if os.path.isfile(config.to) or (os.path.isdir(config.to) and os.listdir(config.to)):
+    raise ValueError(f'{config.to} exists: delete it, or name another folder with --to=FOLDER')
+if config.step is None:
+    path = checkpoint.choose(config.out_dir)  # a damaged one leads to the one before it, and says so
     if path is None:
-        raise ValueError(f'no checkpoint in {out_dir}: train one with `python train_ddp.py CONFIG --out_dir={out_dir}`')
+        raise ValueError(
+            f'no checkpoint in {config.out_dir}: train one with `python train_ddp.py CONFIG --out_dir={config.out_dir}`'
+        )
 else:
-    path = os.path.join(out_dir, 'checkpoints', f'step_{step:08d}')
+    path = os.path.join(config.out_dir, 'checkpoints', f'step_{config.step:08d}')
     damage = checkpoint.find_damage(path) if os.path.isdir(path) else 'it is not there'
     if damage:
         there = [str(int(found.rpartition('_')[2])) for found in checkpoint.checkpoints_in(os.path.dirname(path))]
@@ -87,8 +96,8 @@ else:
 weights, state = checkpoint.load_weights(path)
 model_facts = state['identity']['model']
 is_fine_tuned = 'transformers' in model_facts
-if adapter and not model_facts.get('lora_rank'):
-    raise ValueError(f'adapter=True: {out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
+if config.adapter and not model_facts.get('lora_rank'):
+    raise ValueError(f'adapter=True: {config.out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 transformers = finetune.transformers_offline()
@@ -115,13 +124,13 @@ def logits_of(model):
 
 
 if is_fine_tuned:
-    pretrained = finetune.Pretrained.of_run(out_dir, state, trust_remote_code)
+    pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
     stored = str(pretrained.config.dtype).removeprefix('torch.')  # what config.json says of init_from
-    dtype = dtype or (stored if stored in ('bfloat16', 'float16') and not adapter else 'float32')
+    config.dtype = config.dtype or (stored if stored in ('bfloat16', 'float16') and not config.adapter else 'float32')
     model = finetune.for_inference(pretrained, weights)
 else:
-    dtype = dtype or 'float32'
+    config.dtype = config.dtype or 'float32'
     model_config = ModelConfig(**model_facts)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
     if model_config.tie_embeddings:
@@ -131,7 +140,7 @@ else:
     model.load_state_dict(weights, assign=True)  # no copy
     if model_config.tie_embeddings:
         model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
-if not adapter:
+if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
@@ -139,18 +148,18 @@ print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
 generator = torch.Generator().manual_seed(1337)
 some_tokens = torch.randint(vocab_size, (2, min(128, block_size or 128)), generator=generator)
 trained_logits = logits_of(model)
-if adapter:
+if config.adapter:
     lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}
-    lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in lora.items()}
+    lora = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in lora.items()}
     model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
     expected_logits = logits_of(model)
 elif is_fine_tuned:
-    change_dtype(model, getattr(torch, dtype))
+    change_dtype(model, getattr(torch, config.dtype))
     change_dtype(model, torch.float32)  # the rounded numbers, but computed with in fp32
     expected_logits = logits_of(model)
-    change_dtype(model, getattr(torch, dtype))
+    change_dtype(model, getattr(torch, config.dtype))
 else:
-    model.to(getattr(torch, dtype))
+    model.to(getattr(torch, config.dtype))
     expected_logits = logits_of(model)
 
 # --- WRITE ------------------------------------------------------------------------------------------------------------
@@ -159,7 +168,7 @@ else:
 def find_tokenizer():
     """(the run's tokenizer, the folder of its dataset); or (None, None), and the reason is printed."""
     run = state['config']
-    folder = os.path.join(data_dir or run['data_dir'], run['dataset'])
+    folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
     if run['dataset'] == 'synthetic':
         print('exporting without tokenizer: the run learned random tokens (dataset=synthetic)')
         return None, None
@@ -205,7 +214,7 @@ def write_native(folder, eot):
     theirs.load_state_dict(copies, assign=True)
     theirs.tie_weights()
     theirs.generation_config = transformers.GenerationConfig(**generation)
-    theirs.save_pretrained(folder, max_shard_size=max_shard_size)
+    theirs.save_pretrained(folder, max_shard_size=config.max_shard_size)
 
 
 def write_fine_tuned(folder):
@@ -213,7 +222,7 @@ def write_fine_tuned(folder):
     files = os.listdir(pretrained.folder)
     if 'generation_config.json' in files:
         model.generation_config = transformers.GenerationConfig()  # in its place: save_pretrained refuses some models'
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=config.max_shard_size)
     for name in files:
         source = os.path.join(pretrained.folder, name)
         if os.path.isdir(source):
@@ -278,7 +287,7 @@ def write_tokenizer(ours, dataset_folder, folder):
 def check_model(folder):
     """Load the folder as a user would, and compare. Raises RuntimeError for other weights or logits."""
     # The code of a model from scratch is ours.
-    options = {'dtype': 'auto', 'trust_remote_code': trust_remote_code or not is_fine_tuned}
+    options = {'dtype': 'auto', 'trust_remote_code': config.trust_remote_code or not is_fine_tuned}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     loaded = theirs.state_dict()
     for name, tensor in exported_weights().items():
@@ -316,15 +325,17 @@ def compare_logits(theirs):
         raise RuntimeError(f'logits of {unfinished} differ by up to {difference:.2g} of {largest:.2g}')
     equal = 'to the bit' if difference == 0 else f'within {difference:.1e} of {largest:.1f} (fp32, other order of sums)'
     rounding = (expected_logits - trained_logits).abs().max()
-    rounded = '' if dtype == 'float32' else f'; the rounding to {dtype} moved them by up to {rounding:.1e}'
+    rounded = (
+        '' if config.dtype == 'float32' else f'; the rounding to {config.dtype} moved them by up to {rounding:.1e}'
+    )
     print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}{rounded}')
 
 
-unfinished = f'{to}.tmp'  # only a whole and checked folder gets the name
+unfinished = f'{config.to}.tmp'  # only a whole and checked folder gets the name
 try:
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     os.makedirs(unfinished)
-    if adapter:
+    if config.adapter:
         write_adapter(unfinished)
         check_adapter(unfinished)
     elif is_fine_tuned:
@@ -336,13 +347,13 @@ try:
         if tokenizer:
             write_tokenizer(tokenizer, dataset_folder, unfinished)
         check_model(unfinished)
-    readable = os.path.join(unfinished, 'adapter_config.json' if adapter else 'config.json')
+    readable = os.path.join(unfinished, 'adapter_config.json' if config.adapter else 'config.json')
     for name in os.listdir(unfinished):  # safetensors keeps its files from everybody else
         shutil.copymode(readable, os.path.join(unfinished, name))
-    checkpoint.rename_durably(unfinished, to)
+    checkpoint.rename_durably(unfinished, config.to)
 except BaseException as error:
     shutil.rmtree(unfinished, ignore_errors=True)
     if isinstance(error, (OSError, SafetensorError)):  # a full disk
         raise OSError(f'cannot write {unfinished} ({error}): name another folder with --to=FOLDER') from error
     raise
-print(f'exported to {to}')
+print(f'exported to {config.to}')

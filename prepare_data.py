@@ -17,31 +17,37 @@ This process reads and writes, num_proc others tokenize. Killed half-way, the sa
 same bytes with and without such a break, and for any number of processes.
 """
 
+from typing import Literal
+
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-# text
-dataset = 'stdlib'  # stdlib, a file or folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, or OWNER/NAME on the hub
-text_field: str | None = None  # the field with the text, of rows; None = 'text', or all strings of a .jsonl row without
-chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
-source_config: str | None = None  # configuration of a hub dataset; None = its only one
-source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
-# tokens
-tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
-vocab_size = 2048  # of the trained BPE
-val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
-val_rule: str | None = None  # 'hash' | 'tail': documents by a hash, or the end of a text file; None = what fits
-seed = 1337  # of the hash that chooses the validation documents
-# files
-name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
-data_dir = 'data'  # where datasets live
-shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
-# system
-num_proc: int | None = None  # processes that tokenize; None = one per core
-download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
-cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
+class Config:
+    # text
+    dataset = 'stdlib'  # or a file, a folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, OWNER/NAME on the hub
+    text_field: str | None = None  # field of the text in rows; None = 'text', or all strings of a .jsonl row
+    chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
+    source_config: str | None = None  # configuration of a hub dataset; None = its only one
+    source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
+    # tokens
+    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
+    vocab_size = 2048  # of the trained BPE
+    val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
+    val_rule: Literal['hash', 'tail'] | None = None  # documents by a hash, or the end of a text file; None = what fits
+    seed = 1337  # of the hash that chooses the validation documents
+    # files
+    name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
+    data_dir = 'data'  # where datasets live
+    shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
+    # system
+    num_proc: int | None = None  # processes that tokenize; None = one per core
+    download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
+    cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, explicit = configure(globals())
+config, explicit = configure(Config)
 
 import atexit
 import collections
@@ -81,17 +87,17 @@ EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
-hub_folder = Path(data_dir) / 'hub'
-if cache_tokenizer:
-    cache, fetched = fetch_tokenizer(cache_tokenizer, Path(data_dir) / 'tiktoken')
-    print(f'{cache_tokenizer}: {fetched.vocab_size:,} tokens; its files are in {cache}, sha256 verified')
+hub_folder = Path(config.data_dir) / 'hub'
+if config.cache_tokenizer:
+    cache, fetched = fetch_tokenizer(config.cache_tokenizer, Path(config.data_dir) / 'tiktoken')
+    print(f'{config.cache_tokenizer}: {fetched.vocab_size:,} tokens; its files are in {cache}, sha256 verified')
     print(f'where there is no network: export TIKTOKEN_CACHE_DIR={os.path.abspath(cache)}')
     sys.exit()
-if download_only:
-    where = hub.download(dataset, source_config, hub_folder)
-    print(f'{dataset}: downloaded to {where}; now prepare it, with or without network')
+if config.download_only:
+    where = hub.download(config.dataset, config.source_config, hub_folder)
+    print(f'{config.dataset}: downloaded to {where}; now prepare it, with or without network')
     sys.exit()
-if dataset == 'synthetic':
+if config.dataset == 'synthetic':
     print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')
     sys.exit()
 
@@ -114,13 +120,13 @@ def start_worker():
 @functools.cache
 def tokenizer_of_worker(folder):
     """The tokenizer, loaded once per worker."""
-    return load_tokenizer(tokenizer, folder)
+    return load_tokenizer(config.tokenizer, folder)
 
 
 @functools.cache
 def chat_encoder_of_worker(folder):
     """The chat template with its tokenizer, likewise."""
-    return chats.ChatEncoder(tokenizer, tokenizer_of_worker(folder).eot)
+    return chats.ChatEncoder(config.tokenizer, tokenizer_of_worker(folder).eot)
 
 
 def warm_up(folder, is_chat):
@@ -130,7 +136,7 @@ def warm_up(folder, is_chat):
 
 def hash_of(head):
     """A number below 2^64, from the first bytes of a document: it decides the split."""
-    digest = hashlib.blake2b(head, digest_size=8, salt=seed.to_bytes(16, 'little', signed=True))
+    digest = hashlib.blake2b(head, digest_size=8, salt=config.seed.to_bytes(16, 'little', signed=True))
     return int.from_bytes(digest.digest(), 'little')
 
 
@@ -156,7 +162,7 @@ class Encoded(NamedTuple):
 
 def as_shards_hold_it(tokens, encoder):
     """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
-    assert tokens.max() < encoder.vocab_size, f'{tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
+    assert tokens.max() < encoder.vocab_size, f'{config.tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
     return tokens.astype(dtype_for(encoder.vocab_size))
 
 
@@ -171,7 +177,7 @@ def encode_unit(pieces, val_below, folder):
     stretches = collections.defaultdict(list)  # split -> texts, None behind each document
     text_bytes = collections.Counter()
     for piece in pieces:
-        for document in reading.documents(piece, text_field, notes):
+        for document in reading.documents(piece, config.text_field, notes):
             split = split_of(piece, document, val_below)
             text_bytes[split] += len(document)
             stretches[split] += [data.decode() for data in reading.cut_up(document, ENCODE_BYTES)]
@@ -211,11 +217,11 @@ def encode_conversations(pieces, val_below, folder):
     return result, notes
 
 
-num_proc = len(os.sched_getaffinity(0)) if num_proc is None else num_proc
-if num_proc < 1:
-    raise ValueError(f'num_proc={num_proc}: expected 1 or more')
+config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else config.num_proc
+if config.num_proc < 1:
+    raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
 # Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
-pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
+pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), start_worker)
 atexit.register(pool.shutdown)
 pool.submit(os.getpid).result()
 
@@ -227,7 +233,7 @@ def encoded_units(units, val_below, folder):
     try:
         for unit in units:
             under_way.append((unit._replace(pieces=None), pool.submit(encode, unit.pieces, val_below, folder)))
-            if len(under_way) > 2 * num_proc:
+            if len(under_way) > 2 * config.num_proc:
                 unit, future = under_way.popleft()
                 yield unit, future.result()
         for unit, future in under_way:
@@ -241,33 +247,41 @@ def encoded_units(units, val_below, folder):
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
-is_text_file = os.path.isfile(dataset) and sources.kind_of(dataset) == 'text'
-val_rule = val_rule or ('tail' if is_text_file else 'hash')
-if val_rule == 'tail' and not is_text_file:
-    raise ValueError(f'val_rule=tail cuts a single text file, and dataset={dataset} is none: leave it out')
-if val_fraction is None:
-    val_fraction = 0.1 if is_text_file or dataset == 'stdlib' else 0.01
-if not 0 <= val_fraction < 1:
-    raise ValueError(f'val_fraction={val_fraction}: expected at least 0 (no validation split) and below 1')
-if not 0 < shard_tokens < 1 << 31:
-    raise ValueError(f'shard_tokens={shard_tokens}: expected 1 to 2^31 - 1, for the header counts them in an int32')
-if 'vocab_size' in explicit and tokenizer != 'bpe':
-    raise ValueError(f'vocab_size={vocab_size} is for --tokenizer=bpe, {tokenizer} has its own: leave it out')
-tokenizer_facts = describe(tokenizer, vocab_size)
+is_text_file = os.path.isfile(config.dataset) and sources.kind_of(config.dataset) == 'text'
+config.val_rule = config.val_rule or ('tail' if is_text_file else 'hash')
+if config.val_rule == 'tail' and not is_text_file:
+    raise ValueError(f'val_rule=tail cuts a single text file, and dataset={config.dataset} is none: leave it out')
+if config.val_fraction is None:
+    config.val_fraction = 0.1 if is_text_file or config.dataset == 'stdlib' else 0.01
+if not 0 <= config.val_fraction < 1:
+    raise ValueError(f'val_fraction={config.val_fraction}: expected at least 0 (no validation split) and below 1')
+if not 0 < config.shard_tokens < 1 << 31:
+    raise ValueError(
+        f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1, for the header counts them in an int32'
+    )
+if 'vocab_size' in explicit and config.tokenizer != 'bpe':
+    raise ValueError(
+        f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own: leave it out'
+    )
+tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
-if chat and text_field is not None:
-    raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={text_field}')
-if hub.is_hub_name(dataset):
-    source = sources.stream_source(*hub.open_stream(dataset, source_config, source_split, hub_folder), text_field, chat)
+if config.chat and config.text_field is not None:
+    raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={config.text_field}')
+if hub.is_hub_name(config.dataset):
+    source = sources.stream_source(
+        *hub.open_stream(config.dataset, config.source_config, config.source_split, hub_folder),
+        config.text_field,
+        config.chat,
+    )
 else:
-    tail_fraction = val_fraction if val_rule == 'tail' and val_fraction else None
-    source = sources.find_source(dataset, text_field, source_split, tail_fraction, chat)
-chat_template = chats.template_of(tokenizer) if source.chat and os.path.isdir(tokenizer) else None
+    tail_fraction = config.val_fraction if config.val_rule == 'tail' and config.val_fraction else None
+    source = sources.find_source(config.dataset, config.text_field, config.source_split, tail_fraction, config.chat)
+chat_template = chats.template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(
-        f'dataset={dataset} holds conversations, and tokenizer={tokenizer} has no chat template: give the folder of a '
-        f'chat model, as with --tokenizer=models/Qwen3-0.6B (python download_model.py --model=Qwen/Qwen3-0.6B), or '
-        f'--chat=False to learn all strings as text'
+        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: '
+        'give the folder of a chat model, as with --tokenizer=models/Qwen3-0.6B (python download_model.py '
+        '--model=Qwen/Qwen3-0.6B), or --chat=False to learn all strings as text'
     )
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
@@ -278,22 +292,24 @@ if len(source.skipped) > 10:
     print(f'left out: {len(source.skipped) - 10} more files')
 
 # --- FOLDER -----------------------------------------------------------------------------------------------------------
-if name is None:
-    of_source = Path(dataset).resolve().stem if os.path.exists(dataset) else dataset.rpartition('/')[2]
-    of_config = f'-{source_config}' if source_config else ''
-    of_tokenizer = f'bpe{vocab_size}' if tokenizer == 'bpe' else tokenizer_facts['name']
-    name = re.sub(r'[^\w.-]+', '_', f'{of_source}{of_config}-{of_tokenizer}')
-if not re.fullmatch(r'\w[\w.-]*', name):
-    raise ValueError(f'name={name!r}: expected letters, digits, and . _ - behind the first; it names a folder')
-folder = Path(data_dir) / name
+if config.name is None:
+    of_source = (
+        Path(config.dataset).resolve().stem if os.path.exists(config.dataset) else config.dataset.rpartition('/')[2]
+    )
+    of_config = f'-{config.source_config}' if config.source_config else ''
+    of_tokenizer = f'bpe{config.vocab_size}' if config.tokenizer == 'bpe' else tokenizer_facts['name']
+    config.name = re.sub(r'[^\w.-]+', '_', f'{of_source}{of_config}-{of_tokenizer}')
+if not re.fullmatch(r'\w[\w.-]*', config.name):
+    raise ValueError(f'name={config.name!r}: expected letters, digits, and . _ - behind the first; it names a folder')
+folder = Path(config.data_dir) / config.name
 settings = {  # what decides the tokens
     'source': facts['sha256'],
-    'text_field': text_field,
+    'text_field': config.text_field,
     'tokenizer': tokenizer_facts,
-    'val_rule': val_rule,
-    'val_fraction': val_fraction,
-    'seed': seed,
-    'shard_tokens': shard_tokens,
+    'val_rule': config.val_rule,
+    'val_fraction': config.val_fraction,
+    'seed': config.seed,
+    'shard_tokens': config.shard_tokens,
     'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
 }
 
@@ -304,7 +320,9 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
-    if 'chat_template' not in found['settings'] and text_field is None:  # made when text_field was 'text' by default
+    if (
+        'chat_template' not in found['settings'] and config.text_field is None
+    ):  # made when text_field was 'text' by default
         found['settings']['text_field'] = None
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
@@ -334,12 +352,14 @@ def print_summary(meta):
             print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
             print(f'the longest conversation has {totals["longest"]:,} tokens')
     command = 'python train_ddp.py'
-    if meta.get('masked') or os.path.exists(os.path.join(tokenizer, 'config.json')):  # of a model that can learn it
-        family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(tokenizer)).lower() else 'llama'
+    if meta.get('masked') or os.path.exists(
+        os.path.join(config.tokenizer, 'config.json')
+    ):  # of a model that can learn it
+        family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(config.tokenizer)).lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
-        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={tokenizer}'
-    place = '' if data_dir == 'data' else f' --data_dir={data_dir}'
-    print(f'{folder}\nnext: {command} --dataset={name}{place}')
+        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
+    place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
+    print(f'{folder}\nnext: {command} --dataset={config.name}{place}')
 
 
 def lock_folder():
@@ -392,7 +412,7 @@ def documents_of_source():
     conversation_of = chats.conversation_of if source.chat else None
     for unit in reading.units(source):
         for piece in unit.pieces:
-            for document in reading.documents(piece, text_field, collections.Counter(), conversation_of):
+            for document in reading.documents(piece, config.text_field, collections.Counter(), conversation_of):
                 yield piece, document
 
 
@@ -401,7 +421,7 @@ def choose_val_below():
     Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
     both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`.
     """
-    below = int(val_fraction * 2**64)
+    below = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     for piece, document in documents_of_source():
         number = hash_of(piece.head_of(document))
@@ -410,22 +430,22 @@ def choose_val_below():
             return below
     if lowest >= highest:
         raise ValueError(
-            f'dataset={dataset} is not two different documents, so a hash cannot choose some for validation: use '
-            f'--val_rule=tail for a text file, or --val_fraction=0'
+            f'dataset={config.dataset} is not two different documents, so a hash cannot choose some for validation: '
+            f'use --val_rule=tail for a text file, or --val_fraction=0'
         )
     return max(lowest + 1, min(below, highest))
 
 
 if not is_resumed:
-    state['val_below'] = choose_val_below() if val_rule == 'hash' and val_fraction else 0
+    state['val_below'] = choose_val_below() if config.val_rule == 'hash' and config.val_fraction else 0
 val_below = state['val_below']
-if val_rule == 'tail':
-    rule_in_words = f'the last {val_fraction:%} of the bytes of the text'
+if config.val_rule == 'tail':
+    rule_in_words = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
     what = 'conversations, as JSON,' if source.chat else 'documents'
     rule_in_words = (
         f'{what} whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {reading.HEAD_BYTES:,} '
-        f'bytes, digest_size=8, salt={seed} as 16 bytes, little-endian'
+        f'bytes, digest_size=8, salt={config.seed} as 16 bytes, little-endian'
     )
 
 # --- TOKENIZER --------------------------------------------------------------------------------------------------------
@@ -442,8 +462,8 @@ def bpe_sample():
                 return
 
 
-if tokenizer != 'bpe':
-    encoder = load_tokenizer(tokenizer, folder)  # may fail: before anything is written
+if config.tokenizer != 'bpe':
+    encoder = load_tokenizer(config.tokenizer, folder)  # may fail: before anything is written
     if source.chat:
         try:
             pool.submit(warm_up, folder, True).result()  # likewise
@@ -457,18 +477,22 @@ if not is_resumed:
         raise OSError(f'{folder}: cannot be written: {error.strerror}; choose another --data_dir') from error
     if not was_there:
         lock_folder()
-    if tokenizer == 'bpe':
-        print(f'training a BPE of {vocab_size:,} tokens on the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)')
-        train_bpe(bpe_sample(), vocab_size, folder / 'tokenizer.json')
+    if config.tokenizer == 'bpe':
+        print(
+            f'training a BPE of {config.vocab_size:,} tokens on the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)'
+        )
+        train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json')
     elif 'sha256' in tokenizer_facts:
-        shutil.copyfile(Path(tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')  # sample.py needs it, wherever
-if tokenizer == 'bpe':
-    encoder = load_tokenizer(tokenizer, folder)
+        shutil.copyfile(
+            Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json'
+        )  # sample.py needs it, wherever
+if config.tokenizer == 'bpe':
+    encoder = load_tokenizer(config.tokenizer, folder)
 dtype = dtype_for(encoder.vocab_size)
-print(f'tokenizer {tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
+print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
-for _ in range(num_proc):
+for _ in range(config.num_proc):
     pool.submit(warm_up, folder, source.chat)
 
 
@@ -483,8 +507,8 @@ def save_state():
 
 
 writers = {
-    split: ShardWriter(folder, split, dtype, shard_tokens, state['splits'].get(split), source.chat)
-    for split in (['train', 'val'] if val_fraction else ['train'])
+    split: ShardWriter(folder, split, dtype, config.shard_tokens, state['splits'].get(split), source.chat)
+    for split in (['train', 'val'] if config.val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
 progress = reading.Progress(source.total, state['work'])
@@ -514,14 +538,14 @@ for split, writer in writers.items():
     writer.finish()
 meta = {
     'format_version': 1,
-    'name': name,
+    'name': config.name,
     'tokenizer': {**tokenizer_facts, 'vocab_size': encoder.vocab_size, 'eot_token': encoder.eot},
     'vocab_size': encoder.vocab_size,
     'eot_token': encoder.eot,
     'dtype': dtype.name,
     **({'masked': True} if source.chat else {}),
     'splits': {split: writer.totals for split, writer in writers.items()},
-    'val_fraction': val_fraction,
+    'val_fraction': config.val_fraction,
     'val_rule': rule_in_words,
     'source': {**facts, 'left_out': source.skipped[:100], 'notes': dict(sorted(notes.items())[:100])},
     'settings': settings,
@@ -539,5 +563,5 @@ if source.chat:
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
     print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
     print(chats.marked_text(tokens, flags, encoder.decode, *marks))
-print(f'{progress.rates()} with {num_proc} processes, reading and writing included')
+print(f'{progress.rates()} with {config.num_proc} processes, reading and writing included')
 print_summary(meta)

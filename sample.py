@@ -16,29 +16,34 @@ import json
 import math
 import os
 import sys
+from typing import Literal
 
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-out_dir = 'out/quickstart'  # the run whose model writes
-step: int | None = None  # take the checkpoint of this step; None = the newest
-data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
-tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
-trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
-prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
-prompts: str | None = None  # a .jsonl file with {"prompt": ...} a line; for each, stdout gets {"prompt", "answer"}
-chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
-system: str | None = None  # the system message before it
-num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
-max_new_tokens = 200  # length of each; an end-of-text token ends it earlier
-temperature = 0.8  # below 1 prefers what is likely, above 1 flattens; 0 = always the likeliest token
-top_k = 0  # draw from the k likeliest tokens only; 0 = all
-top_p = 0.95  # draw from the likeliest tokens that together have this probability; 0 = all
-seed = 1337  # the same seed draws the same text
-device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'  # 'auto' | 'float32' | 'bfloat16' | 'float16': of compute; auto = bfloat16 where the hardware has it
+class Config:
+    out_dir = 'out/quickstart'  # the run whose model writes
+    step: int | None = None  # take the checkpoint of this step; None = the newest
+    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
+    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
+    trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
+    prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
+    prompts: str | None = None  # a .jsonl file with {"prompt": ...} a line; for each, stdout gets {"prompt", "answer"}
+    chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
+    system: str | None = None  # the system message before it
+    num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
+    max_new_tokens = 200  # length of each; an end-of-text token ends it earlier
+    temperature = 0.8  # below 1 prefers what is likely, above 1 flattens; 0 = always the likeliest token
+    top_k = 0  # draw from the k likeliest tokens only; 0 = all
+    top_p = 0.95  # draw from the likeliest tokens that together have this probability; 0 = all
+    seed = 1337  # the same seed draws the same text
+    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 if the device has it
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, _ = configure(globals())  # before `import torch`, so --help is quick
+config, _ = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 
@@ -49,8 +54,8 @@ from text import chat as chats
 from text.tokenizer import load_tokenizer, tokenizer_of
 
 errors.report_errors()
-device = processes.choose_device(device, local_rank=0)
-compute_dtype = processes.choose_dtype(dtype, device)
+config.device = processes.choose_device(config.device, local_rank=0)
+compute_dtype = processes.choose_dtype(config.dtype, config.device)
 
 
 def say(line):
@@ -78,34 +83,38 @@ def read_prompts(path):
     return found
 
 
-if prompt and prompts is not None:
+if config.prompt and config.prompts is not None:
     raise ValueError('prompt and prompts are both given: leave one out')
-if prompt.startswith('FILE:'):
-    with open(prompt.removeprefix('FILE:'), encoding='utf-8') as file:
-        prompt = file.read()
-texts = [prompt] if prompts is None else read_prompts(prompts)
-if num_samples is not None and num_samples < 1:
-    raise ValueError(f'num_samples={num_samples}: expected 1 or more')
-if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1:
-    given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
+if config.prompt.startswith('FILE:'):
+    with open(config.prompt.removeprefix('FILE:'), encoding='utf-8') as file:
+        config.prompt = file.read()
+texts = [config.prompt] if config.prompts is None else read_prompts(config.prompts)
+if config.num_samples is not None and config.num_samples < 1:
+    raise ValueError(f'num_samples={config.num_samples}: expected 1 or more')
+if config.temperature < 0 or config.top_k < 0 or not 0 <= config.top_p <= 1:
+    given = f'temperature={config.temperature}, top_k={config.top_k}, top_p={config.top_p}'
     raise ValueError(f'{given}: expected temperature and top_k of 0 or more, and top_p from 0 to 1')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
-if step is None:
-    path = checkpoint.choose(out_dir, say=say)  # a damaged one leads to the one before it, and says so
+if config.step is None:
+    path = checkpoint.choose(config.out_dir, say=say)  # a damaged one leads to the one before it, and says so
     if path is None:
-        raise ValueError(f'no checkpoint in {out_dir}: train one with `python train_ddp.py CONFIG --out_dir={out_dir}`')
+        raise ValueError(
+            f'no checkpoint in {config.out_dir}: train one with `python train_ddp.py CONFIG --out_dir={config.out_dir}`'
+        )
 else:
-    path = os.path.join(out_dir, 'checkpoints', f'step_{step:08d}')
+    path = os.path.join(config.out_dir, 'checkpoints', f'step_{config.step:08d}')
     if not os.path.isdir(path):
         there = [str(int(found.rpartition('_')[2])) for found in checkpoint.checkpoints_in(os.path.dirname(path))]
-        raise ValueError(f'no checkpoint of step={step} in {out_dir}, which has those of steps: {", ".join(there)}')
+        raise ValueError(
+            f'no checkpoint of step={config.step} in {config.out_dir}, which has those of steps: {", ".join(there)}'
+        )
     damage = checkpoint.find_damage(path, say)
     if damage:
         raise ValueError(f'checkpoint {path} is damaged: {damage}; take another --step')
 weights, state = checkpoint.load_weights(path)
 run = state['config']
-dataset_folder = os.path.join(data_dir or run['data_dir'], run['dataset'])
+dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
 is_fine_tuned = 'transformers' in state['identity']['model']
 
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------
@@ -127,7 +136,7 @@ def find_stop_tokens():
     ):
         named.append(json.load(file).get('eos_token_id'))
     found = {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if token is not None}
-    if chat:  # where a model without a template was given one, its folder names the end of a text alone
+    if config.chat:  # where a model without a template was given one, its folder names the end of a text alone
         conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
         behind = render(conversation).partition('Answer')[2].strip()
         following = text_tokenizer.encode(behind, add_special_tokens=False)[:1]
@@ -145,50 +154,53 @@ def render(messages, **options):
 
 
 if is_fine_tuned:
-    if tokenizer is not None:
+    if config.tokenizer is not None:
         raise ValueError(
-            f'tokenizer={tokenizer}: a fine-tuned model has its own, in {out_dir}/{finetune.KEPT}; leave it out'
+            f'tokenizer={config.tokenizer}: a fine-tuned model has its own, in '
+            f'{config.out_dir}/{finetune.KEPT}; leave it out'
         )
     transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
-    pretrained = finetune.Pretrained.of_run(out_dir, state, trust_remote_code)
+    pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
     try:
         text_tokenizer = transformers.AutoTokenizer.from_pretrained(
-            pretrained.folder, trust_remote_code=trust_remote_code
+            pretrained.folder, trust_remote_code=config.trust_remote_code
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
         reason = ' '.join(str(error).split())[:200]
         raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer in it: {reason}') from error
-    if chat and not text_tokenizer.chat_template:
+    if config.chat and not text_tokenizer.chat_template:
         raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')
-    if chat is None:
-        chat = answers_messages()
+    if config.chat is None:
+        config.chat = answers_messages()
     stop_tokens = find_stop_tokens()
     model = finetune.for_inference(pretrained, weights)
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
-        parameter.data = parameter.data.to(device, compute_dtype)
-    model.to(device)
+        parameter.data = parameter.data.to(config.device, compute_dtype)
+    model.to(config.device)
     model.generation_config = transformers.GenerationConfig()  # only the knobs above decide
 else:
-    for key, value in (('chat', chat), ('system', system)):
+    for key, value in (('chat', config.chat), ('system', config.system)):
         if value:
-            raise ValueError(f'{key}={value}: {out_dir} was trained from scratch, on text alone: leave --{key} out')
+            raise ValueError(
+                f'{key}={value}: {config.out_dir} was trained from scratch, on text alone: leave --{key} out'
+            )
     model_config = ModelConfig(**state['identity']['model'])
     with torch.device('meta'):
         model = GPT(model_config, compute_dtype)
-    model.to_empty(device=device)
+    model.to_empty(device=config.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
-    if tokenizer is not None:
-        text_tokenizer = load_tokenizer(tokenizer)
+    if config.tokenizer is not None:
+        text_tokenizer = load_tokenizer(config.tokenizer)
     elif run['dataset'] == 'synthetic':
-        raise ValueError(f'{out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
+        raise ValueError(f'{config.out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
     else:
         if not os.path.exists(os.path.join(dataset_folder, 'meta.json')):
             raise ValueError(
-                f'{dataset_folder}/meta.json, which names the tokenizer of {out_dir}, is missing: '
+                f'{dataset_folder}/meta.json, which names the tokenizer of {config.out_dir}, is missing: '
                 'say where the dataset lies with --data_dir=FOLDER, or name the tokenizer with --tokenizer=NAME'
             )
         text_tokenizer = tokenizer_of(dataset_folder)
@@ -199,14 +211,14 @@ else:
         )
 del weights
 parameters = sum(parameter.numel() for parameter in model.parameters())
-say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {device}')
+say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {config.device}')
 
-if chat and not all(text.strip() for text in texts):
+if config.chat and not all(text.strip() for text in texts):
     raise ValueError('an empty prompt: give the message to answer with --prompt="TEXT", or --chat=False')
-if system is not None and not chat:
-    raise ValueError(f'system={system!r}: the prompt is taken as text here; --chat makes a message of it, too')
-if num_samples is None:
-    num_samples = 1 if chat or prompts is not None else 3
+if config.system is not None and not config.chat:
+    raise ValueError(f'system={config.system!r}: the prompt is taken as text here; --chat makes a message of it, too')
+if config.num_samples is None:
+    config.num_samples = 1 if config.chat or config.prompts is not None else 3
 
 # --- SAMPLE -----------------------------------------------------------------------------------------------------------
 
@@ -228,16 +240,18 @@ def continue_natively(text):
     # the next word, and after a lone one the model is lost. So take it back and let the first new token begin with it.
     begin = text_tokenizer.decode([tokens.pop()]) if text.endswith(' ') else ''
     tokens = tokens or [text_tokenizer.eot]  # eot stands between documents: it starts one
-    batch = torch.tensor([tokens] * num_samples, device=device)  # (num_samples, T)
-    draw = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-    draw['generator'] = torch.Generator(device).manual_seed(seed)
+    batch = torch.tensor([tokens] * config.num_samples, device=config.device)  # (num_samples, T)
+    draw = {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p}
+    draw['generator'] = torch.Generator(config.device).manual_seed(config.seed)
     if begin:
         with torch.no_grad():
             logits = model(batch[:, -model_config.block_size :])[:, -1]  # (num_samples, vocab_size)
-        others = torch.ones(logits.shape[-1], dtype=torch.bool, device=device)
+        others = torch.ones(logits.shape[-1], dtype=torch.bool, device=config.device)
         others[tokens_that_begin_with(begin)] = False
         batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
-    rows = model.generate(batch, max_new_tokens, stop_token=text_tokenizer.eot, **draw)[:, len(tokens) :].tolist()
+    rows = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)[
+        :, len(tokens) :
+    ].tolist()
     rows = [row[: row.index(text_tokenizer.eot)] if text_tokenizer.eot in row else row for row in rows]
     # A vocab_size set above the tokenizer's leaves unused ids.
     rows = [[token for token in row if token < text_tokenizer.vocab_size] for row in rows]
@@ -249,15 +263,15 @@ def generate(tokens):
     positions = getattr(pretrained.config.get_text_config(), 'max_position_embeddings', None) or math.inf
     if len(tokens) >= positions:
         raise ValueError(f'the prompt has {len(tokens)} tokens, the model {positions} positions: shorten it')
-    options = {'do_sample': temperature > 0, 'eos_token_id': stop_tokens or None}
-    if temperature > 0:
-        options |= {'temperature': temperature, 'top_k': top_k, 'top_p': top_p or 1.0}
-    batch = torch.tensor([tokens] * num_samples, device=device)  # (num_samples, T)
-    torch.manual_seed(seed)
+    options = {'do_sample': config.temperature > 0, 'eos_token_id': stop_tokens or None}
+    if config.temperature > 0:
+        options |= {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p or 1.0}
+    batch = torch.tensor([tokens] * config.num_samples, device=config.device)  # (num_samples, T)
+    torch.manual_seed(config.seed)
     rows = model.generate(
         batch,
         attention_mask=torch.ones_like(batch),
-        max_new_tokens=min(max_new_tokens, positions - len(tokens)),
+        max_new_tokens=min(config.max_new_tokens, positions - len(tokens)),
         pad_token_id=stop_tokens[0] if stop_tokens else 0,  # it fills rows that have ended
         **options,
     )[:, len(tokens) :].tolist()
@@ -283,18 +297,18 @@ def continue_text(text):
 
 def answer(text):
     """num_samples answers to a user's message."""
-    messages = [] if system is None else [{'role': 'system', 'content': system}]
+    messages = [] if config.system is None else [{'role': 'system', 'content': config.system}]
     written = render([*messages, {'role': 'user', 'content': text}], add_generation_prompt=True)
     rows = generate(text_tokenizer.encode(written, add_special_tokens=False))  # the template has written them
     return [text_tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
 
 for text in texts:
-    found = answer(text) if chat else continue_text(text) if is_fine_tuned else continue_natively(text)
+    found = answer(text) if config.chat else continue_text(text) if is_fine_tuned else continue_natively(text)
     for number, new in enumerate(found, start=1):
-        if prompts is not None:
+        if config.prompts is not None:
             print(json.dumps({'prompt': text, 'answer': new}, ensure_ascii=False), flush=True)
             continue
-        if num_samples > 1:
-            print(f'--- sample {number} of {num_samples} ' + '-' * 60)
-        print(new if chat else text + new)
+        if config.num_samples > 1:
+            print(f'--- sample {number} of {config.num_samples} ' + '-' * 60)
+        print(new if config.chat else text + new)

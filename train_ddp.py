@@ -13,95 +13,101 @@ import gc
 import math
 import os
 import sys
-from datetime import timedelta
+from typing import Literal
 
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-# I/O
-out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
-resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
-eval_interval = 500  # steps between evaluations; 0 = only after the last step
-eval_iters = 20  # evaluate on so many batches of global_batch_size sequences, always the same ones; 0 = no evaluation
-eval_only = False  # evaluate the newest checkpoint and stop
-log_interval = 10  # steps between log lines
-trace_step = 0  # record this step on every rank, for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = none
-checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
-keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
-permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
-save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
-async_checkpoint = False  # train on while a checkpoint is written
-dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
-# logging
-wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-wandb_project = 'distributed-training'  # wandb project
-wandb_entity: str | None = None  # wandb team or user
-wandb_group: str | None = None  # wandb group, to lay runs side by side
-wandb_run_name: str | None = None  # None = the name of out_dir
-tensorboard_log = False  # write event files to out_dir/tensorboard
-# data
-dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
-data_dir = 'data'  # where datasets live
-batch_size = 8  # sequences per rank per micro-step: what must fit into memory
-global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
-block_size = 1024  # tokens per sequence
-# model
-init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
-trust_remote_code = False  # run the Python that came with init_from
-arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
-heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
-n_layer = 12  # transformer blocks
-n_head = 12  # query heads
-n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
-head_dim: int | None = None  # None = n_embd / n_head
-n_embd = 768  # width of the residual stream
-mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), 8/3 * n_embd to a multiple of 64 (llama, qwen3)
-vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
-dropout = 0.0  # 0 for pretraining
-bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
-tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
-attention_gate = False  # qwen3: sigmoid gate on the attention output
-freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
-# lora
-lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
-lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
-lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
-# optimizer
-optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'|'sgd'
-learning_rate = 6e-4  # peak
-max_iters = 10000  # optimizer steps
-num_epochs: float | None = None  # passes over the training data: sets max_iters
-weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
-beta1 = 0.9  # Adam: decay of the first moment
-beta2 = 0.95  # Adam: decay of the second moment
-grad_clip = 1.0  # global gradient norm; 0 = off
-lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
-kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
-delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
-omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
-wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; None = max_iters / 10
-z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
-# schedule
-lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
-warmup_iters = 100  # linear warm-up
-lr_decay_iters: int | None = None  # None = max_iters
-min_lr: float | None = None  # None = learning_rate / 10
-# system
-device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'  # 'auto' | 'float32' | 'bfloat16' | 'float16': of compute; auto = bfloat16 where the hardware has it
-compile: bool | None = None  # torch.compile each block; None = on CUDA
-seed = 1337  # of the initial weights, the order of the data and dropout
-deterministic = False  # bit-equal repetitions, at a cost in speed
-activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
-timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
-max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
-loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
-checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
+class Config:
+    # I/O
+    out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
+    eval_interval = 500  # steps between evaluations; 0 = only after the last step
+    eval_iters = 20  # evaluate on so many global batches, always the same ones: more = less noise; 0 = no evaluation
+    eval_only = False  # evaluate the newest checkpoint and stop
+    log_interval = 10  # steps between log lines; each costs one wait for the GPU
+    trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
+    checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
+    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
+    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
+    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without
+    async_checkpoint = False  # train on while a checkpoint is written: for large models, it takes host memory
+    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+    # logging
+    wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
+    wandb_project = 'distributed-training'  # wandb project
+    wandb_entity: str | None = None  # wandb team or user
+    wandb_group: str | None = None  # wandb group, to lay runs side by side
+    wandb_run_name: str | None = None  # None = the name of out_dir
+    tensorboard_log = False  # write event files to out_dir/tensorboard
+    # data
+    dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
+    data_dir = 'data'  # where datasets live
+    batch_size = 8  # sequences per rank per micro-step: what must fit into memory
+    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
+    block_size = 1024  # tokens per sequence
+    # model
+    init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
+    trust_remote_code = False  # run the Python that came with init_from
+    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
+    heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
+    n_layer = 12  # transformer blocks
+    n_head = 12  # query heads
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
+    head_dim: int | None = None  # None = n_embd / n_head
+    n_embd = 768  # width of the residual stream
+    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
+    vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
+    bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
+    tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+    attention_gate = False  # qwen3: sigmoid gate on the attention output
+    freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
+    # lora
+    lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
+    lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
+    lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
+    # optimizer
+    optimizer: Literal[
+        'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
+    ] = 'adamw'  # docs/optimizers.md compares them
+    learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
+    max_iters = 10000  # optimizer steps
+    num_epochs: float | None = None  # passes over the training data: sets max_iters
+    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
+    beta1 = 0.9  # Adam: decay of the first moment
+    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
+    grad_clip = 1.0  # global gradient norm; 0 = off
+    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at so many sequences per step
+    kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
+    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
+    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+    # schedule
+    lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
+    warmup_iters = 100  # linear warm-up: longer if the loss jumps early
+    lr_decay_iters: int | None = None  # None = max_iters
+    min_lr: float | None = None  # None = learning_rate / 10
+    # system
+    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    compile: bool | None = None  # torch.compile each block; None = on CUDA
+    seed = 1337  # of the initial weights, the order of the data and dropout
+    deterministic = False  # bit-equal repetitions, at a cost in speed
+    activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
+    timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
+    stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+    max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+    loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
+    checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
+config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
 import torch.distributed as dist
@@ -110,99 +116,61 @@ from torch.nn.parallel import DistributedDataParallel
 import data
 import optim
 from huggingface import finetune
-from model import GPT, ModelConfig
-from runtime import checkpoint, errors, estimate, health, processes, scaling, stopping
+from model import GPT
+from runtime import checkpoint, errors, estimate, health, processes, scaling, setup, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-errors.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
-processes.end_with_parent()
-if not eval_only:
-    stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
-rank, local_rank, world_size = processes.ranks_from_environment()  # (0, 0, 1) without torchrun
-device = processes.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
-compute_dtype = processes.choose_dtype(dtype, device)
+# A user's mistake is one line on every rank; out of memory comes with advice.
+errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
+rank, world_size, device, compute_dtype = setup.start_process(config)
 on_cuda = device.type == 'cuda'
-if deterministic:
-    processes.make_deterministic()
-compile = on_cuda if compile is None else compile
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
+pretrained = None
+if config.init_from != 'scratch':
+    pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
+    config.vocab_size = pretrained.vocab_size
+    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
+val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
+model_config, notes = setup.fill_in(config, explicit, world_size, train_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
-global_batch_size = global_batch_size or batch_size * world_size
+batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
-tokens_per_step = global_batch_size * block_size
-pretrained = None if init_from == 'scratch' else finetune.Pretrained.from_keys(config, explicit)
-if pretrained:
-    vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
-train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
-val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
-vocab_size = vocab_size or train_data.vocab_size
-if train_data.is_packed and not pretrained:
-    raise ValueError(f'dataset={dataset} holds conversations, for a model that knows language: give its --init_from')
-if num_epochs is not None and not any(argument.startswith('--max_iters') for argument in sys.argv):
-    max_iters = scaling.iterations_of_epochs(num_epochs, train_data.n_windows, global_batch_size)
-    config.update(max_iters=max_iters)
-config.update(global_batch_size=global_batch_size, vocab_size=vocab_size, packed=train_data.is_packed)
-filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
-notes += scaling.cautions({**config, **filled}, train_data.n_windows)
-config.update(filled)
-globals().update(filled)
-lr_decay_iters = lr_decay_iters or max_iters
-min_lr = learning_rate / 10 if min_lr is None else min_lr
-config.update(
-    device=str(device),
-    dtype=str(compute_dtype).removeprefix('torch.'),
-    compile=compile,
-    lr_decay_iters=lr_decay_iters,
-    min_lr=min_lr,
-)
-model_config = pretrained or ModelConfig.from_keys(config)  # fills from the architecture what is None
-config.update(model_config.to_dict())
-if dry_run:
+tokens_per_step = global_batch_size * config.block_size
+if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(estimate.report(config, model_config.to_dict(), world_size, strategy='ddp'))
+        print(estimate.report(vars(config), model_config.to_dict(), world_size, strategy='ddp'))
     sys.exit()
-notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
+notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
-if on_cuda:
-    torch.cuda.set_device(device)
-    health.record_flights(out_dir)
-backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
-if 'RANK' in os.environ:
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-else:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-processes.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
-resume = 'must' if eval_only else resume
-found = processes.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
-if pretrained and found is None:
-    processes.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
+setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
+found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    raw_model = (
-        finetune.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
-    )
-raw_model.checkpoint_activations(activation_checkpointing)
-if compile:
+    if pretrained:
+        raw_model = finetune.for_training(pretrained, compute_dtype, device)
+    else:
+        raw_model = GPT(model_config, compute_dtype)
+raw_model.checkpoint_activations(config.activation_checkpointing)
+if config.compile:
     for block in raw_model.blocks:
         block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
 
 # --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
 raw_model.to_empty(device=device)
 if found is None and pretrained:
-    finetune.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
+    finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
 elif found is None:
     with torch.no_grad():
         for name, parameter in raw_model.named_parameters():
-            parameter.copy_(raw_model.initial_value(name, parameter, seed, device))
+            parameter.copy_(raw_model.initial_value(name, parameter, config.seed, device))
 model = raw_model
 if world_size > 1:
     model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
@@ -210,22 +178,14 @@ if world_size > 1:
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = optim.make_optimizer(
-    raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
-    compile=compile and optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+    raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
+    config.kappa, config.delta, config.wd_ts, config.max_iters,
+    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameter_counts()['total'], device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-shape = model_config.to_dict()
-for changeable in ('dropout', 'z_loss'):
-    del shape[changeable]
-identity = {  # what a checkpoint must have in common with the run that continues it
-    'model': shape,
-    'data': train_data.fingerprint,
-    'optimizer': optimizer,
-    'global_batch_size': global_batch_size,
-    'seed': seed,
-}
+identity = setup.identity_of(config, model_config, train_data)
 step, state = 0, {}
 if found is not None:
     checkpoint.check_identity(checkpoint.read_state(found)['identity'], identity)
@@ -234,15 +194,16 @@ if found is not None:
     scaler.load_state_dict(state['scaler'])
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-log = Log(out_dir, rank, step, max_iters, config, explicit, raw_model.flops_per_token())
-log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
-log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
-log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
+log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
+log.say(f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
+log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, config.block_size))
+log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
-log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
+log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-dog = health.Watchdog(out_dir, timeout_s)
+watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -250,59 +211,69 @@ dog = health.Watchdog(out_dir, timeout_s)
 def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
+    windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
-        dog.at('evaluation', step)
+    for batch in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
+        watchdog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
     nats, tokens = nats_and_tokens.tolist()
-    bits_per_byte = {}
+    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
     if val_data.bytes_per_token:
-        bits_per_byte = {'val_bpb': nats / tokens / math.log(2) / val_data.bytes_per_token}
-    return {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700)), **bits_per_byte}
+        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
+    return row
 
 
-if eval_only:
+if config.eval_only:
     log.row(step, evaluate())
     log.close()
-    dog.close()
+    watchdog.close()
     dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 train_batches = data.batches(
-    train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stopping.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
-stop_request = stopping.StopRequest(out_dir, stop_before_end_s, log.say)
+# A run that fails again and again at the same step is refused.
+stopping.count_start(config.out_dir, step, config.max_failures)
+stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
 saver = checkpoint.Saver(
-    out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
-)
-tracing = {'trace_step': trace_step - step, 'out_dir': out_dir}
-meter = Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
-numbers = health.Numbers(max_bad_steps, loss_spike_guard, log.say, state=state.get('numbers'))
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval,
+    go_on=config.save_errors == 'continue',
+)  # fmt: skip
+meter = Meter(
+    device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at,
+    trace_step=config.trace_step - step, out_dir=config.out_dir,
+)  # fmt: skip
+numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. Let that be none of the run's steps, or the
     # first step of a resumed run would add up in another order than the same step of one that went on.
-    tokens = torch.zeros((1, min(8, block_size)), dtype=torch.int64, device=device)
-    with torch.compiler.set_stance('force_eager') if compile else contextlib.nullcontext():
+    tokens = torch.zeros((1, min(8, config.block_size)), dtype=torch.int64, device=device)
+    with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
         (model(tokens, tokens)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 must_stop = stop_request.agreed()  # a signal that came before there was a step
-while step < max_iters and not must_stop:
-    lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
+while step < config.max_iters and not must_stop:
+    # the learning rate of this step
+    lr = optim.learning_rate_at(
+        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
+    )
     for group in opt.param_groups:
         group['lr'] = lr
-    if dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
-        torch.manual_seed((seed * 1_000_003 + step) * world_size + rank)
+    if config.dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+        torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # model() returns a sum over this rank's targets and ranks' gradients are averaged: this makes it the global mean.
-    targets = data.count_targets(train_data, seed, step * global_batch_size, global_batch_size)
+    targets = data.count_targets(train_data, config.seed, step * global_batch_size, global_batch_size)
     loss_scale = world_size / targets
-    dog.at('data', step + 1)
+
+    # forward and backward, micro-step by micro-step; the gradients add up
+    watchdog.at('data', step + 1)
     meter.begin_step()
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
@@ -315,9 +286,12 @@ while step < max_iters and not must_stop:
         meter.mark('backward')
         scaler.scale(loss_sum * loss_scale).backward()
         step_loss += ce_sum
+
     meter.mark('update')
+    # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    # update: only if loss and gradient are finite on all ranks
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
@@ -327,38 +301,44 @@ while step < max_iters and not must_stop:
     step += 1
     meter.end_step()
 
-    row = {}
-    last_step = step == max_iters
+    # what is due after this step
+    last_step = step == config.max_iters
     must_stop = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
-    saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
-    saving = saving or must_stop
-    if step % log_interval == 0 or step == 1 or last_step:
+    evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
+    saving = last_step or must_stop
+    saving = saving or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
+
+    # log: every log_interval steps the loss, the learning rate and what the meter has measured
+    row = {}
+    if step % config.log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.item()
-    if checksum_interval and (saving or step % checksum_interval == 0):
+    if config.checksum_interval and (saving or step % config.checksum_interval == 0):
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
-    if eval_iters and (last_step or (eval_interval and step % eval_interval == 0 and not must_stop)):
+    if evaluating and (last_step or not must_stop):
         row.update(evaluate())
     if row and numbers.skipped:
         row['skipped'] = numbers.skipped
     if row:
         log.row(step, {'tokens': step * tokens_per_step, **row})
+
+    # save: all that the run needs to go on from here
     if saving:
         position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
-        with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': config})
+        with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+            saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': vars(config)})
 
 # --- END --------------------------------------------------------------------------------------------------------------
-with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
     saver.wait()
-dog.close()
-if rank == 0 and step == max_iters:
-    checkpoint.mark_done(out_dir, max_iters)
-    stopping.forget_starts(out_dir)
+watchdog.close()
+if rank == 0 and step == config.max_iters:
+    checkpoint.mark_done(config.out_dir, config.max_iters)
+    stopping.forget_starts(config.out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
-why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
+why = 'done' if step == config.max_iters else f'stopped as asked ({stop_request.reason})'
+log.say(f'{why}: {step} of {config.max_iters} steps, files in {config.out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

@@ -18,115 +18,121 @@ import math
 import os
 import sys
 from datetime import timedelta
+from typing import Literal
 
 from configurator import configure
 
+
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-# I/O
-out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here
-resume = 'auto'  # 'auto' | 'never' | 'must': continue the run in out_dir; 'never' refuses one that is there
-eval_interval = 500  # steps between evaluations of the outer and the inner parameters; 0 = only after the last step
-eval_iters = 20  # evaluate on so many batches of global_batch_size sequences, always the same ones; 0 = no evaluation
-eval_only = False  # evaluate the newest checkpoint and stop
-log_interval = 10  # steps between log lines
-trace_step = 0  # record this step on every rank, for chrome://tracing: out_dir/trace_rank0.json, ...; 0 = none
-checkpoint_interval = 1000  # steps between checkpoints; 0 = only after the last step
-keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
-permanent_interval = 0  # steps between checkpoints that are never deleted; 0 = none
-save_errors = 'stop'  # 'stop' | 'continue': a checkpoint that cannot be written ends the run, or it trains on without
-async_checkpoint = False  # train on while a checkpoint is written
-dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
-# logging
-wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-wandb_project = 'distributed-training'  # wandb project
-wandb_entity: str | None = None  # wandb team or user
-wandb_group: str | None = None  # wandb group, to lay runs side by side
-wandb_run_name: str | None = None  # None = the name of out_dir
-tensorboard_log = False  # write event files to out_dir/tensorboard
-# data
-dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
-data_dir = 'data'  # where datasets live
-batch_size = 8  # sequences per rank per micro-step: what must fit into memory
-global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
-block_size = 1024  # tokens per sequence
-# model
-init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
-trust_remote_code = False  # run the Python that came with init_from
-arch = 'gpt2'  # 'gpt2' | 'enoki' | 'llama' | 'qwen3'
-heads: int | None = None  # enoki and qwen3: size, learning rate, steps and decay by the published rules (scaling.py)
-n_layer = 12  # transformer blocks
-n_head = 12  # query heads
-n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
-head_dim: int | None = None  # None = n_embd / n_head
-n_embd = 768  # width of the residual stream
-mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), 8/3 * n_embd to a multiple of 64 (llama, qwen3)
-vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
-dropout = 0.0  # 0 for pretraining
-bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
-tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
-attention_gate = False  # qwen3: sigmoid gate on the attention output
-freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
-# lora
-lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
-lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
-lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
-# optimizer
-optimizer = 'adamw'  # 'adamw'|'adamw-decay'|'adana'|'adana-released'|'dana-mk4'|'dana-star-mk4'|'ademamix'|'muon'|'sgd'
-learning_rate = 6e-4  # peak
-max_iters = 10000  # optimizer steps
-num_epochs: float | None = None  # passes over the training data: sets max_iters
-weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
-beta1 = 0.9  # Adam: decay of the first moment
-beta2 = 0.95  # Adam: decay of the second moment
-grad_clip = 1.0  # global gradient norm; 0 = off
-lr_rule = 32  # 32 | 512: with heads, the learning rate is the one fitted at so many sequences per step
-kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
-delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
-omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
-wd_ts: int | None = None  # DANA family, adamw-decay: steps after which weight decay has halved; None = max_iters / 10
-z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
-# schedule
-lr_schedule = 'cosine'  # 'cosine' | 'cos_inf' | 'wsd' | 'linear' | 'constant'
-warmup_iters = 100  # linear warm-up
-lr_decay_iters: int | None = None  # None = max_iters
-min_lr: float | None = None  # None = learning_rate / 10
-# system
-device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-dtype = 'auto'  # 'auto' | 'float32' | 'bfloat16' | 'float16': of compute; auto = bfloat16 where the hardware has it
-compile: bool | None = None  # torch.compile each block; None = on CUDA
-seed = 1337  # of the initial weights, the order of the data and dropout
-deterministic = False  # bit-equal repetitions, at a cost in speed
-activation_checkpointing = 'none'  # 'none' | 'full' | 'selective': recompute; selective keeps matmul results
-timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
-max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
-loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
-# fsdp
-fsdp_impl = 'torch'  # 'torch' | 'manual': PyTorch's fully_shard, or our own, fsdp_manual.py
-zero_stage = 3  # 3 = a block is whole while it computes; 2 = from its forward to its backward; 1 (not torch) = all step
-cpu_offload = 'none'  # 'none' | 'optimizer' | 'params': on the host: moments (deepspeed: and fp32 weights), all state
-accumulate = 'unsharded'  # 'unsharded' | 'sharded': unsharded saves communication, sharded saves memory
-blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
-prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
-# diloco
-num_replicas: int | None = None  # copies of the model that train alone; None = one per node
-inner_steps = 100  # H: steps that replicas train alone, from one exchange to the next
-outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
-outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
-outer_repeats = 1  # outer steps taken with each averaged pseudo-gradient
-num_fragments = 1  # P: the model is exchanged in so many parts, one every inner_steps / P steps (Streaming DiLoCo)
-fragment_order = 'strided'  # 'strided' | 'sequential': block i in fragment i % P, or neighbours together
-overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
-fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
-exchange_dtype = 'float32'  # 'float32'|'bfloat16'|'int8'|'int4': what travels; sums are fp32 in any case
-error_feedback = False  # what rounding to exchange_dtype cost is kept (4 bytes per parameter) and sent the next time
-outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
-plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
-verify = False  # check on this model and these machines that replicas compute what they should, and stop
+class Config:
+    # I/O
+    out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
+    eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
+    eval_iters = 20  # evaluate on so many global batches, always the same ones: more = less noise; 0 = no evaluation
+    eval_only = False  # evaluate the newest checkpoint and stop
+    log_interval = 10  # steps between log lines; each costs one wait for the GPU
+    trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
+    checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
+    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
+    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
+    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without
+    async_checkpoint = False  # train on while a checkpoint is written: for large models, it takes host memory
+    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+    # logging
+    wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
+    wandb_project = 'distributed-training'  # wandb project
+    wandb_entity: str | None = None  # wandb team or user
+    wandb_group: str | None = None  # wandb group, to lay runs side by side
+    wandb_run_name: str | None = None  # None = the name of out_dir
+    tensorboard_log = False  # write event files to out_dir/tensorboard
+    # data
+    dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
+    data_dir = 'data'  # where datasets live
+    batch_size = 8  # sequences per rank per micro-step: what must fit into memory
+    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
+    block_size = 1024  # tokens per sequence
+    # model
+    init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
+    trust_remote_code = False  # run the Python that came with init_from
+    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
+    heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
+    n_layer = 12  # transformer blocks
+    n_head = 12  # query heads
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
+    head_dim: int | None = None  # None = n_embd / n_head
+    n_embd = 768  # width of the residual stream
+    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
+    vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
+    bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
+    tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+    attention_gate = False  # qwen3: sigmoid gate on the attention output
+    freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
+    # lora
+    lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
+    lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
+    lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
+    # optimizer
+    optimizer: Literal[
+        'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
+    ] = 'adamw'  # docs/optimizers.md compares them
+    learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
+    max_iters = 10000  # optimizer steps
+    num_epochs: float | None = None  # passes over the training data: sets max_iters
+    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
+    beta1 = 0.9  # Adam: decay of the first moment
+    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
+    grad_clip = 1.0  # global gradient norm; 0 = off
+    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at so many sequences per step
+    kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
+    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
+    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+    # schedule
+    lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
+    warmup_iters = 100  # linear warm-up: longer if the loss jumps early
+    lr_decay_iters: int | None = None  # None = max_iters
+    min_lr: float | None = None  # None = learning_rate / 10
+    # system
+    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    compile: bool | None = None  # torch.compile each block; None = on CUDA
+    seed = 1337  # of the initial weights, the order of the data and dropout
+    deterministic = False  # bit-equal repetitions, at a cost in speed
+    activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
+    timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
+    stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+    max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+    loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
+    # fsdp
+    fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
+    zero_stage = 3  # what is whole: 3 = a block at work; 2 = blocks from forward to backward; 1 (not torch) = all
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # of gradients: less communication, or less memory
+    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
+    prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
+    # diloco
+    num_replicas: int | None = None  # copies of the model that train alone; None = one per node
+    inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
+    outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
+    outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
+    num_fragments = 1  # P: the model is exchanged in so many parts, one every inner_steps / P steps (Streaming DiLoCo)
+    fragment_order: Literal['strided', 'sequential'] = 'strided'  # or neighbours together
+    overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
+    fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # what travels; sums are always fp32
+    error_feedback = False  # keep what rounding to exchange_dtype cost (4 bytes per parameter), and send it next time
+    outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
+    plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
+    verify = False  # check on this model and these machines that replicas compute what they should, and stop
+
+
 # ----------------------------------------------------------------------------------------------------------------------
-config, explicit = configure(globals())  # config files and --key=value; before `import torch`, so --help is quick
+config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
 
 import torch
 import torch.distributed as dist
@@ -140,138 +146,101 @@ import fsdp_manual
 import optim
 from comparison import diloco_check
 from huggingface import finetune
-from model import GPT, ModelConfig
-from runtime import checkpoint, errors, estimate, health, processes, scaling, stopping
+from model import GPT
+from runtime import checkpoint, errors, estimate, health, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-errors.report_errors(lambda: estimate.out_of_memory_advice(config, world_size))  # one line for a user's mistake
-processes.end_with_parent()
-if not eval_only:
-    stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
-rank, local_rank, world_size = processes.ranks_from_environment()  # (0, 0, 1) without torchrun
-device = processes.choose_device(device, local_rank, must_exist=not dry_run)  # a login node may plan for GPUs
-compute_dtype = processes.choose_dtype(dtype, device)
+# A user's mistake is one line on every rank; out of memory comes with advice.
+errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
+rank, world_size, device, compute_dtype = setup.start_process(config)
 on_cuda = device.type == 'cuda'
-if deterministic:
-    processes.make_deterministic()
-compile = on_cuda if compile is None else compile
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
-global_batch_size = global_batch_size or batch_size * world_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
 local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
-num_replicas = scaling.number_of_replicas(num_replicas, world_size, local_world_size)
+num_replicas = config.num_replicas = scaling.number_of_replicas(config.num_replicas, world_size, local_world_size)
 shard_size = world_size // num_replicas  # ranks that hold one replica between them
-tokens_per_step = global_batch_size * block_size
-pretrained = None if init_from == 'scratch' else finetune.Pretrained.from_keys(config, explicit)
-if pretrained:
-    vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(data_dir, dataset), pretrained.folder)
-train_data = data.open_dataset(data_dir, dataset, 'train', block_size, vocab_size)
-val_data = data.open_dataset(data_dir, dataset, 'val', block_size, vocab_size)
-vocab_size = vocab_size or train_data.vocab_size
-if train_data.is_packed and not pretrained:
-    raise ValueError(f'dataset={dataset} holds conversations, for a model that knows language: give its --init_from')
-if num_epochs is not None and not any(argument.startswith('--max_iters') for argument in sys.argv):
-    max_iters = scaling.iterations_of_epochs(num_epochs, train_data.n_windows, global_batch_size)
-    config.update(max_iters=max_iters)
-config.update(
-    global_batch_size=global_batch_size, vocab_size=vocab_size, packed=train_data.is_packed, num_replicas=num_replicas
-)
-filled, notes = scaling.fill_from_heads(config, explicit)  # wd_ts ..., and with heads sizes and rates
-notes += scaling.cautions({**config, **filled}, train_data.n_windows)
-config.update(filled)
-globals().update(filled)
-lr_decay_iters = lr_decay_iters or max_iters
-min_lr = learning_rate / 10 if min_lr is None else min_lr
-config.update(
-    device=str(device),
-    dtype=str(compute_dtype).removeprefix('torch.'),
-    compile=compile,
-    lr_decay_iters=lr_decay_iters,
-    min_lr=min_lr,
-)
-model_config = pretrained or ModelConfig.from_keys(config)  # fills from the architecture what is None
-config.update(model_config.to_dict())
-scaling.check_rounds(config)  # inner_steps, overlap_steps and the like fit together
-if dry_run:
+pretrained = None
+if config.init_from != 'scratch':
+    pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
+    config.vocab_size = pretrained.vocab_size
+    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
+val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
+model_config, notes = setup.fill_in(config, explicit, world_size, train_data, pretrained)
+# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
+batch_size, global_batch_size = config.batch_size, config.global_batch_size
+accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+tokens_per_step = global_batch_size * config.block_size
+scaling.check_rounds(vars(config))  # inner_steps, overlap_steps and the like fit together
+if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(estimate.report(config, model_config.to_dict(), world_size, strategy='diloco'))
+        print(estimate.report(vars(config), model_config.to_dict(), world_size, strategy='diloco'))
     sys.exit()
-notes += [f'dtypes: weights float32, compute {config["dtype"]}, gradient reduction float32, optimizer state float32']
+notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-checkpoint.prepare(out_dir)  # an out_dir that cannot be written is found here, on every rank
-if on_cuda:
-    torch.cuda.set_device(device)
-    health.record_flights(out_dir)
-backend = 'cpu:gloo,cuda:nccl' if on_cuda else 'gloo'  # gloo beside NCCL, for what ranks exchange on the host
-if 'RANK' in os.environ:
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-else:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-processes.on_rank_0(checkpoint.claim, out_dir)  # one job per out_dir
-resume = 'must' if eval_only else resume
-found = processes.on_rank_0(checkpoint.choose, out_dir, resume)  # all ranks resume from the same checkpoint
-if pretrained and found is None:
-    processes.on_rank_0(pretrained.keep_files, out_dir)  # from its first checkpoint on the run does not need init_from
+setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
+found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
 mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
-alike = {key: value for key, value in config.items() if key not in ('device', 'data_dir')}
+alike = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
 diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    raw_model = (
-        finetune.for_training(pretrained, compute_dtype, device) if pretrained else GPT(model_config, compute_dtype)
-    )
-raw_model.checkpoint_activations(activation_checkpointing)
-if compile:
+    if pretrained:
+        raw_model = finetune.for_training(pretrained, compute_dtype, device)
+    else:
+        raw_model = GPT(model_config, compute_dtype)
+raw_model.checkpoint_activations(config.activation_checkpointing)
+if config.compile:
     for block in raw_model.blocks:
         block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
-# A unit is what is gathered at once: each block, and the root with what is left (embedding, final norm, head).
-if on_cuda and cpu_offload == 'params' and compute_dtype == torch.float16:
+# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
+offloads = config.cpu_offload == 'params'
+if on_cuda and offloads and compute_dtype == torch.float16:
     raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
 whole_mesh = init_device_mesh(device.type, (num_replicas, shard_size), mesh_dim_names=('replica', 'shard'))
 mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
 shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
-processes.set_timeouts(whole_mesh, timeout_s)
-units = [raw_model.blocks[i : i + blocks_per_unit] for i in range(0, len(raw_model.blocks), blocks_per_unit)]
-if fsdp_impl == 'manual':
+processes.set_timeouts(whole_mesh, config.timeout_s)
+blocks, size = raw_model.blocks, config.blocks_per_unit
+units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(
-        raw_model, units, mesh, compute_dtype, zero_stage, prefetch, offload=cpu_offload == 'params'
+        raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offload=offloads
     )
 else:
     sharding = {
         'mesh': mesh,
         'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if cpu_offload == 'params' else OffloadPolicy(),
+        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if offloads else OffloadPolicy(),
     }
     for unit in units:
-        fully_shard(list(unit), reshard_after_forward=zero_stage == 3, **sharding)
+        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
     model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
 
 # --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
-raw_model.to_empty(device='cpu' if cpu_offload == 'params' else device)
+raw_model.to_empty(device='cpu' if offloads else device)
 if found is None and pretrained:
-    finetune.load(raw_model, pretrained, seed)  # every rank reads the rows that it keeps
+    finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
 elif found is None:
     with torch.no_grad():
         for name, parameter in raw_model.named_parameters():
-            value = raw_model.initial_value(name, parameter, seed, device)
+            value = raw_model.initial_value(name, parameter, config.seed, device)
             # Every rank has the whole value and keeps its slice: no communication.
             parameter.copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = optim.make_optimizer(
-    raw_model, optimizer, learning_rate, beta1, beta2, weight_decay, kappa, delta, wd_ts, max_iters,
-    compile=compile and optim.compiling_repays(max_iters, raw_model.parameter_counts()['total'], device),
+    raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
+    config.kappa, config.delta, config.wd_ts, config.max_iters,
+    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameter_counts()['total'], device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
@@ -279,30 +248,21 @@ scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float1
 # --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
 def outer_step(theta, pseudo_gradient, momentum):
     """Nesterov's step in PyTorch's form on a stretch of the outer parameters, all flat fp32, in place."""
-    for _ in range(outer_repeats):
-        momentum.mul_(outer_momentum).add_(pseudo_gradient)
-        theta.sub_(pseudo_gradient, alpha=outer_lr).sub_(momentum, alpha=outer_lr * outer_momentum)
+    momentum.mul_(config.outer_momentum).add_(pseudo_gradient)
+    theta.sub_(pseudo_gradient, alpha=config.outer_lr).sub_(momentum, alpha=config.outer_lr * config.outer_momentum)
 
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 make_outer = functools.partial(
-    diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=inner_steps,
-    num_fragments=num_fragments, order=fragment_order, overlap_steps=overlap_steps, mix=fragment_mix,
-    dtype=exchange_dtype, error_feedback=error_feedback, on_host=outer_on_host, timeout=timedelta(seconds=timeout_s),
+    diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
+    num_fragments=config.num_fragments, order=config.fragment_order, overlap_steps=config.overlap_steps,
+    mix=config.fragment_mix, dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
+    timeout=timedelta(seconds=config.timeout_s),
 )  # fmt: skip
 outer = make_outer()
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-shape = model_config.to_dict()
-for changeable in ('dropout', 'z_loss'):
-    del shape[changeable]
-identity = {  # what a checkpoint must have in common with the run that continues it
-    'model': shape,
-    'data': train_data.fingerprint,
-    'optimizer': optimizer,
-    'global_batch_size': global_batch_size,
-    'seed': seed,
-}
+identity = setup.identity_of(config, model_config, train_data)
 step, saved = 0, {}
 if found is not None:
     saved, there = checkpoint.read_state(found), checkpoint.read_index(found)
@@ -313,25 +273,26 @@ if found is not None:
     )
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
-    if step >= max_iters and outer.is_mid_round(step):
+    if step >= config.max_iters and outer.is_mid_round(step):
         raise ValueError(
-            f'max_iters={max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
+            f'max_iters={config.max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
         )
 diloco_check.refuse_different_weights(outer)
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-started_at = saved['step'] if found and (eval_only or verify) else step  # those two cut no rows
-log = Log(out_dir, rank, started_at, max_iters, config, explicit, raw_model.flops_per_token())
-log.say(f'{dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
-log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, block_size))
-log.say(f'{model_config.arch}: {raw_model.parameter_counts()["total"]:,} parameters on {world_size} x {device.type}')
+started_at = saved['step'] if found and (config.eval_only or config.verify) else step  # those two cut no rows
+flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
+log = Log(config.out_dir, rank, started_at, config.max_iters, vars(config), explicit, flops_per_token)
+log.say(f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
+log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, config.block_size))
+log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
-log.say(f'resuming {found} at step {step}' if found else f'starting from {init_from}')
+log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say('\n'.join(mesh_lines))
-log.say(diloco_check.advice(max_iters - step, inner_steps, outer_momentum))
-dog = health.Watchdog(out_dir, timeout_s)
+log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
+watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -339,9 +300,10 @@ dog = health.Watchdog(out_dir, timeout_s)
 def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
+    windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in data.eval_batches(val_data, eval_iters * global_batch_size, batch_size, rank, world_size, device):
-        dog.at('evaluation', step)
+    for batch in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
+        watchdog.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
@@ -350,58 +312,64 @@ def evaluate():
         if hasattr(module, 'reshard'):
             module.reshard()
     nats, tokens = nats_and_tokens.tolist()
-    bits_per_byte = {}
+    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
     if val_data.bytes_per_token:
-        bits_per_byte = {'val_bpb': nats / tokens / math.log(2) / val_data.bytes_per_token}
-    return {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700)), **bits_per_byte}
+        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
+    return row
 
 
 def targets_of_replica(at):
     """The targets in this replica's share of step `at`: all its tokens, or of conversations those that are learned."""
     share = global_batch_size // num_replicas
-    return data.count_targets(train_data, seed, at * global_batch_size + replica * share, share)
+    return data.count_targets(train_data, config.seed, at * global_batch_size + replica * share, share)
 
 
 def backward(at):
     """The gradient of this replica's share of step `at`, for --verify."""
     batches = data.batches(
-        train_data, seed, at * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+        train_data, config.seed, at * global_batch_size, global_batch_size, batch_size, rank, world_size, device
     )
     for micro_step in range(accumulation_steps):
-        model.set_requires_gradient_sync(accumulate == 'sharded' or micro_step == accumulation_steps - 1)
+        model.set_requires_gradient_sync(config.accumulate == 'sharded' or micro_step == accumulation_steps - 1)
         model.set_is_last_backward(micro_step == accumulation_steps - 1)
         (model(*next(batches))[0] * shard_size / targets_of_replica(at)).backward()
     batches.close()
 
 
-if verify:
-    dog.close()
+if config.verify:
+    watchdog.close()
     outer.restart_from_anchors()
     passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
     processes.leave(0 if passed else 1)
-if eval_only:
+if config.eval_only:
     with outer.outer_parameters():
         log.row(step, evaluate())
-    dog.close()
     log.close()
+    watchdog.close()
     dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
-if cpu_offload == 'optimizer':
+if config.cpu_offload == 'optimizer':
     optim.keep_state_on_host(opt)
 train_batches = data.batches(
-    train_data, seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
+    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
-stopping.count_start(out_dir, step, max_failures)  # a run that fails again and again at the same step is refused
-stop_request = stopping.StopRequest(out_dir, stop_before_end_s, log.say)
+# A run that fails again and again at the same step is refused.
+stopping.count_start(config.out_dir, step, config.max_failures)
+stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
 saver = checkpoint.Saver(
-    out_dir, keep_checkpoints, async_checkpoint, log.say, permanent_interval, save_errors == 'continue'
-)
-tracing = {'trace_step': trace_step - step, 'out_dir': out_dir, 'group': shard_group}
-meter = Meter(device, world_size, tokens_per_step, raw_model.flops_per_token(), beat=dog.at, **tracing)
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval,
+    go_on=config.save_errors == 'continue',
+)  # fmt: skip
+meter = Meter(
+    device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at,
+    trace_step=config.trace_step - step, out_dir=config.out_dir,
+)  # fmt: skip
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
-numbers = health.Numbers(max_bad_steps, loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)])
+numbers = health.Numbers(
+    config.max_bad_steps, config.loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)]
+)
 
 
 def save():
@@ -413,8 +381,8 @@ def save():
     position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers}
     position |= {'numbers': of_numbers[0], 'numbers_of_replicas': of_numbers}
     position |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
-    state, tensors = {**position, 'identity': identity, 'config': config}, outer.tensors(outer.is_mid_round(step))
-    with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+    state, tensors = {**position, 'identity': identity, 'config': vars(config)}, outer.tensors(outer.is_mid_round(step))
+    with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
         saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
 
 
@@ -422,24 +390,29 @@ if found is not None and step < saved['step']:
     log.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save()
     saver.wait()
-    if not (permanent_interval and int(found[-8:]) % permanent_interval == 0):
+    if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
         processes.on_rank_0(checkpoint.discard, found)
-planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if plan else None  # measures the link
+planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if config.plan else None  # measures the link
 journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 must_stop = stop_request.agreed()  # a signal that came before there was a step
-while step < max_iters and not must_stop:
-    lr = optim.learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr)
+while step < config.max_iters and not must_stop:
+    # the learning rate of this step
+    lr = optim.learning_rate_at(
+        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
+    )
     for group in opt.param_groups:
         group['lr'] = lr
-    if dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
-        torch.manual_seed((seed * 1_000_003 + step) * world_size + rank)
+    if config.dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+        torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # model() returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica: this makes
     # it the mean of the replica's targets.
     targets = targets_of_replica(step)
     loss_scale = shard_size / targets
-    dog.at('data', step + 1)
+
+    # forward and backward, micro-step by micro-step; the gradients add up
+    watchdog.at('data', step + 1)
     meter.begin_step()
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
@@ -447,16 +420,19 @@ while step < max_iters and not must_stop:
         batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
         last_micro_step = micro_step == accumulation_steps - 1
-        model.set_requires_gradient_sync(accumulate == 'sharded' or last_micro_step)
+        model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_is_last_backward(last_micro_step)
         meter.mark('forward')
         loss_sum, ce_sum = model(*batch)
         meter.mark('backward')
         scaler.scale(loss_sum * loss_scale).backward()
         step_loss += ce_sum
+
     meter.mark('update')
+    # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    # update: only if loss and gradient are finite on all ranks
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
@@ -466,25 +442,30 @@ while step < max_iters and not must_stop:
     step += 1
     meter.end_step()
 
-    last_step = step == max_iters
-    round_ends = last_step or step % inner_steps == 0
-    evaluating = eval_iters and (last_step or (eval_interval and step % eval_interval == 0))
-    saving = last_step or any(every and step % every == 0 for every in (checkpoint_interval, permanent_interval))
+    # what is due after this step
+    last_step = step == config.max_iters
+    round_ends = last_step or step % config.inner_steps == 0
+    evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
+    saving = last_step or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
     row = {}
     if evaluating and outer.is_mid_round(step):
         row['diloco/inner_val_loss'] = evaluate()['val_loss']  # of the replicas, each on its part of the text
+
+    # outer step: average over the replicas what each has learned, and restart them from the result
     if outer.has_work(step, last_step):
-        with meter.part('outer'), dog.allow('outer', 10 * timeout_s):  # each of its messages may take timeout_s
+        with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):  # each message may take timeout_s
             for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
             for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
                 outer.send(fragment, step, last=last_step)
     if planner:
         planner.after_step()
-    if step % log_interval == 0 or step == 1 or last_step:
+
+    # log: shown as it comes, written when the replicas meet
+    if step % config.log_interval == 0 or step == 1 or last_step:
         row |= {'loss': numbers.loss, 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.full_tensor().item()
-        if fsdp_impl == 'manual':
+        if config.fsdp_impl == 'manual':
             row.update(model.communication())
         if not (round_ends or evaluating or saving):
             journal.show(step, row)
@@ -500,22 +481,24 @@ while step < max_iters and not must_stop:
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
         journal.write()
         must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
+
+    # save: the outer parameters, and what each replica needs to go on
     if saving or must_stop:
         save()
 
 # --- END --------------------------------------------------------------------------------------------------------------
-with dog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
     saver.wait()
-dog.close()
+watchdog.close()
 if planner:
     planner.compare()
-if rank == 0 and step == max_iters:
-    checkpoint.mark_done(out_dir, max_iters)
-    stopping.forget_starts(out_dir)
+if rank == 0 and step == config.max_iters:
+    checkpoint.mark_done(config.out_dir, config.max_iters)
+    stopping.forget_starts(config.out_dir)
 elif rank == 0:
     stop_request.obeyed(step)
-why = 'done' if step == max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {max_iters} steps, files in {out_dir}')
+why = 'done' if step == config.max_iters else f'stopped as asked ({stop_request.reason})'
+log.say(f'{why}: {step} of {config.max_iters} steps, files in {config.out_dir}')
 log.close()
 train_batches.close()
 dist.destroy_process_group()

@@ -27,7 +27,7 @@ MATHEMATICS += ('global_batch_size', 'max_iters', 'optimizer', 'weight_decay', '
 MATHEMATICS += ('omega', 'wd_ts', 'grad_clip', 'z_loss', 'loss_spike_guard', 'learning_rate', 'min_lr', 'lr_schedule')
 MATHEMATICS += ('warmup_iters', 'lr_decay_iters', 'packed')
 # And these, if they are other than here, on those of DiLoCo.
-EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'outer_repeats': 1, 'num_fragments': 1, 'overlap_steps': 0}
+EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
 

@@ -133,9 +133,9 @@ def check_rounds(config):
         )
     if not 0 <= config['fragment_mix'] < 1:
         raise ValueError(f'fragment_mix={config["fragment_mix"]}: expected 0 (the outer parameters alone) to below 1')
-    if config['outer_repeats'] < 1 or config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
-        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum', 'outer_repeats'))
-        raise ValueError(f'{given}: expected a rate above 0, a momentum from 0 to below 1, and 1 or more repeats')
+    if config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
+        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum'))
+        raise ValueError(f'{given}: expected a rate above 0 and a momentum from 0 to below 1')
 
 
 # --- PARAMETERS -------------------------------------------------------------------------------------------------------

@@ -568,7 +568,7 @@ def test_dropout_draws_by_rank():
         ({'num_replicas': 1}, ''),
         ({'num_replicas': 1, 'outer_lr': 0.7}, 'an outer step of one replica every 4 steps'),
         ({'num_replicas': 1, 'outer_momentum': 0.9}, 'an outer step of one replica every 4 steps'),
-        ({'num_replicas': 1, 'outer_repeats': 2}, 'an outer step of one replica'),
+        ({'num_replicas': 1, 'overlap_steps': 1}, 'an outer step of one replica'),
         ({}, '2 replicas meet every 4 steps'),
     ],
 )

@@ -13,30 +13,37 @@ from conftest import REPO
 SCRIPT = """
 '''What the script does.'''
 import math
+from typing import Literal
 from configurator import configure
 
+
 # --- KNOBS ----
-# data
-batch_size = 8  # sequences per rank
-block_size: int | None = None  # None = as long as possible
-name = 'plain'  # a free word, not 'one' | 'of' | 'these'
-# optimizer
-learning_rate = 6e-4  # peak
-mode = 'slow'  # 'slow' | 'fast' | 'very fast': how to go
-precision: str | None = None  # 'bf16' | 'fp16': None = full
-betas = (0.9, 0.95)  # decay of the moments
-layers = [1, 2]
-use_bias = True  # biases
-_helper = 1  # not a key
-config, explicit = configure(globals())
-later = 3  # below the call: not a key
+class Config:
+    # data
+    batch_size = 8  # sequences per rank
+    block_size: int | None = None  # None = as long as possible
+    name = 'plain'  # a free word
+    # optimizer
+    learning_rate = 6e-4  # peak
+    mode: Literal['slow', 'fast', 'very fast'] = 'slow'  # how to go
+    precision: Literal['bf16', 'fp16'] | None = None  # None = full
+    rule: Literal[
+        32, 512
+    ] = 32  # over several lines
+    betas = (0.9, 0.95)  # decay of the moments
+    layers = [1, 2]
+    use_bias = True  # biases
+
+outside = 1  # not a key
+config, explicit = configure(Config)
 """
-KEYS = ['batch_size', 'block_size', 'name', 'learning_rate', 'mode', 'precision', 'betas', 'layers', 'use_bias']
+KEYS = ['batch_size', 'block_size', 'name', 'learning_rate', 'mode', 'precision', 'rule', 'betas', 'layers']
+KEYS += ['use_bias']
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*arguments, a='source of a.py', ...) -> the script's globals; each file given is the config file a.py."""
+    """run(*arguments, a="source of a.py", ...) -> {key: value}, with `config`, `explicit` and `where` of the script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv('RANK', raising=False)
     (tmp_path / 'train_this.py').write_text(SCRIPT)
@@ -47,7 +54,10 @@ def run(tmp_path, monkeypatch):
         for stem, source in files.items():
             (tmp_path / f'{stem}.py').write_text(source)
         monkeypatch.setattr(sys, 'argv', ['train_this.py', *(f'{stem}.py' for stem in files), *arguments])
-        return runpy.run_path(str(tmp_path / 'train_this.py'))
+        script = runpy.run_path(str(tmp_path / 'train_this.py'))
+        config = vars(script['config'])
+        where = script['explicit']
+        return {**config, 'config': config, 'explicit': set(where), 'where': where}
 
     return run
 
@@ -69,16 +79,16 @@ def error(run, capsys):
 # --- what counts as a key ---------------------------------------------------------------------------------------------
 
 
-def test_keys_are_the_names_assigned_above_the_call_in_order(run):
+def test_keys_are_the_attributes_of_config_in_order(run):
     script = run()
     assert list(script['config']) == KEYS
     assert script['explicit'] == set()
 
 
-def test_values_are_assigned_into_the_globals_and_returned(run):
-    script = run('--batch_size=16')
-    assert script['batch_size'] == script['config']['batch_size'] == 16
-    assert script['explicit'] == {'batch_size'}
+def test_the_final_value_is_an_attribute_and_explicit_says_where_it_was_set(run):
+    script = run('--batch_size=16', a='batch_size = 4; learning_rate = 1')
+    assert script['batch_size'] == 16
+    assert script['where'] == {'batch_size': 'command line', 'learning_rate': 'a.py'}
 
 
 def test_a_key_set_to_its_default_counts_as_explicit(run):
@@ -118,6 +128,7 @@ def test_a_key_set_to_its_default_counts_as_explicit(run):
         ('--mode=very fast', 'mode', 'very fast'),
         ('--precision=None', 'precision', None),
         ('--precision=fp16', 'precision', 'fp16'),
+        ('--rule=512', 'rule', 512),
     ],
 )
 def test_a_value_on_the_command_line_takes_the_type_of_its_key(run, argument, key, value):
@@ -149,6 +160,7 @@ def test_a_list_takes_the_words_after_its_bare_flag(run, error):
         ('--betas=0.9', ['--betas', 'expects tuple', "'0.9'"]),
         ('--mode=faster', ['--mode', "expects 'slow' or 'fast' or 'very fast'", "'faster'"]),
         ('--precision=fp8', ['--precision', "expects 'bf16' or 'fp16' or None", "'fp8'"]),
+        ('--rule=64', ['--rule', 'expects 32 or 512', "'64'"]),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_given_and_expected(error, argument, said):
@@ -160,7 +172,7 @@ def test_an_unknown_key_is_refused_with_the_closest_name(error):
     assert 'did you mean batch_size?' in error('--batchsize=4')
     assert 'did you mean batch_size?' in error('--batch-size=4')
     assert '--help' in error('--qqq=4')
-    assert '_helper' in error('--_helper=4')
+    assert 'outside' in error('--outside=4')
 
 
 def test_a_key_of_another_train_script_is_refused_on_the_command_line_with_that_script(error):
@@ -256,10 +268,15 @@ def test_a_mistake_under_torchrun_names_the_rank(error, monkeypatch, run):
 
 STARTER = """
 from configurator import configure
-out_dir = 'out'  # of the starter
-ways = ['a']  # how to start
-_passed_on = {}
-config, explicit = configure(globals(), pass_on=_passed_on)
+
+
+class Config:
+    out_dir = 'out'  # of the starter
+    ways = ['a']  # how to start
+
+
+passed_on = {}
+config, explicit = configure(Config, pass_on=passed_on)
 """
 
 
@@ -274,7 +291,7 @@ def starter(run, tmp_path, monkeypatch):
             (tmp_path / f'{stem}.py').write_text(source)
         monkeypatch.setattr(sys, 'argv', ['starter.py', *(f'{stem}.py' for stem in files), *arguments])
         script = runpy.run_path(str(tmp_path / 'starter.py'))
-        return script['config'], script['_passed_on']
+        return vars(script['config']), script['passed_on']
 
     return starter
 
@@ -287,7 +304,7 @@ def test_keys_of_train_scripts_are_passed_on_in_their_types(starter):
 
 
 def test_what_both_have_belongs_to_the_script_that_a_file_was_written_for(starter, tmp_path):
-    with_out_dir = SCRIPT.replace('batch_size = 8', "out_dir = 'out/train'  # of the run\nbatch_size = 8")
+    with_out_dir = SCRIPT.replace('batch_size = 8', "out_dir = 'out/train'  # of the run\n    batch_size = 8")
     (tmp_path / 'train_more.py').write_text(with_out_dir)
     config, passed_on = starter(a="out_dir = 'out/run'; batch_size = 2")
     assert config['out_dir'] == 'out' and passed_on == {'out_dir': 'out/run', 'batch_size': 2}

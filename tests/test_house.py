@@ -83,8 +83,8 @@ def test_what_deepspeed_leaves_as_it_is_in_fsdp_is_the_same_to_the_letter():
 def test_a_key_has_one_default_and_one_meaning_in_all_train_scripts():
     meanings = {}
     for script in TRAIN_SCRIPTS:
-        for line in re.findall(r'^\w+(?:: [^=]+)? = .*$', blocks(script)['KNOBS'], flags=re.MULTILINE):
-            key = re.match(r'\w+', line)[0]
+        for line in re.findall(r'^    \w+(?:: [^=]+)? = .*$', blocks(script)['KNOBS'], flags=re.MULTILINE):
+            key = re.match(r' *(\w+)', line)[1]
             assert meanings.setdefault(key, line) == line or key == 'eval_interval', f'{script} has another {key}'
     assert len(meanings) >= 80
 

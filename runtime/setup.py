@@ -1,0 +1,111 @@
+"""
+What comes before the lesson, the same for every strategy: this rank and its device, the configuration filled in, the
+process group, the checkpoint to resume from.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from model import ModelConfig
+from runtime import checkpoint, health, processes, scaling, stopping
+
+
+def start_process(config):
+    """
+    Find out which rank this is and choose its device. Fills in device, dtype and compile.
+
+    Returns (rank, world_size, device, compute_dtype), (0, 1, ...) without torchrun. Raises ValueError if the launcher's
+    variables are incomplete, or for a GPU that is not there.
+    """
+    processes.end_with_parent()
+    if not config.eval_only:
+        stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
+    rank, local_rank, world_size = processes.ranks_from_environment()
+    # A login node may plan for GPUs that it does not have.
+    device = processes.choose_device(config.device, local_rank, must_exist=not config.dry_run)
+    compute_dtype = processes.choose_dtype(config.dtype, device)
+    if config.deterministic:
+        processes.make_deterministic()
+    config.device, config.dtype = str(device), str(compute_dtype).removeprefix('torch.')
+    if config.compile is None:
+        config.compile = device.type == 'cuda'
+    return rank, world_size, device, compute_dtype
+
+
+def fill_in(config, explicit, world_size, train_data, pretrained=None):
+    """
+    Fill in every key that is None or follows from others: batch, epochs, published rules, model; check that all fits.
+
+    explicit: {key: where it was set}, of configure(). pretrained: the finetune.Pretrained of init_from, or None.
+    Returns (model_config, notes): `pretrained` or a ModelConfig, and lines for the log. The model's keys are in config,
+    too. Raises ValueError where keys contradict each other or the data.
+    """
+    config.global_batch_size = config.global_batch_size or config.batch_size * world_size
+    scaling.accumulation_steps(config.global_batch_size, config.batch_size, world_size)  # refuses what does not divide
+    config.vocab_size = config.vocab_size or train_data.vocab_size
+    config.packed = train_data.is_packed
+    if config.packed and not pretrained:
+        raise ValueError(
+            f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
+        )
+    if config.num_epochs is not None and explicit.get('max_iters') != 'command line':
+        config.max_iters = scaling.iterations_of_epochs(
+            config.num_epochs, train_data.n_windows, config.global_batch_size
+        )
+    filled, notes = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
+    assign(config, filled)
+    notes += scaling.cautions(vars(config), train_data.n_windows)
+    config.lr_decay_iters = config.lr_decay_iters or config.max_iters
+    if config.min_lr is None:
+        config.min_lr = config.learning_rate / 10
+    model_config = pretrained or ModelConfig.from_keys(vars(config))  # fills from the architecture what is None
+    assign(config, model_config.to_dict())
+    return model_config, notes
+
+
+def assign(config, values):
+    for key, value in values.items():
+        setattr(config, key, value)
+
+
+def make_process_group(config, device):
+    """Join the other ranks, or be alone without torchrun: NCCL between GPUs, gloo for what ranks exchange on hosts."""
+    checkpoint.prepare(config.out_dir)  # an out_dir that cannot be written is found here, on every rank
+    backend = 'gloo'
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        health.record_flights(config.out_dir)
+        backend = 'cpu:gloo,cuda:nccl'
+    if 'RANK' in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def find_checkpoint(config, pretrained=None):
+    """
+    The newest good checkpoint of out_dir, the same on every rank, or None. From here on out_dir is this job's alone.
+
+    A run that fine-tunes `pretrained` keeps its configuration and tokenizer in out_dir, so that it can go on without
+    init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
+    """
+    processes.on_rank_0(checkpoint.claim, config.out_dir)
+    found = processes.on_rank_0(checkpoint.choose, config.out_dir, 'must' if config.eval_only else config.resume)
+    if pretrained and found is None:
+        processes.on_rank_0(pretrained.keep_files, config.out_dir)
+    return found
+
+
+def identity_of(config, model_config, train_data):
+    """What a checkpoint must have in common with the run that resumes from it."""
+    shape = {key: value for key, value in model_config.to_dict().items() if key not in ('dropout', 'z_loss')}
+    return {
+        'model': shape,
+        'data': train_data.fingerprint,
+        'optimizer': config.optimizer,
+        'global_batch_size': config.global_batch_size,
+        'seed': config.seed,
+    }
