@@ -255,8 +255,9 @@ def outer_step(theta, pseudo_gradient, momentum):
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
-    num_fragments=config.num_fragments, order=config.fragment_order, overlap_steps=config.overlap_steps,
-    mix=config.fragment_mix, dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
+    num_fragments=config.num_fragments, order=config.fragment_order,
+    overlap_steps=config.overlap_steps, mix=config.fragment_mix, dtype=config.exchange_dtype,
+    error_feedback=config.error_feedback, on_host=config.outer_on_host,
     timeout=timedelta(seconds=config.timeout_s),
 )  # fmt: skip
 outer = make_outer()
@@ -318,10 +319,9 @@ def evaluate():
     return row
 
 
-def targets_of_replica(at):
-    """The targets in this replica's share of step `at`: all its tokens, or of conversations those that are learned."""
-    share = global_batch_size // num_replicas
-    return data.count_targets(train_data, config.seed, at * global_batch_size + replica * share, share)
+def share_of(at):
+    """(first sample, number of samples) of this replica in step `at`."""
+    return at * global_batch_size + replica * (global_batch_size // num_replicas), global_batch_size // num_replicas
 
 
 def backward(at):
@@ -332,7 +332,7 @@ def backward(at):
     for micro_step in range(accumulation_steps):
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or micro_step == accumulation_steps - 1)
         model.set_is_last_backward(micro_step == accumulation_steps - 1)
-        (model(*next(batches))[0] * shard_size / targets_of_replica(at)).backward()
+        (model(*next(batches))[0] * shard_size / data.count_targets(train_data, config.seed, *share_of(at))).backward()
     batches.close()
 
 
@@ -375,13 +375,12 @@ numbers = health.Numbers(
 def save():
     """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
     states = [None] * num_replicas
-    state = scaler.state_dict(), numbers.state()
-    dist.all_gather_object(states, state, group=whole_mesh.get_group('replica'))
+    dist.all_gather_object(states, (scaler.state_dict(), numbers.state()), group=whole_mesh.get_group('replica'))
     scalers, of_numbers = zip(*states, strict=True)
-    position = {'tokens': step * tokens_per_step, 'scaler': scalers[0], 'scalers': scalers}
-    position |= {'numbers': of_numbers[0], 'numbers_of_replicas': of_numbers}
-    position |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
-    state, tensors = {**position, 'identity': identity, 'config': vars(config)}, outer.tensors(outer.is_mid_round(step))
+    state = {'tokens': step * tokens_per_step, 'identity': identity, 'config': vars(config)}
+    state |= {'scaler': scalers[0], 'numbers': of_numbers[0], 'scalers': scalers, 'numbers_of_replicas': of_numbers}
+    state |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
+    tensors = outer.tensors(outer.is_mid_round(step))
     with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
         saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
 
@@ -408,7 +407,7 @@ while step < config.max_iters and not must_stop:
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # model() returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica: this makes
     # it the mean of the replica's targets.
-    targets = targets_of_replica(step)
+    targets = data.count_targets(train_data, config.seed, *share_of(step))
     loss_scale = shard_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -492,13 +491,7 @@ with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
 watchdog.close()
 if planner:
     planner.compare()
-if rank == 0 and step == config.max_iters:
-    checkpoint.mark_done(config.out_dir, config.max_iters)
-    stopping.forget_starts(config.out_dir)
-elif rank == 0:
-    stop_request.obeyed(step)
-why = 'done' if step == config.max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {config.max_iters} steps, files in {config.out_dir}')
+log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
 train_batches.close()
 dist.destroy_process_group()

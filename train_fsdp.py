@@ -367,13 +367,7 @@ while step < config.max_iters and not must_stop:
 with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
     saver.wait()
 watchdog.close()
-if rank == 0 and step == config.max_iters:
-    checkpoint.mark_done(config.out_dir, config.max_iters)
-    stopping.forget_starts(config.out_dir)
-elif rank == 0:
-    stop_request.obeyed(step)
-why = 'done' if step == config.max_iters else f'stopped as asked ({stop_request.reason})'
-log.say(f'{why}: {step} of {config.max_iters} steps, files in {config.out_dir}')
+log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
 train_batches.close()
 dist.destroy_process_group()

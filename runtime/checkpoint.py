@@ -82,19 +82,6 @@ def claim(out_dir, patience_s=5, say=print):
     os.pwrite(descriptor, f'process {os.getpid()} on {os.uname().nodename}'.encode(), 0)
 
 
-def mark_done(out_dir, max_iters):
-    """Write DONE, after the last checkpoint. For rank 0."""
-    write_file(os.path.join(out_dir, 'DONE'), f'{max_iters}\n')
-
-
-def is_done(out_dir, max_iters):
-    """Whether the run in out_dir has reached max_iters; a larger max_iters than its DONE says continues it."""
-    try:
-        return int(Path(out_dir, 'DONE').read_text()) >= max_iters
-    except (FileNotFoundError, ValueError):  # ValueError: a marker damaged by the disk says nothing
-        return False
-
-
 # --- find and verify --------------------------------------------------------------------------------------------------
 
 

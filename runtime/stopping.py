@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from runtime.files import remove_if_there
+from runtime.files import remove_if_there, write_file
 from runtime.processes import on_rank_0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -113,12 +113,22 @@ class StopRequest:
             return END_OF_JOB
         return STOP_FILE if os.path.exists(self.stop_file) else 0
 
-    def obeyed(self, step):
-        """The run stops here, saved at `step`: leave PREEMPTED in place of STOP. For rank 0."""
-        with open(os.path.join(self.out_dir, 'PREEMPTED'), 'w') as file:
-            file.write(f'{step}\n')
-        remove_if_there(self.stop_file)
-        forget_starts(self.out_dir)
+    def end(self, step, max_iters):
+        """
+        The run ends here, saved at `step`. Rank 0 leaves DONE, or after a request PREEMPTED in place of STOP.
+
+        Returns a line that says why it ended.
+        """
+        is_done = step == max_iters
+        if self.rank == 0:
+            if is_done:
+                write_file(os.path.join(self.out_dir, 'DONE'), f'{max_iters}\n')
+            else:
+                write_file(os.path.join(self.out_dir, 'PREEMPTED'), f'{step}\n')
+                remove_if_there(self.stop_file)
+            forget_starts(self.out_dir)
+        why = 'done' if is_done else f'stopped as asked ({self.reason})'
+        return f'{why}: {step} of {max_iters} steps, files in {self.out_dir}'
 
 
 # --- repeated failures ------------------------------------------------------------------------------------------------

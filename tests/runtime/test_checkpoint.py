@@ -403,12 +403,6 @@ def test_resume_auto_must_and_never(three_saved, tmp_path):
         checkpoint.choose(three_saved, 'never')
 
 
-def test_done_holds_until_max_iters_grows(tmp_path):
-    assert not checkpoint.is_done(tmp_path, 10)
-    checkpoint.mark_done(tmp_path, 10)
-    assert checkpoint.is_done(tmp_path, 10) and checkpoint.is_done(tmp_path, 5) and not checkpoint.is_done(tmp_path, 11)
-
-
 # --- the job or the disk fails ----------------------------------------------------------------------------------------
 
 
