@@ -178,7 +178,7 @@ def advice(steps, inner_steps, outer_momentum):
 
     The momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they
     went in a round: 7 times with 0.7 and 0.9. How many rounds it takes to work off what the first ones gave it grows
-    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (see the README).
+    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (see docs/diloco.md).
     """
     rounds = steps / inner_steps
     if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
