@@ -1,10 +1,8 @@
-"""The house keeps its rules: scripts differ by their lesson only, modules stand alone, the README names what exists."""
+"""The house keeps its rules: scripts differ by their lesson only, modules stand alone."""
 
 import ast
 import difflib
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import REPO
@@ -100,26 +98,6 @@ def test_scripts_and_modules_stay_short():
 def test_a_module_imports_no_other_and_no_script(module):
     ours = {name.removesuffix('.py') for name in SCRIPTS | MODULES}
     assert imports(REPO / module) & ours <= MAY_IMPORT.get(module, set())
-
-
-def test_the_readme_names_every_file_and_only_keys_that_exist():
-    readme = (REPO / 'README.md').read_text()
-    for name in SCRIPTS | MODULES:
-        assert name in readme, f'README.md does not name {name}'
-    known = set()
-    for script in SCRIPTS:
-        text = subprocess.run([sys.executable, script, '--help'], cwd=REPO, capture_output=True, text=True).stdout
-        known |= set(re.findall(r'--(\w+)', text))
-    commands = re.findall(r'^(?:python|torchrun) .*$', readme, flags=re.MULTILINE)
-    assert len(commands) >= 8
-    for command in commands:
-        arguments = command.split('.py', 1)[1].split('#')[0]
-        for key in re.findall(r'--(\w+)', arguments):
-            assert key in known, f'{command}: no script has --{key}'
-    values = {'must', 'never', 'fully_shard'}
-    for row in re.findall(r'^\| `-.* \| (.*) \|$', readme, flags=re.MULTILINE):  # the table of other trainers' flags
-        for key in re.findall(r'`(\w+)[`=]', row):
-            assert key in known or key in values or key.isupper(), f'the table of flags names {key}'
 
 
 def test_no_heavy_package_is_imported_until_it_is_needed():

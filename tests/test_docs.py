@@ -1,0 +1,213 @@
+"""README.md and docs/ are short, in short sentences, and the files, functions, keys and links they name exist."""
+
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+README = REPO / 'README.md'
+CHAPTERS = sorted((REPO / 'docs').glob('*.md'))
+PAGES = [README, *CHAPTERS]
+NAMES = [page.name for page in PAGES]
+
+TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
+SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py']
+ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'benchmarks')
+
+# Files that the reader makes, or has from another project.
+THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
+# Flags of programs that are not ours.
+FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
+FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
+FLAGS |= {'time', 'array', 'account', 'nodes'}  # sbatch
+FLAGS |= {'full'}  # tests/run.sh
+FLAGS |= {'key'}  # a placeholder
+MISTAKES = {'batchsize'}  # shown with the error that it gives
+# The scripts that shell scripts hand their arguments to; the others of slurm/ start any train script.
+HANDED_ON = {
+    'quickstart.sh': ['train_fsdp.py'],
+    'diloco.sh': ['train_diloco.py'],
+    'prepare_data.sh': ['prepare_data.py'],
+}
+
+
+def code_blocks(text):
+    return re.findall(r'^```\w*\n(.*?)^```', text, flags=re.DOTALL | re.MULTILINE)
+
+
+def inline_code(text):
+    """The spans between backticks, outside of code blocks."""
+    return re.findall(r'`([^`\n]+)`', re.sub(r'```.*?```', '', text, flags=re.DOTALL))
+
+
+def sentences(text):
+    """Sentences outside of code blocks and tables, split at .!?: before white space."""
+    prose = re.sub(r'```.*?```|^\|.*?$', '', text, flags=re.DOTALL | re.MULTILINE)
+    return re.split(r'(?<=[.!?:])\s', prose)
+
+
+@functools.cache
+def keys_of(script):
+    """The keys that --help of one of our scripts lists, or those that a program with argparse declares."""
+    if script in SCRIPTS or script == 'runtime/scaling.py':
+        program = ['-m', 'runtime.scaling'] if script == 'runtime/scaling.py' else [script]
+        answer = subprocess.run(
+            [sys.executable, *program, '--help'], cwd=REPO, capture_output=True, text=True, check=True
+        )
+        keys = set(re.findall(r'^  --(\w+)', answer.stdout, flags=re.MULTILINE))
+        assert keys, f'{script} --help lists no keys'
+    else:
+        keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
+    if script == 'compare.py':  # which hands keys on to the scripts that it starts
+        keys |= keys_of_all(TRAIN_SCRIPTS)
+    return keys | {'help'}
+
+
+def keys_of_all(scripts):
+    return set().union(*(keys_of(script) for script in scripts))
+
+
+def commands(text):
+    """(script, its arguments) of each command that starts a program of this project, in blocks and in the text."""
+    lines = [line.partition(' #')[0] for block in code_blocks(text) for line in block.splitlines()]
+    for line in [*lines, *inline_code(text)]:
+        line = line.removeprefix('$ ').replace('python -m runtime.scaling', 'python runtime/scaling.py')
+        found = re.match(r'(?:.*&& )?(?:\w+=\S+ )?(?:python|torchrun|bash|sbatch)\b.*?([\w/]+\.(?:py|sh))(.*)', line)
+        if found and not found[1].startswith('config/'):
+            yield found[1], found[2]
+
+
+# --- the README -------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_one_page():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 220
+    assert len(text.split()) <= 2600
+
+
+def test_picture_and_both_commands_come_first():
+    top = '\n'.join(README.read_text().splitlines()[:40])
+    for first in ('![', 'bash quickstart.sh', 'bash tests/run.sh', 'bits per byte'):
+        assert first in top, f'{first} is not within the first 40 lines'
+
+
+def test_the_tree_names_every_file():
+    """Each .py file of the top and of the rooms stands in the README's tree, and nothing else does."""
+    tree = next(block for block in code_blocks(README.read_text()) if 'runtime/' in block)
+    named, room = {'': set()}, ''
+    for line in tree.splitlines():
+        if not line.startswith(' '):
+            room = line.split('/')[0] if re.match(r'\w+/', line) else ''
+            named.setdefault(room, set())
+        leading = re.match(r' *(?:\w+\.py\s+)*', line)[0]
+        named[room] |= set(leading.split())
+    for room in ('', *ROOMS):
+        there = {path.name for path in (REPO / room).glob('*.py')} - {'__init__.py'}
+        assert named[room] == there, f'the tree and {room or "the top folder"} differ in {named[room] ^ there}'
+    for folder in (path.parent.name for path in REPO.glob('*/*.py')):
+        assert folder in named or folder.startswith('.'), f'the tree lacks {folder}/'
+
+
+def test_every_chapter_is_linked_from_the_readme_and_says_what_one_will_know():
+    text = README.read_text()
+    assert len(CHAPTERS) >= 10
+    for chapter in CHAPTERS:
+        assert f'](docs/{chapter.name})' in text, f'no link to {chapter.name}'
+        paragraph = chapter.read_text().split('\n\n')[1]
+        assert re.match(r'After this chapter you (know|can) ', paragraph), f'{chapter.name} begins otherwise'
+
+
+# --- every page -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_no_sentence_has_more_than_30_words(page):
+    long = [' '.join(sentence.split()) for sentence in sentences(page.read_text()) if len(sentence.split()) > 30]
+    assert not long
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_files_and_folders_that_a_page_names_exist(page):
+    text = page.read_text()
+    if page == README:  # the tree has a test of its own
+        text = text.replace(next(block for block in code_blocks(text) if 'runtime/' in block), '')
+    text = re.sub(r'\[[^\]]*\]\([^)]*\)', '', text)  # so have links
+    paths = re.findall(r'(?<![\w/.*=-])[\w/-]*\w\.(?:py|sh|md|txt|png)\b', text)
+    folders = f'(?:{"|".join(ROOMS)}|config|slurm|docs|assets|tests)/'
+    paths += re.findall(rf'(?<![\w/.-]){folders}(?:\w+/)*(?![\w*])', text)
+    missing = {path for path in paths if not (REPO / path).exists() and not path.startswith('out/')} - THEIRS
+    assert not missing
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_functions_that_a_page_names_exist(page):
+    """As `Class.method`, in any file; and as `name` in the same part of a line behind `file.py:`."""
+    text = page.read_text()
+    sources = {path: path.read_text() for path in REPO.glob('*.py')}
+    sources |= {path: path.read_text() for room in ROOMS for path in (REPO / room).glob('*.py')}
+    for kind, method in re.findall(r'`([A-Z]\w+)\.(\w+)', text):
+        owners = [source for source in sources.values() if re.search(rf'^class {kind}\b', source, flags=re.MULTILINE)]
+        assert any(f'def {method}(' in source for source in owners), f'there is no {kind}.{method}'
+    for file, part in re.findall(r'([\w/]+\.py): ([^;|()\n]*)', text):
+        for name in re.findall(r'`(\w+)`', part):
+            defined = rf'(?:def|class) {name}\b|^{name} = '
+            assert re.search(defined, sources[REPO / file], flags=re.MULTILINE), f'{file} has no {name}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_commands_use_only_keys_that_their_script_has(page):
+    for script, arguments in commands(page.read_text()):
+        name = script.rpartition('/')[2]
+        if name.endswith('.sh'):
+            known = keys_of_all(HANDED_ON.get(name, TRAIN_SCRIPTS)) | {'full'}
+        else:
+            known = keys_of(script)
+        unknown = set(re.findall(r'(?<!\S)--([\w-]+)', arguments)) - known - MISTAKES
+        assert not unknown, f'{script}{arguments}: no such key: {unknown}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_keys_that_a_page_names_exist(page):
+    """`--key`, `--key=value` and `key=value`, in text and tables; flags of other trainers stand in a first column."""
+    text = re.sub(r'^\| `-[^|]*\|', '|', page.read_text(), flags=re.MULTILINE)
+    known = keys_of_all([*SCRIPTS, 'runtime/scaling.py']) | FLAGS
+    for script, _ in commands(text):
+        known |= keys_of(script) if script.endswith('.py') else set()
+    for code in inline_code(text):
+        named = set(re.findall(r'(?<!\S)--([\w-]+)', code)) | set(re.findall(r'^([a-z]\w*)=', code))
+        assert not named - known, f'`{code}`: no script has {named - known}'
+
+
+def test_the_table_of_other_trainers_flags_names_only_keys_that_exist():
+    known = keys_of_all(TRAIN_SCRIPTS) | {'fully_shard'}
+    rows = re.findall(r'^\| `-.* \| (.*) \|$', (REPO / 'docs/configuration.md').read_text(), flags=re.MULTILINE)
+    assert len(rows) >= 20
+    for row in rows:
+        for key in re.findall(r'`(\w+)[`=]', row):
+            assert key in known, f'the table of flags names {key}'
+
+
+def anchors(page):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r'^#+ (.*)$', re.sub(r'```.*?```', '', page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r'\]\(([^)\s]+)\)', page.read_text()):
+        if link.startswith('http'):
+            continue
+        path, _, anchor = link.partition('#')
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f'{link}: no such file'
+        assert not anchor or anchor in anchors(target), f'{link}: no such heading'
+
+
+def test_every_picture_is_shown():
+    shown = set(re.findall(r'!\[[^\]]+\]\([./]*assets/([^)]+)\)', ''.join(page.read_text() for page in PAGES)))
+    assert shown == {path.name for path in (REPO / 'assets').iterdir()}
