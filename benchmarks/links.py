@@ -4,7 +4,7 @@ How fast the links between the ranks are, by all-reduces of 1 KiB to 256 MiB.
     torchrun --nproc_per_node=2 compare.py --bench_links
 
 algbw = size / time; busbw = algbw x 2 (n-1) / n for n ranks, as in nccl-tests: what each rank of a ring sends and
-receives, which is what a link's data sheet names, whatever n is.
+receives, which is what a link's data sheet names, for any n.
 """
 
 import os
