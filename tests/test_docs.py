@@ -4,10 +4,11 @@ import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import REPO
 
+REPO = Path(__file__).resolve().parent.parent
 README = REPO / 'README.md'
 CHAPTERS = sorted((REPO / 'docs').glob('*.md'))
 PAGES = [README, *CHAPTERS]
