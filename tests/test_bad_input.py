@@ -6,8 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY_MODEL, TINY_RUN, environment, run_forked, run_script
-from faults import Job
+from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_script
 
 import data
 from text import shards

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, environment, run_script
+from launch import REPO, environment, run_script
 
 import compare
 from comparison import results, verdict

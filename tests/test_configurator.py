@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import REPO
+from launch import REPO
 
 SCRIPT = """
 '''What the script does.'''

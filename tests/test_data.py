@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, environment
+from launch import REPO, environment
 
 import data
 from text import shards

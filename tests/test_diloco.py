@@ -830,7 +830,7 @@ if __name__ == '__main__':
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_forked
+from launch import environment, run_forked
 
 
 @pytest.fixture(scope='module')

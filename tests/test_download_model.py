@@ -17,7 +17,7 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import REPO, environment, run_script
+from launch import REPO, environment, run_script
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'
 TOKEN = 'hf_' + 'secretsecret' * 3

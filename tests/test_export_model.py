@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
-from conftest import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script
+from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing

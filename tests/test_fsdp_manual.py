@@ -460,8 +460,7 @@ if __name__ == '__main__':
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_forked
-from faults import Job
+from launch import Job, environment, run_forked
 
 
 @pytest.fixture(scope='module')

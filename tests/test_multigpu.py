@@ -81,7 +81,7 @@ if __name__ == '__main__':
     sys.exit()
 
 
-from conftest import run_script
+from launch import run_script
 
 
 @pytest.fixture(scope='module')

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from conftest import REPO, SHARED, environment, run_script
+from launch import REPO, SHARED, environment, run_script
 
 import data
 from benchmarks import prepare_data_rate

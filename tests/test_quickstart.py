@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, environment, metrics
+from launch import REPO, environment
+from outputs import metrics
 
 SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', '.ci/run']
 

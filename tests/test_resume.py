@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 
-import faults
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_forked, run_many
+from launch import REPO, TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_many
+from outputs import column, metrics
 
 from runtime import checkpoint
 
@@ -130,7 +130,7 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs
     interrupted_copy(runs, 'ddp', 'indivisible')
     before = (runs / 'indivisible' / 'metrics.jsonl').read_bytes()
     keys = arguments(data_dir, runs / 'indivisible', '--max_iters=20')
-    job = faults.Job('train_ddp.py', keys, 4, runs / 'indivisible.log')  # 12 sequences, by 2 on each of 4 ranks
+    job = Job('train_ddp.py', keys, 4, runs / 'indivisible.log')  # 12 sequences, by 2 on each of 4 ranks
     codes = job.wait()
     lines = re.findall(r'^\[\d\] error: (.*)', job.text(), re.MULTILINE)
     assert 0 not in codes and lines and all('global_batch_size' in line for line in lines), job.text()

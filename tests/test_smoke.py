@@ -6,7 +6,8 @@ import sys
 import time
 
 import pytest
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_script
+from outputs import column
 
 TINY = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=4']
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import faults
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, metrics, run_forked, run_many, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_many, run_script
+from outputs import column, metrics
 
 import data
 import optim

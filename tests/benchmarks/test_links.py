@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, environment, run_script
+from launch import REPO, environment, run_script
 
 from benchmarks import links
 

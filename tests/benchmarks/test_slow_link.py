@@ -5,7 +5,8 @@ import sys
 import time
 
 import pytest
-from conftest import REPO, TINY_RUN, metrics
+from launch import REPO, TINY_RUN
+from outputs import metrics
 
 from benchmarks.slow_link import ADDRESSES, NoSlowLink, RowWatch, SlowLink, weights
 

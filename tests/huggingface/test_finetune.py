@@ -174,7 +174,8 @@ if __name__ == '__main__':
     dist.destroy_process_group()
     processes.leave()
 
-from conftest import TINY_RUN, column, run_forked, run_many, run_script
+from launch import TINY_RUN, run_forked, run_many, run_script
+from outputs import column
 
 
 @pytest.fixture(scope='module')

@@ -36,7 +36,8 @@ import torch.nn.functional as F
 REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path[:0] = [REPO, os.path.join(REPO, 'tests')]
 
-from conftest import REPO, SHARED, TINY_RUN, column, environment, run_script
+from launch import REPO, SHARED, TINY_RUN, environment, run_script
+from outputs import column
 from test_finetune import POSITIONS, VOCABULARY, save_model
 
 import data

@@ -9,7 +9,8 @@ import sys
 import time
 
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, environment, metrics
+from launch import REPO, TINY_MODEL, TINY_RUN, environment
+from outputs import metrics
 
 import data
 from model import GPT, ModelConfig

@@ -13,8 +13,8 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import metrics
-from faults import TINY, Job, complete, names_of_checkpoints, weights_of
+from launch import TINY_SYNTHETIC, Job
+from outputs import assert_same_rows, assert_same_weights, complete, metrics, names_of_checkpoints, weights_of
 
 from runtime import checkpoint, health
 
@@ -24,7 +24,7 @@ SCRIPTS = {
     'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
     'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
 }
-RUN = [*TINY, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
+RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
 
 
 def start(strategy, out_dir, *more, nproc=2, **options):
@@ -76,7 +76,7 @@ def hangs(tmp_path_factory):
 
 
 def metrics_or_none(out_dir, step):
-    rows = faults.rows_of(out_dir)
+    rows = metrics(out_dir)
     return rows and rows[-1]['step'] >= step
 
 
@@ -171,8 +171,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_
     assert re.search(r'step_00000015 is now .*step_00000015.damaged; going on from .*step_00000010', job.text())
     assert re.search(r'resuming .*step_00000010 at step 10', job.text())
     assert 'step_00000015.damaged' in names_of_checkpoints(out_dir)
-    faults.assert_same_weights(out_dir, finished, 15)
-    faults.assert_same_rows(out_dir, finished)
+    assert_same_weights(out_dir, finished, 15)
+    assert_same_rows(out_dir, finished)
 
 
 def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, tmp_path):
@@ -441,8 +441,8 @@ def test_two_deterministic_runs_are_bit_equal(tmp_path):
     for name in ('one', 'two'):
         job = start('fsdp', tmp_path / name, '--max_iters=10', '--deterministic', '--dropout=0.1')
         assert job.wait() == [0, 0], job.text()
-    faults.assert_same_weights(tmp_path / 'one', tmp_path / 'two', 10)
-    faults.assert_same_rows(tmp_path / 'one', tmp_path / 'two', ('step', 'loss', 'grad_norm', 'val_loss'))
+    assert_same_weights(tmp_path / 'one', tmp_path / 'two', 10)
+    assert_same_rows(tmp_path / 'one', tmp_path / 'two', ('step', 'loss', 'grad_norm', 'val_loss'))
 
 
 def resident_mb():

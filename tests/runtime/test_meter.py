@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, environment
+from launch import REPO, environment
 
 from runtime import meter as meters
 from runtime import processes

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, SHARED, TINY_MODEL, TINY_RUN, column, environment
+from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment
+from outputs import column
 from slurm_cluster import NoSlurm, free_ports, slurm_cluster
 
 from runtime import checkpoint
