@@ -197,14 +197,13 @@ def run_alone(command, output, place, env):
     run_rank(command, place)
 
 
-def run_function(world_size, function, *arguments, timeout=300):
-    """[function(*arguments) on rank 0, 1, ...], each in a forked process of its own, all in one gloo group.
+def run_function(world_size, function, *arguments, timeout=300, backend='gloo'):
+    """[function(*arguments) on rank 0, 1, ...], each in a forked process of its own, all in one group.
 
     None for a rank that ended itself. Raises AssertionError with the tracebacks of the ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pickled = pickle.dumps((function, arguments))
-        processes = [fork(call_on_rank, rank, world_size, folder, pickled) for rank in range(world_size)]
+        processes = start_function(world_size, folder, function, *arguments, backend=backend)
         hung = join_all(processes, timeout)
         errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
         assert not errors, '\n'.join(errors)
@@ -214,7 +213,13 @@ def run_function(world_size, function, *arguments, timeout=300):
         return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def call_on_rank(rank, world_size, folder, pickled):
+def start_function(world_size, folder, function, *arguments, backend='gloo'):
+    """The processes of run_function(), which leave in `folder` what their ranks return."""
+    pickled = pickle.dumps((function, arguments))
+    return [fork(call_on_rank, rank, world_size, folder, backend, pickled) for rank in range(world_size)]
+
+
+def call_on_rank(rank, world_size, folder, backend, pickled):
     import torch
     import torch.distributed as dist
 
@@ -222,7 +227,7 @@ def call_on_rank(rank, world_size, folder, pickled):
     torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(pickled)
-        dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
         Path(folder, f'result_{rank}').write_bytes(pickle.dumps(function(*arguments)))
         dist.destroy_process_group()
     except BaseException:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
 from outputs import column, metrics
-from test_finetune import save_model, write_chats
+from pretrained import save_model, write_chats
 
 import deepspeed_engine
 from runtime import checkpoint, estimate

@@ -13,9 +13,10 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TINY_SYNTHETIC, Job
+from launch import TINY_SYNTHETIC, Job, run_function
 from outputs import assert_same_rows, assert_same_weights, complete, metrics, names_of_checkpoints, weights_of
 
+from benchmarks import storm
 from runtime import checkpoint, health
 
 SCRIPTS = {
@@ -94,21 +95,21 @@ def check_figures(figures, kills):
     assert figures['kills'] == kills
     assert figures['runs finished, bit-equal'] >= 2
     assert figures['resumed from the newest checkpoint'] > 0
-    assert figures['most steps repeated'] <= 2 * faults.INTERVAL
+    assert figures['most steps repeated'] <= 2 * storm.INTERVAL
     assert figures['ranks left running'] == 0
 
 
 def test_killed_again_and_again_a_run_loses_nothing(tmp_path):
     """storm() compares each run, killed at chosen and at random moments, with one that nobody killed."""
-    check_figures(faults.storm(tmp_path, kills=8, seed=3), 8)
+    check_figures(storm.storm(tmp_path, kills=8, seed=3), 8)
 
 
 @pytest.mark.slow
 def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
-    figures = faults.storm(tmp_path, kills=110)
+    figures = storm.storm(tmp_path, kills=110)
     print(figures)
     check_figures(figures, 110)
-    assert all(figures[f'kills: {kind}'] >= 5 for kind in (*faults.MOMENTS, *faults.VICTIMS))
+    assert all(figures[f'kills: {kind}'] >= 5 for kind in (*storm.MOMENTS, *storm.VICTIMS))
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
@@ -449,10 +450,8 @@ def resident_mb():
     return int(re.search(r'VmRSS:\s+(\d+)', Path('/proc/self/status').read_text())[1]) / 1024
 
 
-def save_and_resume(out_dir, cycles, results):
+def save_and_resume(out_dir, cycles):
     """[(open files, resident MB)] of this process after each cycle of a save and a load with verification."""
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     checkpoint.prepare(out_dir)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))  # 1 MB; 3 MB with moments
     optimizer = torch.optim.AdamW(model.parameters())
@@ -466,15 +465,11 @@ def save_and_resume(out_dir, cycles, results):
         path = checkpoint.choose(out_dir, 'must', lambda line: None)
         assert checkpoint.load(path, model, optimizer)['cycle'] == cycle
         seen.append((len(os.listdir('/proc/self/fd')), resident_mb()))
-    results.put(seen)
+    return seen
 
 
 def check_cycles(out_dir, cycles):
-    results = faults.CONTEXT.Queue()
-    process = faults.CONTEXT.Process(target=save_and_resume, args=(str(out_dir), cycles, results))
-    process.start()
-    seen = results.get(timeout=10 * cycles)
-    process.join()
+    (seen,) = run_function(1, save_and_resume, str(out_dir), cycles, timeout=max(300, 10 * cycles))
     half = seen[cycles // 2 :]
     files, memory = [files for files, _ in half], [memory for _, memory in half]
     print(f'{cycles} cycles: {seen[0]} after the first, {half[0]} after half of them, {seen[-1]} after the last')

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment
+from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, start_agent
 from outputs import column
-from slurm_cluster import NoSlurm, free_ports, slurm_cluster
+from slurm_cluster import NoSlurm, slurm_cluster
 
 from runtime import checkpoint
 
@@ -288,7 +288,7 @@ def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(pr
 @pytest.mark.parametrize('rendezvous', ['static', 'c10d'])
 def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
     """The README's two pairs of commands, both agents on this machine."""
-    port = free_ports(1)[0]
+    (port,) = free_ports(1)
     run = [
         *TINY_MODEL,
         *TINY_RUN,
@@ -303,10 +303,8 @@ def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
             how = [f'--node_rank={node}', '--master_addr=127.0.0.1', f'--master_port={port}']
         else:
             how = ['--rdzv-backend=c10d', '--rdzv-id=1', f'--rdzv-endpoint=127.0.0.1:{port}']
-        command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', *how,
-                   str(REPO / 'train_fsdp.py'), *run]  # fmt: skip
-        log = open(tmp_path / f'agent{node}.log', 'w')
-        agents.append(subprocess.Popen(command, cwd=REPO, env=job_environment(), stdout=log, stderr=log))
+        torchrun, log = ['--nnodes=2', *how], tmp_path / f'agent{node}.log'
+        agents.append(start_agent('train_fsdp.py', *run, nproc=1, torchrun=torchrun, log=log))
     try:
         codes = [agent.wait(120) for agent in agents]
     finally:
