@@ -67,7 +67,7 @@ def storm(folder, kills, seed=0, every_torchrun=6, say=print):
                 moment, victim = chance.choice(MOMENTS), chance.choice(VICTIMS)
                 if reach(moment, job, out_dir, chance, by_torchrun):
                     killed = strike(job, victim, chance, figures)
-            codes = job.wait(120)
+            codes = job.wait()
             check_resumed(job, last, figures)
             if killed:
                 done += 1
@@ -92,7 +92,7 @@ def reach(moment, job, out_dir, chance, by_torchrun):
     step = last_step(out_dir)
 
     def until(condition):
-        wait_until(lambda: condition() or not job.is_running(), 120, job.text)
+        wait_until(lambda: condition() or not job.is_running(), 300, job.text)
         return job.is_running()
 
     def new_tmp(older_than_newest=False):
@@ -133,7 +133,7 @@ def strike(job, victim, chance, figures):
     for pid in victims:
         send(pid)
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not any(map(is_alive, ranks)), 40)
+        wait_until(lambda: not any(map(is_alive, ranks)), 120)
     left = [pid for pid in ranks if is_alive(pid)]
     figures['ranks left running'] += len(left)
     for pid in left:

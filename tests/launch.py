@@ -8,8 +8,11 @@ How tests start processes: scripts as a user starts them, and ranks forked from 
     run_ranks       forked ranks, each with its own command; what each returned and said
     run_function    a function on forked ranks, in one gloo group; what it returned on each
     start_agent     torchrun's agent of one of several nodes
+
+    python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
 """
 
+import importlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -36,7 +39,7 @@ TINY_MODEL = ['--n_layer=3', '--n_head=2', '--n_embd=40', '--mlp_hidden_dim=56',
 TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_iters=2']
 TINY_SYNTHETIC = [*TINY_MODEL, *TINY_RUN[:-1], '--dtype=float32', '--dataset=synthetic', '--vocab_size=257']
 
-GRACE = 10  # seconds between the SIGTERM of lead_ranks() to what is left and its SIGKILL; torchrun's are 30
+GRACE = 10  # seconds between the SIGTERM of fork_ranks() to what is left and its SIGKILL; torchrun's are 30
 LAUNCHERS_VARIABLES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()
 
 Ended = namedtuple('Ended', 'returncode stdout stderr')  # of one rank
@@ -73,7 +76,7 @@ def command_of(script, *arguments, nproc=None, torchrun=('--standalone',)):
     return [*launcher, str(REPO / script), *map(str, arguments)]
 
 
-def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=300, **env):
+def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=1200, **env):
     """Run a script: `python script ...`, or under torchrun with nproc processes. Returns the CompletedProcess."""
     command = command_of(script, *arguments, nproc=nproc)
     result = subprocess.run(
@@ -90,6 +93,28 @@ def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=300
     return result
 
 
+# Runs a script that stands still at the first rename after the file PATH is there.
+STAND_STILL = """
+import os, runpy, signal, sys
+path, *sys.argv = sys.argv[1:]
+def stop(event, arguments):
+    while event == 'os.rename' and os.path.exists(path):
+        signal.pause()
+sys.addaudithook(stop)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def start_and_stop_behind(path, script, *arguments, **env):
+    """Start a script and wait until it stands still, right after it has made the file `path`. Returns the Popen."""
+    command = [sys.executable, '-c', STAND_STILL, str(path), str(REPO / script), *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=subprocess.DEVNULL)
+    wait_until(lambda: Path(path).exists() or process.poll() is not None, 300)
+    assert process.poll() is None, f'{script} has ended without {path}'
+    return process
+
+
 def start_agent(script, *arguments, nproc, torchrun, log, **env):
     """torchrun's agent of one node, with its options of the rendezvous; its output goes to the file `log`."""
     command = command_of(script, *arguments, nproc=nproc, torchrun=torchrun)
@@ -101,12 +126,13 @@ def start_agent(script, *arguments, nproc, torchrun, log, **env):
 
 # Importing torch costs more than all these short runs: ranks are forked from a server that has done it.
 CONTEXT = multiprocessing.get_context('forkserver')
-CONTEXT.set_forkserver_preload(
+IMPORTED = (
     'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
     'runtime.checkpoint runtime.errors runtime.estimate runtime.health runtime.log runtime.meter runtime.scaling '
     'huggingface.finetune comparison.diloco_check text.tokenizer transformers.models.llama.modeling_llama '
     'transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto'.split()
 )
+CONTEXT.set_forkserver_preload(IMPORTED)
 
 
 def fork(target, *arguments):
@@ -168,7 +194,7 @@ def places_of(nproc):
     return [{'RANK': n, 'LOCAL_RANK': n, 'WORLD_SIZE': nproc, 'LOCAL_WORLD_SIZE': nproc} for n in range(nproc)]
 
 
-def run_ranks(commands, places=None, timeout=100, **env):
+def run_ranks(commands, places=None, timeout=300, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
@@ -197,7 +223,7 @@ def run_alone(command, output, place, env):
     run_rank(command, place)
 
 
-def run_function(world_size, function, *arguments, timeout=300, backend='gloo'):
+def run_function(world_size, function, *arguments, timeout=1200, backend='gloo'):
     """[function(*arguments) on rank 0, 1, ...], each in a forked process of its own, all in one group.
 
     None for a rank that ended itself. Raises AssertionError with the tracebacks of the ranks.
@@ -266,7 +292,7 @@ class Job:
     def text(self):
         return self.log.read_text()
 
-    def wait(self, seconds=60):
+    def wait(self, seconds=300):
         """Exit codes of all ranks, from a forked job; of torchrun alone, from torchrun. Raises if it does not end."""
         try:
             wait_until(lambda: not self.is_running(), seconds, self.text)
@@ -277,7 +303,7 @@ class Job:
         codes = Path(f'{self.log}.codes')
         return json.loads(codes.read_text()) if codes.exists() else None
 
-    def wait_for(self, condition, seconds=60):
+    def wait_for(self, condition, seconds=300):
         """Wait for a condition that comes true while the job runs."""
         wait_until(lambda: condition() or not self.is_running(), seconds, self.text)
         assert condition(), f'the job ended before that\n{self.text()}'
@@ -301,6 +327,11 @@ def lead_ranks(command, nproc, log, fault, env):
     os.environ.clear()
     os.environ.update(env)
     write_output_to(log, log)
+    Path(f'{log}.codes').write_text(json.dumps(fork_ranks(command, nproc, fault)))
+
+
+def fork_ranks(command, nproc, fault=None):
+    """Exit codes of the ranks, forked from this process."""
     (port,) = free_ports(1)
     ranks = []
     for place in places_of(nproc):
@@ -322,10 +353,10 @@ def lead_ranks(command, nproc, log, fault, env):
             kill_at = time.monotonic() + GRACE
             for pid in left:
                 send(pid, signal.SIGTERM)
-    Path(f'{log}.codes').write_text(json.dumps([codes[rank] for rank in range(nproc)]))
+    return [codes[rank] for rank in range(nproc)]
 
 
-def run_forked(script, *arguments, nproc=1, log, timeout=300, **env):
+def run_forked(script, *arguments, nproc=1, log, timeout=1200, **env):
     """Run a script in nproc forked ranks, and return what they said; for runs that end well."""
     job = Job(script, arguments, nproc, log, **env)
     codes = job.wait(timeout)
@@ -333,9 +364,16 @@ def run_forked(script, *arguments, nproc=1, log, timeout=300, **env):
     return job.text()
 
 
-def run_many(cases, nproc, folder, timeout=600, **env):
+def run_many(cases, nproc, folder, timeout=1800, **env):
     """Run cases (see tests/many_runs.py) in nproc processes started once; {name: what rank 0 held}."""
     path = Path(folder) / f'cases_{nproc}_{len(os.listdir(folder))}.json'
     path.write_text(json.dumps(cases))
     run_forked('tests/many_runs.py', path, nproc=nproc, log=f'{path}.log', timeout=timeout, **env)
     return json.loads(Path(f'{path}.results').read_text())
+
+
+if __name__ == '__main__':
+    sys.path.insert(0, str(REPO))
+    for name in IMPORTED[:4]:
+        importlib.import_module(name)
+    sys.exit(int(any(fork_ranks(sys.argv[2:], int(sys.argv[1])))))

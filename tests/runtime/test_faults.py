@@ -48,7 +48,7 @@ def path_of(out_dir, step):
 
 # --- hangs: started first, since they mostly wait, and looked at last -------------------------------------------------
 
-PATIENCE = 12  # timeout_s; a rank without progress is reported after 0.8 of it
+PATIENCE = 40  # timeout_s; a rank without progress is reported after 0.8 of it
 
 
 @pytest.fixture(scope='module')
@@ -57,8 +57,8 @@ def hangs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('hangs')
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
-    # Rank 0 waits 3 x 3.5 s for it, longer than the 9.6 s after which it begins to wonder, shorter than timeout_s
-    slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 3.5}
+    # Rank 0 waits 3 x 11.5 s for it, longer than the 32 s after which it begins to wonder, shorter than timeout_s
+    slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
@@ -122,7 +122,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
         time.sleep(pause)
         faults.send(job.pid)
     try:
-        faults.wait_until(lambda: not any(map(faults.is_alive, ranks)), 20, jobs[1].text)
+        faults.wait_until(lambda: not any(map(faults.is_alive, ranks)), 120, jobs[1].text)
     finally:
         for pid in ranks:
             faults.send(pid)
@@ -490,17 +490,17 @@ def test_200_saves_and_resumes_need_no_more_memory_and_files_each_time(tmp_path)
 
 
 def test_a_rank_that_is_slow_but_moves_is_left_alone(hangs):
-    assert hangs['slow'].wait(90) == [0, 0], hangs['slow'].text()
+    assert hangs['slow'].wait() == [0, 0], hangs['slow'].text()
     assert 'no progress' not in hangs['slow'].text()
 
 
 def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs):
     job = hangs['asleep']
-    assert job.wait(90) != 0
+    assert job.wait() != 0
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase 'data' of step [78]\b", line), line
+        assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
     assert 'stack of rank 1:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
     assert not faults.find_ranks('hangs0/asleep')
 
@@ -508,9 +508,9 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
 def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):
     """torchrun gives the frozen process 30 s to react before it kills it."""
     job = hangs['frozen']
-    assert job.wait(120) != 0
+    assert job.wait() != 0
     lines = errors_in(job.text())
     assert lines.keys() == {0}, job.text()
-    assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase '\w+' of step \d+", lines[0]), lines
+    assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase '\w+' of step \d+", lines[0]), lines
     assert 'stack of rank 1:' in job.text()
     assert not faults.find_ranks('hangs0/frozen')
