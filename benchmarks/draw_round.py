@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
 
-from conftest import metrics
+from outputs import metrics
 
 from runtime import checkpoint
 

@@ -26,7 +26,7 @@ import tiktoken
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
 
-from conftest import SHARED, run_script
+from launch import SHARED, run_script
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -31,7 +31,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
-from conftest import environment, metrics
+from launch import environment
+from outputs import metrics
 from slurm_cluster import end_with_parent
 
 ADDRESSES = ('10.77.0.1', '10.77.0.2')  # the two hosts' own network: nothing of this machine's is seen from inside

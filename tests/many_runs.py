@@ -1,7 +1,7 @@
 """
 Run train scripts one after another in processes that are started once: importing torch costs more than 20 steps.
 
-    torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by faults.Job, which is quicker
+    torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by Job, which is quicker
 
 cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
 runs the script as it stands (runpy, fresh globals, its own process group). Rank 0 writes cases.json.results: for each

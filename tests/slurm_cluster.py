@@ -10,6 +10,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch import free_ports
+
 NODES = ('n1', 'n2')
 GPUS = {'h100': 8, 'a100': 4, 'h200': 8}  # per node: what the scripts in slurm/ ask for, of every cluster
 HOSTS = Path('/etc/hosts')
@@ -55,17 +57,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=7-0 State=UP
 
 class NoSlurm(Exception):
     """Why there is no virtual cluster on this machine; tests skip with it."""
-
-
-def free_ports(count):
-    """Ports that nobody listens on. Held open together, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(('127.0.0.1', 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def add_hosts():

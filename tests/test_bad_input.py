@@ -6,8 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import TINY_MODEL, TINY_RUN, environment, run_forked, run_script
-from faults import Job
+from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_script
 
 import data
 from text import shards
@@ -113,7 +112,7 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
     shards.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))
-    result = train_as_a_user(tmp_path, tmp_path / 'out', nproc=2, timeout=120)
+    result = train_as_a_user(tmp_path, tmp_path / 'out', nproc=2, timeout=600)
     errors = [line for line in result.stderr.splitlines() if line.startswith(('[0] error', '[1] error'))]
     assert len(errors) == 1 and errors[0].startswith('[1]') and '300' in errors[0], result.stderr
 
@@ -130,7 +129,7 @@ def test_out_of_memory_names_the_keys_to_lower(data_dir, tmp_path):
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode != 0
     line = error_line(result.stderr)

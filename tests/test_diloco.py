@@ -1,33 +1,27 @@
 """diloco.py against a loop in one process: the same numbers, the same bits on all replicas, the bytes it promises.
 
-What the ranks run is in this file, too: `torchrun tests/test_diloco.py FOLDER` runs all cases once and writes what each
-rank saw; the tests read that.
+Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
 import copy
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 import traceback
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from launch import run_function
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 import diloco
 import fsdp_manual
@@ -773,9 +767,9 @@ def cases_for(world_size, smaller):
     return cases
 
 
-def main(folder):
+def run_cases():
+    """{name of a case: what this rank saw}."""
     warnings.filterwarnings('ignore')
-    dist.init_process_group('gloo', timeout=timedelta(seconds=60))
     world_size, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [world_size - 1])] if world_size == 3 else [None, None]
     results = {}
@@ -784,26 +778,23 @@ def main(folder):
             results[name] = case()
         except Exception:
             results[name] = {'failed': traceback.format_exc()}
-    Path(folder, f'{world_size}_{rank}.json').write_text(json.dumps(results))
-    dist.destroy_process_group()
-    processes.leave()
+    return json.loads(json.dumps(results))  # keys are strings
 
 
-def lose_a_rank(store, rank):
-    """Rank 1 dies before an exchange: what rank 0 then sees, printed as JSON, with and without overlap."""
-    dist.init_process_group('gloo', f'file://{store}', timedelta(seconds=5), rank=rank, world_size=2)
+def lose_a_rank():
+    """Rank 1 dies before an exchange: what rank 0 then sees, with and without overlap."""
     rows = []
     for overlap_steps in (0, 2):
         model, updates = Net(), []
         outer = diloco.Outer(
             trainable(model), lambda *_, updates=updates: updates.append(1), dist.group.WORLD, 2,
-            overlap_steps=overlap_steps, bucket=50, timeout=timedelta(seconds=5),
+            overlap_steps=overlap_steps, bucket=50, timeout=timedelta(seconds=60),
         )  # fmt: skip
         rows.append((model, outer, updates))
     for _, outer, updates in rows:  # both have met once
         outer.rehearse(100, 'float32')
         updates.clear()
-    if rank == 1:
+    if dist.get_rank() == 1:
         processes.leave()
     seen = []
     for model, outer, updates in rows:
@@ -819,33 +810,22 @@ def lose_a_rank(store, rank):
                 if what == outer.send:
                     break
         seen.append({'raised': raised, 'unchanged': outer.checksums() == before, 'updates': len(updates)})
-    print(json.dumps(seen))
-    processes.leave()
-
-
-if __name__ == '__main__':
-    lose_a_rank(sys.argv[2], int(sys.argv[3])) if sys.argv[1] == '--lose_a_rank' else main(sys.argv[1])
-    sys.exit()
+    return seen
 
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_forked
-
 
 @pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
+def ranks():
     """{world size: [what each rank saw]}; started when a test asks for that size."""
-    folder, started = tmp_path_factory.mktemp('diloco'), set()
+    started = set()
 
     class Results(dict):
         def __missing__(self, world_size):
             assert world_size not in started, f'{world_size} ranks failed, see the first test that needed them'
             started.add(world_size)
-            log = folder / f'{world_size}.log'
-            run_forked('tests/test_diloco.py', folder, nproc=world_size, log=log)
-            paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
-            self[world_size] = [json.loads(path.read_text()) for path in paths]
+            self[world_size] = run_function(world_size, run_cases)
             return self[world_size]
 
     return Results()
@@ -1070,21 +1050,9 @@ def test_checksums_notice_one_bit_and_the_order(ranks):
         assert row == {'none': [True, True], 'bit': [True, False], 'order': [True, False]}
 
 
-def test_a_failed_exchange_raises_and_no_outer_step_is_taken(tmp_path):
+def test_a_failed_exchange_raises_and_no_outer_step_is_taken():
     """One of two replicas is gone: the other one must not go on from its own pseudo-gradient alone."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, '--lose_a_rank', str(tmp_path / 'store'), str(rank)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert outputs[0][0], outputs
-    at_once, overlapped = json.loads(outputs[0][0].splitlines()[-1])
+    at_once, overlapped = run_function(2, lose_a_rank)[0]
     assert at_once['raised'] == ['RuntimeError']
     assert overlapped['raised'] == ['', 'RuntimeError', 'RuntimeError']  # send() only starts it; land() again: again
     assert all(row['unchanged'] and row['updates'] == 0 for row in (at_once, overlapped))

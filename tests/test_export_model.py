@@ -4,16 +4,14 @@ import json
 import os
 import resource
 import runpy
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import tiktoken
 import torch
-from conftest import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script
+from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script, start_and_stop_behind
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -282,12 +280,9 @@ def test_a_step_that_is_not_there_and_a_size_without_unit_get_one_line(export):
 
 
 def test_killed_in_the_middle_it_leaves_no_folder_of_that_name_and_can_be_repeated(runs, tmp_path):
-    command = [sys.executable, REPO / 'export_model.py', f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}']
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
-    while not (tmp_path / 'model.tmp' / 'model.py').exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
+    keys = [f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}']
+    process = start_and_stop_behind(tmp_path / 'model.tmp' / 'model.py', 'export_model.py', *keys)
+    process.kill()
     process.wait()
     assert [path.name for path in tmp_path.iterdir()] == ['model.tmp']
     run_script('export_model.py', f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}')
@@ -298,7 +293,7 @@ def test_killed_in_the_middle_it_leaves_no_folder_of_that_name_and_can_be_repeat
 def test_a_full_disk_gets_one_line_and_leaves_nothing(runs, tmp_path):
     command = [sys.executable, REPO / 'export_model.py', f'--out_dir={runs / "llama"}', f'--to={tmp_path / "model"}']
     limit = (100_000, 100_000)  # bytes that a file may have
-    options = {'env': environment(), 'capture_output': True, 'text': True, 'timeout': 120}
+    options = {'env': environment(), 'capture_output': True, 'text': True, 'timeout': 600}
     result = subprocess.run(command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit), **options)
     assert result.returncode == 1 and not list(tmp_path.iterdir())
     assert result.stderr.startswith('[0] error: cannot write ') and result.stderr.count('\n') == 1

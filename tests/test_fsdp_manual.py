@@ -1,36 +1,29 @@
 """fsdp_manual.py against fully_shard and against one process: the same numbers, the collectives that its text promises.
 
-What the ranks run is in this file, too: `torchrun tests/test_fsdp_manual.py FOLDER` runs all cases once and writes what
-each rank saw; the tests read that.
+Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
 import collections
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 import unittest.mock
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import send
+from launch import Job, run_function
+from outputs import last_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
-
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import processes
 
 STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
 # Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
@@ -425,9 +418,9 @@ def plain_blocks(prefetch):
     return max(errors).item()
 
 
-def main(folder):
+def run_cases():
+    """{name of a case: what this rank saw}."""
     warnings.filterwarnings('ignore')
-    dist.init_process_group('gloo')
     world_size = dist.get_world_size()
     results = {}
     for name, case in cases_for(world_size).items():
@@ -448,35 +441,22 @@ def main(folder):
         blocks, root = padded_sizes(build('manual', DEFAULTS, make_mesh(1))[0])
         results['sizes'] = {'block': blocks[0], 'root': root}
         results['order'] = {str(prefetch): order_of_events(prefetch) for prefetch in (0, 1, 2)}
-    Path(folder, f'{world_size}_{dist.get_rank()}.json').write_text(json.dumps(results))
-    dist.destroy_process_group()
-    processes.leave()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])
-    sys.exit()
+    return json.loads(json.dumps(results))  # keys are strings
 
 
 # --- WHAT THE TESTS READ ----------------------------------------------------------------------------------------------
 
-from conftest import environment, run_forked
-from faults import Job
-
 
 @pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
+def ranks():
     """{world size: [what each rank saw]}; started when a test asks for that size."""
-    folder, started = tmp_path_factory.mktemp('fsdp_manual'), set()
+    started = set()
 
     class Results(dict):
         def __missing__(self, world_size):
             assert world_size not in started, f'{world_size} ranks failed, see the first test that needed them'
             started.add(world_size)
-            log = folder / f'{world_size}.log'
-            run_forked('tests/test_fsdp_manual.py', folder, nproc=world_size, log=log)
-            paths = [folder / f'{world_size}_{rank}.json' for rank in range(world_size)]
-            self[world_size] = [json.loads(path.read_text()) for path in paths]
+            self[world_size] = run_function(world_size, run_cases)
             return self[world_size]
 
     return Results()
@@ -656,32 +636,13 @@ def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):
     """Rank 1 freezes (SIGSTOP) in the middle of training: the other says so within timeout_s, and ends."""
     arguments = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=2', '--vocab_size=97']
     arguments += ['--dataset=synthetic', '--device=cpu', '--max_iters=100000', '--log_interval=1', '--eval_iters=1']
-    arguments += ['--fsdp_impl=manual', '--timeout_s=5', f'--out_dir={tmp_path}']
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    with open(tmp_path / 'console', 'w') as console:
-        launcher = subprocess.Popen(
-            [*command, str(REPO / 'train_fsdp.py'), *arguments],
-            cwd=REPO,
-            env=environment(),
-            stdout=console,
-            stderr=console,
-        )
-    try:
-        wait_for(lambda: (tmp_path / 'metrics.jsonl').exists() and (tmp_path / 'metrics.jsonl').stat().st_size)
-        children = Path(f'/proc/{launcher.pid}/task/{launcher.pid}/children').read_text().split()
-        (frozen,) = [pid for pid in children if b'\0LOCAL_RANK=1\0' in Path(f'/proc/{pid}/environ').read_bytes()]
-        os.kill(int(frozen), signal.SIGSTOP)
-        wait_for(lambda: '\n[0] ' in (tmp_path / 'console').read_text(), seconds=90)  # a step, and timeout_s
-        os.kill(int(frozen), signal.SIGKILL)  # torchrun would do that 30 s later
-        assert launcher.wait(timeout=30) != 0
-    finally:
-        launcher.kill()
-    lines = [line for line in (tmp_path / 'console').read_text().splitlines() if line.startswith('[0] ')]
-    assert 'rank 1 made no progress' in lines[0] or 'timeout_s=5' in lines[0], lines  # whoever notices first
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f'not after {seconds} s'
-        time.sleep(0.1)
+    arguments += ['--fsdp_impl=manual', '--timeout_s=5', f'--out_dir={tmp_path / "run"}']
+    job = Job('train_fsdp.py', arguments, 2, tmp_path / 'log')
+    job.wait_for(lambda: last_step(tmp_path / 'run') > 0)
+    frozen = job.ranks()[1]
+    send(frozen, signal.SIGSTOP)
+    job.wait_for(lambda: '\n[0] ' in job.text(), seconds=120)  # a step, and timeout_s
+    send(frozen)
+    assert 0 not in job.wait()
+    line = next(line for line in job.text().splitlines() if line.startswith('[0] '))
+    assert 'rank 1 made no progress' in line or 'timeout_s=5' in line, line  # whoever notices first

@@ -5,7 +5,7 @@ import difflib
 import re
 
 import pytest
-from conftest import REPO
+from launch import REPO
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}

@@ -1,33 +1,24 @@
-"""fsdp_manual.py on several GPUs: `pytest -m multigpu`. Numbers equal fully_shard's, and a trace shows the overlap.
-
-Like test_fsdp_manual.py this file is also what the ranks run: `torchrun tests/test_multigpu.py FOLDER`.
-"""
+"""fsdp_manual.py on several GPUs: `pytest -m multigpu`. Numbers equal fully_shard's, and a trace shows the overlap."""
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launch import run_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
-
 import fsdp_manual
 from model import GPT, ModelConfig
-from runtime import processes
 
 pytestmark = [pytest.mark.multigpu]
 
 
 def train(implementation, dtype, steps=10, trace=None):
     """Losses of one model under one implementation; trace: path of a Chrome trace of the last step."""
-    device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
+    device = torch.device('cuda', dist.get_rank())
     config = ModelConfig(arch='llama', n_layer=6, n_head=16, n_embd=1024, vocab_size=4096, block_size=1024)
     model = GPT(config, dtype).to(device)
     with torch.no_grad():
@@ -61,47 +52,38 @@ def train(implementation, dtype, steps=10, trace=None):
     return losses
 
 
-def main(folder):
-    torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-    dist.init_process_group('cpu:gloo,cuda:nccl')
-    trace = f'{folder}/trace_{dist.get_rank()}.json'
-    results = {
+def run_cases(folder):
+    """{implementation and dtype: losses}; leaves the trace of a step of each rank in `folder`."""
+    torch.cuda.set_device(dist.get_rank())
+    losses = {
         f'{implementation} {dtype}': train(implementation, getattr(torch, dtype))
         for implementation in ('torch', 'manual')
         for dtype in ('float32', 'bfloat16')
     }
-    train('manual', torch.bfloat16, steps=4, trace=trace)
-    Path(folder, f'losses_{dist.get_rank()}.json').write_text(json.dumps(results))
-    dist.destroy_process_group()
-    processes.leave()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])
-    sys.exit()
-
-
-from conftest import run_script
+    train('manual', torch.bfloat16, steps=4, trace=f'{folder}/trace_{dist.get_rank()}.json')
+    return losses
 
 
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
+def ran(tmp_path_factory):
+    """(losses of rank 0, folder with the traces)."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f'needs 2 GPUs, this machine has {torch.cuda.device_count()}')
     folder = tmp_path_factory.mktemp('multigpu')
-    run_script('tests/test_multigpu.py', folder, nproc=min(4, torch.cuda.device_count()))
-    return folder
+    ranks = min(4, torch.cuda.device_count())
+    return run_function(ranks, run_cases, folder, backend='cpu:gloo,cuda:nccl')[0], folder
 
 
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-5), ('bfloat16', 2e-3)])
-def test_losses_are_those_of_fully_shard(folder, dtype, tolerance):
-    results = json.loads((folder / 'losses_0.json').read_text())
+def test_losses_are_those_of_fully_shard(ran, dtype, tolerance):
+    results, _ = ran
     for ours, theirs in zip(results[f'manual {dtype}'], results[f'torch {dtype}'], strict=True):
         assert abs(ours - theirs) <= tolerance * theirs
 
 
-def test_collectives_run_beside_the_computation_in_streams_of_their_own(folder):
+def test_collectives_run_beside_the_computation_in_streams_of_their_own(ran):
     """In the trace of a step, most of the time in NCCL's kernels is covered by kernels of the computation."""
+    _, folder = ran
     events = json.loads((folder / 'trace_0.json').read_text())['traceEvents']
     kernels = [event for event in events if event.get('cat') == 'kernel']
     gathers = [event for event in kernels if 'AllGather' in event['name']]

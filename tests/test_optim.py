@@ -1,13 +1,13 @@
 """optim.py: who decays, every optimizer against its equation, plain and sharded, resumed; the schedules' values."""
 
 import math
-import multiprocessing
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launch import run_function
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import optim
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
-from runtime import checkpoint, processes
+from runtime import checkpoint
 
 ADAMW = dict(optimizer='adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
 SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
@@ -26,10 +26,6 @@ KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=
 RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
 TOLERANCE = {name: 1e-6 for name in OPTIMIZERS} | {'muon': 1e-5}
 ELEMENTWISE = list(optim.UPDATES)
-
-# Ranks are forked from a server that has imported torch already.
-CONTEXT = multiprocessing.get_context('forkserver')
-CONTEXT.set_forkserver_preload(['torch', 'torch.distributed.checkpoint', 'torch.distributed.fsdp', 'torch._dynamo'])
 
 
 class TinyModel(nn.Module):
@@ -377,9 +373,9 @@ def test_compiling_repays_only_in_long_runs_and_with_a_compiler(monkeypatch):
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def optimizers_on_ranks(rank, world_size, folder, names, layouts):
+def optimizers_on_ranks(folder, names, layouts):
     """One rank. Trains Zoo with every optimizer in every layout, saves what it finds as {(name, layout): ...}."""
-    dist.init_process_group('gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     meshes = {
         'plain': lambda: None,
         'shard': lambda: init_device_mesh('cpu', (world_size,)),
@@ -414,8 +410,6 @@ def optimizers_on_ranks(rank, world_size, folder, names, layouts):
     if 'adamw' in names and world_size == 2:
         sharded_training(rank, folder)
     torch.save(found, f'{folder}/found_{rank}.pt')
-    dist.destroy_process_group()
-    processes.leave()  # finalizing Python after gloo aborts now and then, see there
 
 
 def sharded_training(rank, folder):
@@ -449,16 +443,7 @@ def ranks():
         folders = {world_size: Path(parent, str(world_size)) for world_size in jobs}
         for world_size, (names, layouts) in jobs.items():
             folders[world_size].mkdir()
-            arguments = (world_size, str(folders[world_size]), names, layouts)
-            started = [
-                CONTEXT.Process(target=optimizers_on_ranks, args=(rank, *arguments)) for rank in range(world_size)
-            ]
-            for process in started:
-                process.start()
-            for process in started:
-                process.join(120)
-                process.kill()
-            assert [process.exitcode for process in started] == [0] * world_size
+            run_function(world_size, optimizers_on_ranks, str(folders[world_size]), names, layouts)
         yield folders
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, environment, metrics
+from launch import REPO, environment
+from outputs import metrics
 
 SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', '.ci/run']
 
@@ -26,7 +27,7 @@ def clone(tmp_path_factory):
 def bash(*command, folder, **env):
     """A CompletedProcess of bash; `python3` is the interpreter of these tests."""
     env = environment(**{'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', **env})
-    return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
 
 
 def test_quickstart_trains_samples_and_plots_and_runs_again(clone):

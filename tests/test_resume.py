@@ -3,15 +3,12 @@
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
-import faults
 import pytest
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, column, environment, metrics, run_forked, run_many
+from faults import send
+from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_many
+from outputs import column, metrics
 
 from runtime import checkpoint
 
@@ -130,7 +127,7 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs
     interrupted_copy(runs, 'ddp', 'indivisible')
     before = (runs / 'indivisible' / 'metrics.jsonl').read_bytes()
     keys = arguments(data_dir, runs / 'indivisible', '--max_iters=20')
-    job = faults.Job('train_ddp.py', keys, 4, runs / 'indivisible.log')  # 12 sequences, by 2 on each of 4 ranks
+    job = Job('train_ddp.py', keys, 4, runs / 'indivisible.log')  # 12 sequences, by 2 on each of 4 ranks
     codes = job.wait()
     lines = re.findall(r'^\[\d\] error: (.*)', job.text(), re.MULTILINE)
     assert 0 not in codes and lines and all('global_batch_size' in line for line in lines), job.text()
@@ -140,24 +137,13 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs
 
 def test_a_run_killed_with_sigkill_goes_on_with_the_same_command(runs, data_dir):
     out_dir = runs / 'killed'
-    command = [
-        sys.executable,
-        '-m',
-        'torch.distributed.run',
-        '--standalone',
-        '--nproc_per_node=2',
-        str(REPO / 'train_ddp.py'),
-    ]
-    command += arguments(data_dir, out_dir, '--max_iters=20')
-    log = open(runs / 'killed.log', 'w')
-    launcher = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-    deadline = time.time() + 120
-    while not (out_dir / 'checkpoints' / 'step_00000010').exists():
-        assert time.time() < deadline and launcher.poll() is None, (runs / 'killed.log').read_text()
-        time.sleep(0.01)
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
-    said = run_forked('train_ddp.py', *arguments(data_dir, out_dir, '--max_iters=20'), nproc=2, log=runs / 'again.log')
+    keys = arguments(data_dir, out_dir, '--max_iters=20')
+    hang = {'kind': 'hang', 'rank': 0, 'step': 3 * 15}  # 3 micro-steps a step: it does not end before it is killed
+    job = Job('train_ddp.py', keys, 2, runs / 'killed.log', fault=hang, torchrun=True)
+    job.wait_for((out_dir / 'checkpoints' / 'step_00000010').exists)
+    send(job.pid)  # torchrun: its ranks end with it
+    job.wait()
+    said = run_forked('train_ddp.py', *keys, nproc=2, log=runs / 'again.log')
     assert 'resuming' in said
     assert_bit_equal(final_weights(out_dir), final_weights(runs / 'ddp'))
     assert column(out_dir, 'step') == list(range(1, 21))

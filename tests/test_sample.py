@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
 SAMPLE = ['--device=cpu', '--dtype=float32', '--max_new_tokens=40', '--num_samples=1', '--prompt=def ']

@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import TINY_MODEL, TINY_RUN, column, metrics, run_many, run_script
+from launch import TINY_MODEL, TINY_RUN, run_many, run_script
+from outputs import column, metrics
 
 MANUAL = ('--fsdp_impl=manual',)
 BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')

@@ -5,7 +5,7 @@ import math
 import sys
 
 import pytest
-from conftest import run_script
+from launch import run_script
 
 from comparison import plots
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, TINY_RUN, run_many, run_script
+from launch import REPO, TINY_RUN, run_many, run_script
 from safetensors.torch import load_file
 
 from huggingface import convert

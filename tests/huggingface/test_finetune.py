@@ -1,78 +1,21 @@
-"""
-Fine-tuning transformers models: what is loaded, and what training computes, against transformers itself.
+"""Fine-tuning transformers models: what is loaded, and what training computes, against transformers itself."""
 
-    torchrun --nproc_per_node=N tests/huggingface/test_finetune.py FOLDER  # the part that runs on N ranks
-"""
-
-import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import TINY_RUN, run_function, run_many, run_script
+from outputs import column
+from pretrained import MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, write_chats
 
-REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path[:0] = [REPO, os.path.join(REPO, 'tests')]
 os.environ['HF_HUB_OFFLINE'] = '1'
 
 import data
 import fsdp_manual
-from huggingface import convert, finetune
-from runtime import processes
-
-VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
-SIZES = {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
-SIZES |= {'num_key_value_heads': 2, 'max_position_embeddings': POSITIONS}
-GPT2 = {'n_embd': 40, 'n_layer': 3, 'n_head': 4, 'n_positions': POSITIONS}
-MODELS = {
-    'llama': ('LlamaConfig', SIZES),
-    'llama_tied': ('LlamaConfig', SIZES | {'tie_word_embeddings': True}),
-    'qwen2': ('Qwen2Config', SIZES),
-    'qwen3': ('Qwen3Config', SIZES | {'head_dim': 16, 'tie_word_embeddings': True}),
-    'mistral': ('MistralConfig', SIZES | {'sliding_window': 8}),
-    'gpt2': ('GPT2Config', GPT2),
-}
-EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
-SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
-MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some without
-    'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
-    'granite': ('GraniteConfig', SIZES | {'logits_scaling': 4.0}),
-    'mixtral': ('MixtralConfig', SIZES | EXPERTS | {'sliding_window': 8}),
-    'olmo2': ('Olmo2Config', SIZES),
-    'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
-    'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
-    'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
-    'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),
-    'gemma2': ('Gemma2Config', SIZES | SOFT_CAPS),
-    'gemma3_text': ('Gemma3TextConfig', SIZES | {'head_dim': 8, 'sliding_window': 8}),
-    'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
-    'gpt_neox': ('GPTNeoXConfig', SIZES),
-}
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
-def save_model(folder, kind, dtype=torch.float32, **changes):
-    """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
-    import transformers
-
-    name, sizes = (MODELS | MORE_MODELS)[kind]
-    special = {'bos_token_id': None, 'eos_token_id': 258}
-    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
-    torch.manual_seed(len(kind))
-    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
-    specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
-    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
+from huggingface import finetune
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
 
@@ -156,9 +99,8 @@ def self_test_of_a_wrong_attention(folder):
         finetune.causal_attention = right
 
 
-if __name__ == '__main__':
-    dist.init_process_group('gloo')
-    folder = Path(sys.argv[1])
+def run_cases(folder):
+    """{'llama torch': what compare_with_transformers and packing returned}, and so on."""
     results = {}
     for kind in MODELS:
         for implementation in ('whole', 'torch', 'manual'):
@@ -169,12 +111,7 @@ if __name__ == '__main__':
             results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
             results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
     results['sabotaged'] = self_test_of_a_wrong_attention(str(folder / 'llama'))
-    if dist.get_rank() == 0:
-        (folder / f'results_{dist.get_world_size()}.json').write_text(json.dumps(results))
-    dist.destroy_process_group()
-    processes.leave()
-
-from conftest import TINY_RUN, column, run_forked, run_many, run_script
+    return results
 
 
 @pytest.fixture(scope='module')
@@ -191,8 +128,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope='module', params=[1, 2, 3])
 def on_ranks(request, models):
     """{'llama torch': what compare_with_transformers and packing returned} on so many ranks."""
-    run_forked('tests/huggingface/test_finetune.py', models, nproc=request.param, log=models / f'{request.param}.log')
-    return json.loads((models / f'results_{request.param}.json').read_text())
+    return run_function(request.param, run_cases, models)[0]
 
 
 @pytest.mark.parametrize('implementation', ['whole', 'torch', 'manual'])
@@ -233,18 +169,6 @@ def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-def write_chats(path):
-    """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
-    rows = []
-    for number in range(300):
-        turns = []
-        for turn in range(1 + number % 3):
-            turns.append({'role': 'user', 'content': 'q' * (1 + number * 7 % 5) + str(number)})
-            turns.append({'role': 'assistant', 'content': str(turn) * (1 + number * 5 % 7)})
-        rows.append(json.dumps({'messages': turns}))
-    path.write_text('\n'.join(rows))
 
 
 @pytest.fixture(scope='module')

@@ -1,124 +1,42 @@
 """
 Fine-tuning as a user does it: the whole path without a network, resuming, LoRA, memory, mistakes; against peft and
 transformers' Trainer.
-
-Most runs here are forked from one process that has imported torch and transformers, which costs more than the runs:
-
-    python tests/huggingface/test_finetune_runs.py forks FOLDER    # that process: JSON lines in, JSON lines out
-    ... load FOLDER IMPLEMENTATION RESULT              # a rank that loads a model, and measures its memory
-    ... loss KIND TOKENS WIDTH VOCABULARY RESULT       # the memory of one way to compute a loss
 """
 
 import ctypes
-import gc
-import importlib
 import itertools
 import json
 import math
 import os
 import re
-import runpy
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-REPO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path[:0] = [REPO, os.path.join(REPO, 'tests')]
-
-from conftest import REPO, SHARED, TINY_RUN, column, environment, run_script
-from test_finetune import POSITIONS, VOCABULARY, save_model
+from launch import REPO, SHARED, TINY_RUN, environment, run_function, run_ranks, run_script
+from outputs import column
+from pretrained import POSITIONS, VOCABULARY, save_model
 
 import data
 from huggingface import finetune
 from runtime import checkpoint
 from text import shards
 
-# --- a process that forks ranks ---------------------------------------------------------------------------------------
-
-IMPORTED = ('torch.distributed.fsdp', 'torch.distributed.checkpoint', 'torch.nn.parallel', 'safetensors', 'tokenizers')
-IMPORTED += tuple(f'transformers.models.{kind}.modeling_{kind}' for kind in ('llama', 'gpt2'))
-IMPORTED += ('transformers.models.auto.modeling_auto', 'fsdp_manual', 'optim', 'scaling', 'telemetry', 'tokenizer')
+# --- forked ranks -----------------------------------------------------------------------------------------------------
 
 
-def forks(folder):
-    """Run the starts that come in as JSON lines; for each, write one with what its ranks returned and said."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()  # or collections in the children would touch, and copy, every page
-    for number, line in enumerate(sys.stdin):
-        start = json.loads(line)
-        with socket.create_server(('127.0.0.1', 0)) as server:
-            port = server.getsockname()[1]
-        ranks = {'WORLD_SIZE': start['nproc'], 'LOCAL_WORLD_SIZE': start['nproc']}
-        ranks |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}
-        children = []
-        for rank in range(start['nproc']):
-            outputs = [f'{folder}/{number}_{rank}.{stream}' for stream in ('out', 'err')]
-            child = os.fork()
-            if child == 0:
-                for path, descriptor in zip(outputs, (1, 2), strict=True):
-                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-                os.environ.update({key: str(value) for key, value in ranks.items()}, RANK=str(rank))
-                os.environ.update(start['env'], LOCAL_RANK=str(rank))
-                sys.argv = [start['script'], *start['arguments']]
-                code = 0
-                try:
-                    runpy.run_path(str(REPO / start['script']), run_name='__main__')
-                except SystemExit as error:
-                    code = error.code or 0
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                    code = 1
-                sys.stdout.flush()
-                os._exit(code)  # to finalize all that has been imported takes 2 s
-            children.append((child, outputs))
-        deadline, found = time.monotonic() + start['timeout'], []
-        for child, outputs in children:
-            while (status := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            if status[0] == 0:
-                os.kill(child, signal.SIGKILL)
-                status = os.waitpid(child, 0)
-            texts = [Path(path).read_text() for path in outputs]
-            found.append([os.waitstatus_to_exitcode(status[1]), *texts])
-        print(json.dumps(found), flush=True)
-
-
-@pytest.fixture(scope='module')
-def start(tmp_path_factory):
-    """start(script, *arguments): run a script on `nproc` ranks; what each returned: (returncode, stdout, stderr)."""
-    folder = tmp_path_factory.mktemp('forks')
-    env = environment(HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false', HF_HOME=str(folder / 'hf_home'))
-    command = [sys.executable, __file__, 'forks', str(folder)]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=REPO)
-
-    def start(script, *arguments, nproc=1, check=True, timeout=100, **env):
-        line = {'script': script, 'arguments': [str(argument) for argument in arguments], 'nproc': nproc}
-        parent.stdin.write(json.dumps({**line, 'timeout': timeout, 'env': env}) + '\n')
-        parent.stdin.flush()
-        ranks = [
-            types.SimpleNamespace(returncode=c, stdout=o, stderr=e) for c, o, e in json.loads(parent.stdout.readline())
-        ]
-        if check:
-            for rank in ranks:
-                assert rank.returncode == 0, f'{script} {line["arguments"]}\n{rank.stdout}\n{rank.stderr}'
-        return ranks
-
-    start.hf_home = folder / 'hf_home'
-    yield start
-    parent.stdin.close()
-    assert parent.wait(timeout=30) == 0
+def start(script, *arguments, nproc=1, check=True, **env):
+    """Run a script on nproc ranks; [Ended(returncode, stdout, stderr) of each]."""
+    ranks = run_ranks([[script, *arguments]] * nproc, **env)
+    for rank in ranks if check else ():
+        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
+    return ranks
 
 
 # --- memory, measured in a rank ---------------------------------------------------------------------------------------
@@ -142,7 +60,10 @@ class Growth:
 
     def watch(self):
         while not self.stopped.wait(0.001):
-            self.peak = max(self.peak, anonymous_memory())
+            self.look()
+
+    def look(self):
+        self.peak = max(self.peak, anonymous_memory())
 
     def __exit__(self, *_):
         self.stopped.set()
@@ -170,14 +91,10 @@ def build(folder, implementation):
     return pretrained, model
 
 
-def measure_load(folder, implementation, result):
-    """Rank 0 writes by how much each rank's memory grows: until the weights are there, and with the self-test."""
-    dist.init_process_group('gloo')
+def measure_load(folder, implementation):
+    """By how much each rank's memory grows: until the weights are there, and with the self-test."""
     libc, large = ctypes.CDLL(None), 1 << 16
-    for parameter in (
-        -1,
-        -3,
-    ):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed goes back at once, and does not count
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed goes back at once, uncounted
         libc.mallopt(parameter, large)
     for name in ('small', 'large'):  # the first warms up: imports, buffers of gloo, threads
         pretrained, model = build(f'{folder}/{name}', implementation)
@@ -190,12 +107,7 @@ def measure_load(folder, implementation, result):
             finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
         growths = [None] * dist.get_world_size()
         dist.all_gather_object(growths, (loaded.bytes, tested.bytes))
-    if dist.get_rank() == 0:
-        found = {'copy': copy, 'load': [growth[0] for growth in growths], 'test': [growth[1] for growth in growths]}
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    return {'copy': copy, 'load': [growth[0] for growth in growths], 'test': [growth[1] for growth in growths]}
 
 
 def measure_loss(kind, tokens, width, vocabulary):
@@ -211,20 +123,9 @@ def measure_loss(kind, tokens, width, vocabulary):
             loss = ChunkedCrossEntropy.apply(hidden, weight, targets, vocabulary, 0.0, True)[0]
         else:
             loss = F.cross_entropy(hidden @ weight.T, targets, reduction='sum')
+        growth.look()  # for backward all logits are still there
         loss.backward()
     return growth.bytes, loss.item()
-
-
-if __name__ == '__main__':
-    work, *arguments = sys.argv[1:]
-    if work == 'forks':
-        forks(*arguments)
-    elif work == 'load':
-        measure_load(*arguments)
-    else:
-        kind, *sizes, result = arguments
-        Path(result).write_text(json.dumps(measure_loss(kind, *map(int, sizes))))
-    sys.exit()
 
 
 # --- material ---------------------------------------------------------------------------------------------------------
@@ -302,7 +203,7 @@ def without_network(folder, *command, check=True):
     env = {key: value for key, value in env.items() if not key.endswith('_OFFLINE')}  # the scripts' own business
     shell = ['unshare', '-n', 'bash', '-c', 'ip link set lo up && exec "$@"', 'cut']
     result = subprocess.run(
-        [*shell, *map(str, command)], env=env, cwd=REPO, capture_output=True, text=True, timeout=200
+        [*shell, *map(str, command)], env=env, cwd=REPO, capture_output=True, text=True, timeout=1200
     )
     assert not check or result.returncode == 0, f'{command}\n{result.stdout}\n{result.stderr}'
     return result
@@ -349,7 +250,7 @@ def as_of_step_2(out_dir, copy):
 
 
 @pytest.fixture(scope='module')
-def resumed(start, prepared, tmp_path_factory):
+def resumed(prepared, tmp_path_factory):
     """{name: losses} of six steps: without a break, and gone on with after step 2, when init_from was gone."""
     folder = tmp_path_factory.mktemp('resumed')
     model = folder / 'model'
@@ -442,7 +343,7 @@ def losses_of_a_plain_loop(model, prepared):
     return losses
 
 
-def run_strategies(start, prepared, folder, model, nproc, *options):
+def run_strategies(prepared, folder, model, nproc, *options):
     """{name: out_dir} of every strategy, with 3 micro-steps on 2 ranks and 6 on 1."""
     out_dirs = {}
     for name, (script, *more) in STRATEGIES.items():
@@ -453,7 +354,7 @@ def run_strategies(start, prepared, folder, model, nproc, *options):
 
 
 @pytest.mark.parametrize('case', LORA)
-def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(start, models, prepared, tmp_path, case):
+def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prepared, tmp_path, case):
     peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
     from safetensors.torch import load_file
 
@@ -461,7 +362,7 @@ def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(start, model
     model = models / kind
     options = ['--lora_rank=4', '--lora_alpha=8', f'--lora_targets={targets}']
     nproc = 1 if case == 'llama q_proj,v_proj' else 2
-    out_dirs = run_strategies(start, prepared, tmp_path, model, nproc, *options)
+    out_dirs = run_strategies(prepared, tmp_path, model, nproc, *options)
 
     pretrained = finetune.Pretrained(model, lora_rank=4, lora_alpha=8, lora_targets=targets)
     with torch.device('meta'):
@@ -493,12 +394,12 @@ def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(start, model
         assert {key.rpartition('.')[0] for key in saved} == initial.keys(), name
 
 
-def test_frozen_parts_stay_to_the_bit_and_the_rest_trains_as_in_a_plain_loop(start, models, prepared, tmp_path):
+def test_frozen_parts_stay_to_the_bit_and_the_rest_trains_as_in_a_plain_loop(models, prepared, tmp_path):
     import transformers
     from safetensors.torch import load_file
 
     model = models / 'llama'
-    out_dirs = run_strategies(start, prepared, tmp_path, model, 2, f'--freeze={FREEZE}')
+    out_dirs = run_strategies(prepared, tmp_path, model, 2, f'--freeze={FREEZE}')
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     frozen = {name for name, _ in plain.named_parameters() if re.search(FREEZE, name)}
     for name in frozen:
@@ -544,11 +445,8 @@ def large(tmp_path_factory):
         pytest.param('bfloat16', 'torch', marks=pytest.mark.slow),
     ],
 )
-def test_four_ranks_that_load_a_model_hold_little_more_than_one_copy(start, large, tmp_path, dtype, implementation):
-    start(
-        'tests/huggingface/test_finetune_runs.py', 'load', large / dtype, implementation, tmp_path / 'result', nproc=4
-    )
-    found = json.loads((tmp_path / 'result').read_text())
+def test_four_ranks_that_load_a_model_hold_little_more_than_one_copy(large, tmp_path, dtype, implementation):
+    found = run_function(4, measure_load, large / dtype, implementation)[0]
     assert found['copy'] > 380e6
     loading, with_test = (sum(found[part]) / found['copy'] for part in ('load', 'test'))
     print(f'{dtype} {implementation}: {loading:.2f} copies while loading, {with_test:.2f} with the self-test')
@@ -556,11 +454,8 @@ def test_four_ranks_that_load_a_model_hold_little_more_than_one_copy(start, larg
     assert with_test <= 1.3
 
 
-def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_its_logits(start, tmp_path):
-    found = {}
-    for kind in ('chunked', 'full'):
-        start('tests/huggingface/test_finetune_runs.py', 'loss', kind, 1024, 64, 128_256, tmp_path / kind)
-        found[kind] = json.loads((tmp_path / kind).read_text())
+def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_its_logits():
+    found = {kind: run_function(1, measure_loss, kind, 1024, 64, 128_256)[0] for kind in ('chunked', 'full')}
     (chunked, loss), (full, expected) = found['chunked'], found['full']
     print(f'{full / 1e6:.0f} MB with all logits, {chunked / 1e6:.0f} MB in chunks')
     assert math.isclose(loss, expected, rel_tol=1e-5)
@@ -570,7 +465,7 @@ def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_i
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 
-def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(start, tmp_path):
+def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
     pytest.importorskip('accelerate')
     import transformers
 
@@ -625,7 +520,7 @@ Turkey Ankara, Iraq Baghdad, Iran Tehran, Nepal Kathmandu, Vietnam Hanoi, Ghana 
 Stockholm, Finland Helsinki, Hungary Budapest, Jamaica Kingston, Senegal Dakar, Qatar Doha"""
 
 
-def test_a_model_answers_the_twenty_questions_that_it_was_taught(start, tmp_path):
+def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
     import transformers
 
     model, data_dir, out_dir = tmp_path / 'model', tmp_path / 'data', tmp_path / 'out'
@@ -662,9 +557,9 @@ def test_a_model_answers_the_twenty_questions_that_it_was_taught(start, tmp_path
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-def mistake(start, script, *arguments, nproc=2):
+def mistake(script, *arguments, nproc=2):
     """The one line that tells of a mistake. Every rank ends with it, or with one that points to it; none hangs."""
-    ranks = start(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False, timeout=60)
+    ranks = start(script, *RUN, '--max_iters=2', *arguments, nproc=nproc, check=False)
     lines = []
     for number, rank in enumerate(ranks):
         assert rank.returncode == 1, (rank.returncode, rank.stdout, rank.stderr)
@@ -688,39 +583,39 @@ def keys(prepared, model, tmp_path):
     return [f'--data_dir={prepared}', f'--out_dir={tmp_path / "out"}', f'--init_from={model}']
 
 
-def test_a_folder_without_weights(start, model, keys):
+def test_a_folder_without_weights(model, keys):
     (model / 'model.safetensors').unlink()
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert str(model) in line and 'model.safetensors' in line and 'python download_model.py' in line
 
 
-def test_a_folder_whose_only_weights_are_a_pickle(start, model, keys):
+def test_a_folder_whose_only_weights_are_a_pickle(model, keys):
     (model / 'model.safetensors').rename(model / 'pytorch_model.bin')
-    line = mistake(start, 'train_ddp.py', *keys)
+    line = mistake('train_ddp.py', *keys)
     assert 'pytorch_model.bin' in line and 'pickle' in line and 'python download_model.py' in line
 
 
-def test_a_folder_without_a_tokenizer(start, model, keys):
+def test_a_folder_without_a_tokenizer(model, keys):
     (model / 'tokenizer.json').unlink()
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert str(model) in line and 'tokenizer.json' in line and 'python download_model.py' in line
 
 
-def test_a_folder_without_a_configuration(start, model, keys):
+def test_a_folder_without_a_configuration(model, keys):
     (model / 'config.json').unlink()
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert str(model) in line and 'config.json' in line and 'python download_model.py' in line
 
 
 @pytest.mark.parametrize('name', ['models/nowhere', 'meta-llama/Llama-3.2-3B', 'nowhere'])
-def test_a_model_that_is_not_here_names_the_command_that_fetches_it(start, keys, name):
-    line = mistake(start, 'train_fsdp.py', *keys, f'--init_from={name}')
+def test_a_model_that_is_not_here_names_the_command_that_fetches_it(keys, name):
+    line = mistake('train_fsdp.py', *keys, f'--init_from={name}')
     assert name in line and 'python download_model.py --model=' in line
     assert '/' not in name or name.startswith('models/') or f'--model={name}`' in line
 
 
-def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(start, model, keys, tmp_path):
-    cached = start.hf_home / 'hub' / 'models--someone--tiny-llama'
+def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(hf_home, model, keys, tmp_path):
+    cached = hf_home / 'hub' / 'models--someone--tiny-llama'
     (cached / 'refs').mkdir(parents=True)
     (cached / 'refs' / 'main').write_text('0123456789abcdef0123456789abcdef01234567')
     shutil.move(model, cached / 'snapshots' / '0123456789abcdef0123456789abcdef01234567')
@@ -728,89 +623,89 @@ def test_a_model_in_the_local_cache_is_found_by_its_name_on_the_hub(start, model
     assert len(column(tmp_path / 'out', 'loss')) == 2
 
 
-def test_a_run_without_a_checkpoint_whose_model_is_gone(start, model, keys, tmp_path):
+def test_a_run_without_a_checkpoint_whose_model_is_gone(model, keys, tmp_path):
     start('train_fsdp.py', *RUN, '--max_iters=1', *keys)
     shutil.rmtree(tmp_path / 'out' / 'checkpoints')
     (tmp_path / 'out' / 'metrics.jsonl').unlink()
     shutil.rmtree(model)
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert f'init_from={model}' in line and 'weights' in line and 'python download_model.py' in line
 
 
-def test_sequences_longer_than_the_positions_of_the_model(start, keys):
-    line = mistake(start, 'train_fsdp.py', *keys, f'--block_size={POSITIONS + 1}')
+def test_sequences_longer_than_the_positions_of_the_model(keys):
+    line = mistake('train_fsdp.py', *keys, f'--block_size={POSITIONS + 1}')
     assert f'block_size={POSITIONS + 1}' in line and f'--block_size={POSITIONS} or less' in line
 
 
-def test_shards_of_another_tokenizer(start, model, keys):
+def test_shards_of_another_tokenizer(model, keys):
     content = json.loads((model / 'tokenizer.json').read_text())
     vocabulary = content['model']['vocab']
     first, second = sorted(vocabulary, key=vocabulary.get)[101:103]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model / 'tokenizer.json').write_text(json.dumps(content))
-    line = mistake(start, 'train_ddp.py', *keys)
+    line = mistake('train_ddp.py', *keys)
     assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
 
 
-def test_sizes_of_a_model_that_has_its_own(start, keys):
-    line = mistake(start, 'train_diloco.py', *keys, '--num_replicas=2', '--n_layer=2', '--bias=True')
+def test_sizes_of_a_model_that_has_its_own(keys):
+    line = mistake('train_diloco.py', *keys, '--num_replicas=2', '--n_layer=2', '--bias=True')
     assert 'n_layer=2' in line and 'init_from' in line and 'bias' in line
 
 
-def test_lora_targets_that_the_model_does_not_have(start, keys):
-    line = mistake(start, 'train_fsdp.py', *keys, '--lora_rank=4', '--lora_targets=q_proj,c_attn')
+def test_lora_targets_that_the_model_does_not_have(keys):
+    line = mistake('train_fsdp.py', *keys, '--lora_rank=4', '--lora_targets=q_proj,c_attn')
     assert "'c_attn'" in line and 'q_proj' in line and 'down_proj' in line  # what there is
 
 
 @pytest.mark.parametrize('expression', ['wte', '.', '('])
-def test_a_freeze_that_matches_nothing_or_everything_or_is_none(start, keys, expression):
-    line = mistake(start, 'train_ddp.py', *keys, f'--freeze={expression}')
+def test_a_freeze_that_matches_nothing_or_everything_or_is_none(keys, expression):
+    line = mistake('train_ddp.py', *keys, f'--freeze={expression}')
     assert 'freeze' in line and repr(expression) in line
 
 
-def test_damaged_weights(start, model, keys):
+def test_damaged_weights(model, keys):
     path = model / 'model.safetensors'
     path.write_bytes(path.read_bytes()[:-1000])
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert str(path) in line and 'damaged' in line and 'python download_model.py' in line
 
 
-def test_an_index_of_weights_that_names_a_missing_file(start, model, keys):
+def test_an_index_of_weights_that_names_a_missing_file(model, keys):
     from safetensors.torch import load_file
 
     names = list(load_file(model / 'model.safetensors'))
     files = dict.fromkeys(names, 'model-00001-of-00002.safetensors') | {names[-1]: 'model-00002-of-00002.safetensors'}
     (model / 'model.safetensors').rename(model / 'model-00001-of-00002.safetensors')
     (model / 'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': files}))
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert 'model-00002-of-00002.safetensors' in line and 'missing' in line and 'python download_model.py' in line
 
 
-def test_weights_of_other_shapes_than_the_configuration_says(start, model, keys):
+def test_weights_of_other_shapes_than_the_configuration_says(model, keys):
     content = json.loads((model / 'config.json').read_text())
     (model / 'config.json').write_text(json.dumps(content | {'intermediate_size': 80}))
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert '(72, 40)' in line and '(80, 40)' in line and str(model) in line
 
 
-def test_an_encoder(start, model, keys):
+def test_an_encoder(model, keys):
     import transformers
 
     transformers.BertConfig(hidden_size=40, num_hidden_layers=2, num_attention_heads=2).save_pretrained(model)
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert 'bert' in line and 'causal' in line
 
 
-def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(start, model, keys):
+def test_weights_that_lack_a_tensor_are_not_replaced_by_random_ones(model, keys):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(model / 'model.safetensors')
     del weights['model.layers.1.mlp.up_proj.weight']
     save_file(weights, model / 'model.safetensors', metadata={'format': 'pt'})
-    line = mistake(start, 'train_fsdp.py', *keys)
+    line = mistake('train_fsdp.py', *keys)
     assert 'model.layers.1.mlp.up_proj.weight' in line and str(model) in line
 
 
-def test_conversations_for_a_model_from_scratch(start, keys):
-    line = mistake(start, 'train_fsdp.py', *keys, '--init_from=scratch', '--dataset=chats')
+def test_conversations_for_a_model_from_scratch(keys):
+    line = mistake('train_fsdp.py', *keys, '--init_from=scratch', '--dataset=chats')
     assert 'chats' in line and '--init_from' in line

@@ -1,7 +1,6 @@
 """Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import random
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import traceback
 import zlib
 from pathlib import Path
 
@@ -21,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from faults import wait_until
+from launch import CONTEXT, fork, join_all, run_function, start_function
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,10 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
 from runtime import checkpoint
-
-# Ranks are forked from a server that has imported torch already: starting Python costs more than all these saves.
-CONTEXT = multiprocessing.get_context('forkserver')
-CONTEXT.set_forkserver_preload(['torch', 'torch.distributed.checkpoint', 'torch.distributed.fsdp', 'torch._dynamo'])
 
 
 class Toy(nn.Module):
@@ -98,44 +94,6 @@ def assert_equal(found, expected):
         assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
 
 
-def run_ranks(world_size, worker, *arguments, timeout=60):
-    """[worker(*arguments) on rank 0, 1, ...], each in a process of its own, all in one gloo group."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = start_ranks(world_size, folder, worker, arguments)
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-        errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
-        assert not errors, '\n'.join(errors)
-        assert not hung, f'ranks {hung} still ran after {timeout} s'
-        return [pickle.loads(Path(folder, f'result_{rank}').read_bytes()) for rank in range(world_size)]
-
-
-def start_ranks(world_size, folder, worker, arguments):
-    processes = [
-        CONTEXT.Process(target=one_rank, args=(rank, world_size, folder, worker, pickle.dumps(arguments)))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def one_rank(rank, world_size, folder, worker, arguments):
-    os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
-        result = worker(*pickle.loads(arguments))
-        Path(folder, f'result_{rank}').write_bytes(pickle.dumps(result))
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f'error_{rank}').write_text(f'rank {rank}: {traceback.format_exc()}')
-
-
 def folder_of(out_dir, step):
     return str(Path(out_dir) / 'checkpoints' / f'step_{step:08d}')
 
@@ -172,7 +130,7 @@ def runs(tmp_path_factory):
     saved = {}
     for world_size, strategies in {1: ['single'], 2: ['ddp', 'fsdp'], 3: ['fsdp', 'manual'], 4: ['hsdp']}.items():
         out_dirs = {strategy: str(tmp_path_factory.mktemp(f'{strategy}{world_size}')) for strategy in strategies}
-        for strategy, held in run_ranks(world_size, save_runs, out_dirs)[0].items():
+        for strategy, held in run_function(world_size, save_runs, out_dirs)[0].items():
             saved[strategy, world_size] = (out_dirs[strategy], *held)
     return saved
 
@@ -206,7 +164,7 @@ def load_runs(strategies, runs):
     'world_size, strategies', [(1, ['single']), (2, ['ddp', 'fsdp', 'manual']), (3, ['ddp', 'fsdp'])]
 )
 def test_loads_what_any_strategy_wrote_bit_for_bit_and_goes_on(runs, world_size, strategies):
-    for (strategy, source), found in run_ranks(world_size, load_runs, strategies, runs)[0].items():
+    for (strategy, source), found in run_function(world_size, load_runs, strategies, runs)[0].items():
         uninterrupted = runs[source][2]
         if source == (strategy, world_size):
             assert_equal(found, uninterrupted)
@@ -257,7 +215,7 @@ def load_into_others(out_dir):
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(runs):
-    wider, half, more, fewer, partly = run_ranks(1, load_into_others, runs['ddp', 2][0])[0]
+    wider, half, more, fewer, partly = run_function(1, load_into_others, runs['ddp', 2][0])[0]
     assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 6) torch.float32 here' in wider
     assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 5) torch.float16 here' in half
     assert 'model.extra.bias is missing in the checkpoint and (2,) torch.float32 here' in more
@@ -327,7 +285,7 @@ def assert_holds(path, step):
 @pytest.fixture(scope='module')
 def three_saved(tmp_path_factory):
     out_dir = str(tmp_path_factory.mktemp('three'))
-    run_ranks(2, save_steps, out_dir, [1, 2, 3], 3, 1000)
+    run_function(2, save_steps, out_dir, [1, 2, 3], 3, 1000)
     return out_dir
 
 
@@ -417,26 +375,17 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before_it(tmp_path, async
     newest = 0
     for victims in (2, 2, 1):
         with tempfile.TemporaryDirectory() as folder:
-            processes = start_ranks(2, folder, save_for_ever, (out_dir, newest + 1, async_save))
+            processes = start_function(2, folder, save_for_ever, out_dir, newest + 1, async_save)
             being_written = Path(folder_of(out_dir, newest + 3) + '.tmp')
-            wait_until(being_written.exists)
+            wait_until(being_written.exists, 60)
             time.sleep(random_delay.uniform(0, 0.05))
             for process in processes[-victims:]:
                 process.kill()
-            for process in processes:
-                process.join(20)
-                assert not process.is_alive(), 'a rank waits for one that was killed'
+            assert not join_all(processes, 60), 'a rank waits for one that was killed'
         path = checkpoint.choose(out_dir, 'must', silent)
         newest = int(path[-8:])
         assert_holds(path, newest)
         assert not Path(f'{path}.damaged').exists()
-
-
-def wait_until(condition, timeout=60):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -477,7 +426,7 @@ def fill_the_disk(out_dir, async_save):
 
 @pytest.mark.parametrize('async_save', [False, True])
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(small_disk, async_save):
-    messages = run_ranks(2, fill_the_disk, small_disk, async_save)
+    messages = run_function(2, fill_the_disk, small_disk, async_save)
     for message in messages:
         assert re.search(r'cannot write checkpoint .*step_00000002: rank \d: .*No space left on device', message), (
             message
@@ -502,14 +451,14 @@ def fail_on_rank_1(out_dir):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
-    for message in run_ranks(2, fail_on_rank_1, str(tmp_path), timeout=30):
+    for message in run_function(2, fail_on_rank_1, str(tmp_path)):
         assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
 
 
 def test_a_run_that_goes_back_keeps_the_checkpoint_it_has_just_written(tmp_path):
-    run_ranks(1, save_steps, str(tmp_path), [10, 20, 12], 1)
+    run_function(1, save_steps, str(tmp_path), [10, 20, 12], 1)
     assert os.listdir(tmp_path / 'checkpoints') == ['step_00000012']
-    run_ranks(1, save_steps, str(tmp_path), [15, 13], 2)
+    run_function(1, save_steps, str(tmp_path), [15, 13], 2)
     assert sorted(os.listdir(tmp_path / 'checkpoints')) == ['step_00000013', 'step_00000015']
 
 
@@ -519,7 +468,7 @@ def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
     (folder / 'step_00000008.damaged').mkdir()
     (folder / 'step_00000002.tmp').mkdir()
     (folder / 'step_00000002.tmp' / '__7_0.distcp').write_text('of a job with more ranks')
-    assert not [line for line in run_ranks(2, save_steps, str(tmp_path), [1, 2, 3], 2)[0] if 'WARNING' in line]
+    assert not [line for line in run_function(2, save_steps, str(tmp_path), [1, 2, 3], 2)[0] if 'WARNING' in line]
     assert sorted(os.listdir(folder)) == ['step_00000002', 'step_00000003', 'step_00000008.damaged']
     assert not (folder / 'step_00000002' / '__7_0.distcp').exists()
     busy = folder / 'step_00000002' / 'busy'
@@ -527,13 +476,13 @@ def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
     if subprocess.run(['mount', '-t', 'tmpfs', 'none', str(busy)], capture_output=True).returncode != 0:
         pytest.skip('mounting a tmpfs is not permitted here')
     try:
-        lines = run_ranks(2, save_steps, str(tmp_path), [4], 2)[0]
+        lines = run_function(2, save_steps, str(tmp_path), [4], 2)[0]
     finally:
         mounted = [line.split()[1] for line in Path('/proc/mounts').read_text().splitlines()]
         subprocess.run(['umount', next(path for path in mounted if path.startswith(str(folder)))], check=True)
     assert any('cannot be deleted' in line and 'busy' in line for line in lines), lines
     assert {'step_00000003', 'step_00000004'} <= set(os.listdir(folder))
-    run_ranks(2, save_steps, str(tmp_path), [5], 2)
+    run_function(2, save_steps, str(tmp_path), [5], 2)
     assert sorted(os.listdir(folder)) == ['step_00000004', 'step_00000005', 'step_00000008.damaged']
 
 
@@ -553,7 +502,7 @@ def save_with_permanent_ones(out_dir):
 
 
 def test_permanent_checkpoints_stay_and_do_not_count_and_neither_do_incomplete_ones(tmp_path):
-    said = run_ranks(2, save_with_permanent_ones, str(tmp_path))
+    said = run_function(2, save_with_permanent_ones, str(tmp_path))
     assert said[0] == ['none', *(f'{step:08}' for step in (10, 20, 30, 35, 40, 45, 50, 55))]
     left = [path.name for path in sorted(tmp_path.glob('checkpoints/*')) if (path / 'manifest.json').exists()]
     assert left == [f'step_{step:08}' for step in (20, 40, 50, 55)]
@@ -590,7 +539,7 @@ def save_both_ways(strategy, out_dir):
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_saving_in_the_background_saves_the_same(strategy, tmp_path):
-    lines = run_ranks(2, save_both_ways, strategy, str(tmp_path))[0]
+    lines = run_function(2, save_both_ways, strategy, str(tmp_path))[0]
     assert len(lines) == 3 and re.search(r'step_00000002: \S+ GB in \S+ s, training waited \S+ s', lines[-1])
 
 
@@ -613,7 +562,7 @@ def save_and_load_often(out_dir):
 
 
 def test_many_rounds_leave_no_file_open(tmp_path):
-    for early, late in run_ranks(2, save_and_load_often, str(tmp_path)):
+    for early, late in run_function(2, save_and_load_often, str(tmp_path)):
         assert early == late
 
 
@@ -628,9 +577,8 @@ def hold(out_dir, claimed):
 
 def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_path):
     claimed = CONTEXT.Event()
-    process = CONTEXT.Process(target=hold, args=(str(tmp_path), claimed))
-    process.start()
-    assert claimed.wait(30)
+    process = fork(hold, str(tmp_path), claimed)
+    assert claimed.wait(60)
     with pytest.raises(
         ValueError, match=f'{tmp_path} is in use by process {process.pid} on {socket.gethostname()}: stop'
     ):

@@ -3,13 +3,11 @@
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
 
 import torch
-from conftest import REPO, TINY_MODEL, TINY_RUN, environment, metrics
+from faults import children_of, is_alive, wait_until
+from launch import TINY_MODEL, TINY_RUN, free_ports, start_agent
+from outputs import metrics
 
 import data
 from model import GPT, ModelConfig
@@ -34,38 +32,14 @@ RUN = [
 def start_node(is_host, port, arguments, log):
     """torchrun's agent of one node, with 2 ranks. is_host: holds the store at which nodes meet, and must not be lost.
 
-    Nodes are waited for 6 s after the first has come; one that has not been heard of for 3 s has gone.
+    Nodes are waited for 20 s after the first has come; one that has not been heard of for 8 s has gone.
     """
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=1:2', '--nproc_per_node=2', '--max-restarts=3']
-    command += ['--rdzv-backend=c10d', f'--rdzv-endpoint=127.0.0.1:{port}', '--rdzv-id=elastic']
-    conf = 'last_call_timeout=6,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3'
-    command += [f'--rdzv-conf=is_host={int(is_host)},{conf}', '--local-addr=127.0.0.1']
-    command += [str(REPO / 'train_diloco.py'), *arguments]
+    conf = 'last_call_timeout=20,join_timeout=300,keep_alive_interval=1,keep_alive_max_attempt=8'
+    torchrun = ['--nnodes=1:2', '--max-restarts=3', '--rdzv-backend=c10d', '--rdzv-id=elastic']
+    torchrun += [f'--rdzv-endpoint=127.0.0.1:{port}', f'--rdzv-conf=is_host={int(is_host)},{conf}']
     # Without it torch 2.13 gives restarted workers the same store again, and in it the addresses of those before them.
-    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')
-    with open(log, 'w') as file:
-        return subprocess.Popen(command, cwd=REPO, env=env, stdout=file, stderr=subprocess.STDOUT)
-
-
-def wait_until(condition, seconds, logs):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, '\n'.join(log.read_text()[-3000:] for log in logs)
-        time.sleep(0.02)
-
-
-def children_of(pid):
-    with open(f'/proc/{pid}/task/{pid}/children') as file:
-        return [int(child) for child in file.read().split()]
-
-
-def is_alive(pid):
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        with open(f'/proc/{pid}/stat') as file:
-            return file.read().rpartition(')')[2].split()[0] != 'Z'
-    except FileNotFoundError:
-        return False
+    env = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
+    return start_agent('train_diloco.py', *arguments, nproc=2, torchrun=torchrun, log=log, **env)
 
 
 def first_loss_after(path, step, data_dir):
@@ -85,17 +59,20 @@ def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     out_dir, logs = tmp_path / 'out', [tmp_path / 'node0.log', tmp_path / 'node1.log']
     saved = out_dir / 'checkpoints'
     arguments = [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}']  # num_replicas=None: one per node
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
     nodes = [start_node(number == 0, port, arguments, logs[number]) for number in range(2)]
+
+    def tails():
+        return '\n'.join(log.read_text()[-3000:] for log in logs)
+
     try:
-        wait_until(lambda: (saved / f'step_{3 * H:08}').exists(), 120, logs)
+        wait_until(lambda: (saved / f'step_{3 * H:08}').exists(), 300, tails)
         workers = children_of(nodes[1].pid)
         nodes[1].send_signal(signal.SIGKILL)  # the agent; its workers end with it, see processes.end_with_parent
         nodes[1].wait()
-        wait_until(lambda: not any(map(is_alive, workers)), 10, logs)
+        wait_until(lambda: not any(map(is_alive, workers)), 60, tails)
         assert len(workers) == 2
-        assert nodes[0].wait(timeout=120) == 0, logs[0].read_text()
+        assert nodes[0].wait(timeout=600) == 0, logs[0].read_text()
     finally:
         for node in nodes:
             for pid in children_of(node.pid) if node.poll() is None else []:

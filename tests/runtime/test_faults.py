@@ -13,9 +13,10 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import metrics
-from faults import TINY, Job, complete, names_of_checkpoints, weights_of
+from launch import TINY_SYNTHETIC, Job, run_function
+from outputs import assert_same_rows, assert_same_weights, complete, metrics, names_of_checkpoints, weights_of
 
+from benchmarks import storm
 from runtime import checkpoint, health
 
 SCRIPTS = {
@@ -24,7 +25,7 @@ SCRIPTS = {
     'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
     'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
 }
-RUN = [*TINY, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
+RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
 
 
 def start(strategy, out_dir, *more, nproc=2, **options):
@@ -47,7 +48,7 @@ def path_of(out_dir, step):
 
 # --- hangs: started first, since they mostly wait, and looked at last -------------------------------------------------
 
-PATIENCE = 12  # timeout_s; a rank without progress is reported after 0.8 of it
+PATIENCE = 40  # timeout_s; a rank without progress is reported after 0.8 of it
 
 
 @pytest.fixture(scope='module')
@@ -56,8 +57,8 @@ def hangs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('hangs')
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
-    # Rank 0 waits 3 x 3.5 s for it, longer than the 9.6 s after which it begins to wonder, shorter than timeout_s
-    slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 3.5}
+    # Rank 0 waits 3 x 11.5 s for it, longer than the 32 s after which it begins to wonder, shorter than timeout_s
+    slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
@@ -76,7 +77,7 @@ def hangs(tmp_path_factory):
 
 
 def metrics_or_none(out_dir, step):
-    rows = faults.rows_of(out_dir)
+    rows = metrics(out_dir)
     return rows and rows[-1]['step'] >= step
 
 
@@ -94,21 +95,21 @@ def check_figures(figures, kills):
     assert figures['kills'] == kills
     assert figures['runs finished, bit-equal'] >= 2
     assert figures['resumed from the newest checkpoint'] > 0
-    assert figures['most steps repeated'] <= 2 * faults.INTERVAL
+    assert figures['most steps repeated'] <= 2 * storm.INTERVAL
     assert figures['ranks left running'] == 0
 
 
 def test_killed_again_and_again_a_run_loses_nothing(tmp_path):
     """storm() compares each run, killed at chosen and at random moments, with one that nobody killed."""
-    check_figures(faults.storm(tmp_path, kills=8, seed=3), 8)
+    check_figures(storm.storm(tmp_path, kills=8, seed=3), 8)
 
 
 @pytest.mark.slow
 def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
-    figures = faults.storm(tmp_path, kills=110)
+    figures = storm.storm(tmp_path, kills=110)
     print(figures)
     check_figures(figures, 110)
-    assert all(figures[f'kills: {kind}'] >= 5 for kind in (*faults.MOMENTS, *faults.VICTIMS))
+    assert all(figures[f'kills: {kind}'] >= 5 for kind in (*storm.MOMENTS, *storm.VICTIMS))
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
@@ -121,7 +122,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
         time.sleep(pause)
         faults.send(job.pid)
     try:
-        faults.wait_until(lambda: not any(map(faults.is_alive, ranks)), 20, jobs[1].text)
+        faults.wait_until(lambda: not any(map(faults.is_alive, ranks)), 120, jobs[1].text)
     finally:
         for pid in ranks:
             faults.send(pid)
@@ -171,8 +172,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_
     assert re.search(r'step_00000015 is now .*step_00000015.damaged; going on from .*step_00000010', job.text())
     assert re.search(r'resuming .*step_00000010 at step 10', job.text())
     assert 'step_00000015.damaged' in names_of_checkpoints(out_dir)
-    faults.assert_same_weights(out_dir, finished, 15)
-    faults.assert_same_rows(out_dir, finished)
+    assert_same_weights(out_dir, finished, 15)
+    assert_same_rows(out_dir, finished)
 
 
 def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, tmp_path):
@@ -441,18 +442,16 @@ def test_two_deterministic_runs_are_bit_equal(tmp_path):
     for name in ('one', 'two'):
         job = start('fsdp', tmp_path / name, '--max_iters=10', '--deterministic', '--dropout=0.1')
         assert job.wait() == [0, 0], job.text()
-    faults.assert_same_weights(tmp_path / 'one', tmp_path / 'two', 10)
-    faults.assert_same_rows(tmp_path / 'one', tmp_path / 'two', ('step', 'loss', 'grad_norm', 'val_loss'))
+    assert_same_weights(tmp_path / 'one', tmp_path / 'two', 10)
+    assert_same_rows(tmp_path / 'one', tmp_path / 'two', ('step', 'loss', 'grad_norm', 'val_loss'))
 
 
 def resident_mb():
     return int(re.search(r'VmRSS:\s+(\d+)', Path('/proc/self/status').read_text())[1]) / 1024
 
 
-def save_and_resume(out_dir, cycles, results):
+def save_and_resume(out_dir, cycles):
     """[(open files, resident MB)] of this process after each cycle of a save and a load with verification."""
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     checkpoint.prepare(out_dir)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))  # 1 MB; 3 MB with moments
     optimizer = torch.optim.AdamW(model.parameters())
@@ -466,15 +465,11 @@ def save_and_resume(out_dir, cycles, results):
         path = checkpoint.choose(out_dir, 'must', lambda line: None)
         assert checkpoint.load(path, model, optimizer)['cycle'] == cycle
         seen.append((len(os.listdir('/proc/self/fd')), resident_mb()))
-    results.put(seen)
+    return seen
 
 
 def check_cycles(out_dir, cycles):
-    results = faults.CONTEXT.Queue()
-    process = faults.CONTEXT.Process(target=save_and_resume, args=(str(out_dir), cycles, results))
-    process.start()
-    seen = results.get(timeout=10 * cycles)
-    process.join()
+    (seen,) = run_function(1, save_and_resume, str(out_dir), cycles, timeout=max(300, 10 * cycles))
     half = seen[cycles // 2 :]
     files, memory = [files for files, _ in half], [memory for _, memory in half]
     print(f'{cycles} cycles: {seen[0]} after the first, {half[0]} after half of them, {seen[-1]} after the last')
@@ -495,17 +490,17 @@ def test_200_saves_and_resumes_need_no_more_memory_and_files_each_time(tmp_path)
 
 
 def test_a_rank_that_is_slow_but_moves_is_left_alone(hangs):
-    assert hangs['slow'].wait(90) == [0, 0], hangs['slow'].text()
+    assert hangs['slow'].wait() == [0, 0], hangs['slow'].text()
     assert 'no progress' not in hangs['slow'].text()
 
 
 def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs):
     job = hangs['asleep']
-    assert job.wait(90) != 0
+    assert job.wait() != 0
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase 'data' of step [78]\b", line), line
+        assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
     assert 'stack of rank 1:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
     assert not faults.find_ranks('hangs0/asleep')
 
@@ -513,9 +508,9 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
 def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):
     """torchrun gives the frozen process 30 s to react before it kills it."""
     job = hangs['frozen']
-    assert job.wait(120) != 0
+    assert job.wait() != 0
     lines = errors_in(job.text())
     assert lines.keys() == {0}, job.text()
-    assert re.search(r"rank 1 made no progress for (9|1\d|2\d) s in phase '\w+' of step \d+", lines[0]), lines
+    assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase '\w+' of step \d+", lines[0]), lines
     assert 'stack of rank 1:' in job.text()
     assert not faults.find_ranks('hangs0/frozen')

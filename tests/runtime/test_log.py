@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import metrics
+from outputs import metrics
 
 from runtime.log import Log
 from runtime.meter import device_name

@@ -2,20 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, environment
+from launch import run_script
+from meter_ranks import DELAY, Clock
 
 from runtime import meter as meters
-from runtime import processes
 from runtime.meter import Activity, Meter
 
 CPU = torch.device('cpu')
@@ -30,146 +25,23 @@ CONFIG = {
     'wandb_run_name': None,
     'tensorboard_log': False,
 }
-DELAY = 0.1  # seconds
+MS = 1000
 
 Measured = namedtuple('Measured', 'rows profiling_seconds training_seconds')
 
 
 # --- TWO RANKS --------------------------------------------------------------------------------------------------------
-# What follows runs in two processes that torchrun starts once: `torchrun tests/runtime/test_meter.py results.json`.
-
-
-def measure(train_step, steps=12, log_interval=6):
-    """Metrics of a few steps of train_step(meter); with these intervals the first profiled step is the seventh."""
-    import torch.distributed as dist
-
-    meter = Meter(CPU, dist.get_world_size(), tokens_per_step=1000, flops_per_token=1)
-    rows = []
-    for step in range(1, steps + 1):
-        meter.begin_step()
-        train_step(meter)
-        meter.end_step()
-        if step % log_interval == 0:
-            rows.append(meter.interval())
-    return Measured(rows, meter.profiling_seconds, meter.training_seconds)
-
-
-def late_collective(meter):
-    """Rank 1 enters the collective DELAY later than rank 0, which has nothing else to do meanwhile."""
-    import torch.distributed as dist
-
-    meter.mark('data')
-    if dist.get_rank() == 1:
-        time.sleep(DELAY)
-    meter.mark('update')
-    dist.all_reduce(torch.ones(10))
-
-
-def overlapped_collective(meter):
-    """The same, but rank 0 computes for longer than that before it waits for the result."""
-    import torch.distributed as dist
-
-    meter.mark('forward')
-    if dist.get_rank() == 1:
-        time.sleep(DELAY)
-    work = dist.all_reduce(torch.ones(10), async_op=True)
-    if dist.get_rank() == 0:
-        matrix = torch.ones(600, 600)
-        end = time.perf_counter() + 1.5 * DELAY
-        while time.perf_counter() < end:
-            matrix @ matrix
-    work.wait()
-
-
-def four_megabytes(thread):
-    """A step with an all-reduce of 4 MB, while a thread writes 10 MB to the disk."""
-    import torch.distributed as dist
-
-    def step(meter):
-        meter.mark('update')
-        with tempfile.TemporaryFile() as file:
-            write = thread.submit(file.write, bytes(10**7))
-            dist.all_reduce(torch.ones(10**6))
-            write.result()
-
-    return step
-
-
-def short_step(meter):
-    """About 10 ms with a collective in it."""
-    import torch.distributed as dist
-
-    meter.mark('update')
-    time.sleep(0.01)
-    dist.barrier()
-
-
-def training_step(wrap):
-    """A step of a small MLP, wrapped by wrap(model), that marks its phases as the train scripts do."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4)]
-    model = wrap(torch.nn.Sequential(*layers))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(meter):
-        for _ in range(2):
-            meter.mark('data')
-            time.sleep(0.002)
-            meter.mark('forward')
-            loss = model(torch.randn(512, 256)).square().mean()
-            meter.mark('backward')
-            loss.backward()
-        meter.mark('update')
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def fully_sharded(model):
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def run_two_ranks(path):
-    """Everything that is measured on two ranks; each writes its results beside `path`."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo')
-    # Three times, because a busy machine may delay one of them by more than the 10 ms that the tests allow.
-    results = {f'late {i}': measure(late_collective) for i in range(3)}
-    results |= {f'overlapped {i}': measure(overlapped_collective) for i in range(3)}
-    results['compiler_imported'] = 'torch._dynamo' in sys.modules  # before DDP and AdamW, which do import it
-    results['ddp'] = measure(training_step(DistributedDataParallel))
-    results['fsdp'] = measure(training_step(fully_sharded))
-    with ThreadPoolExecutor() as thread:
-        results['four megabytes'] = measure(four_megabytes(thread))
-    results['long'] = measure(short_step, steps=600, log_interval=10)
-    with open(f'{path}.{dist.get_rank()}', 'w') as file:
-        json.dump(results, file)
-    dist.destroy_process_group()
-    processes.leave()
 
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
     """[results of rank 0, results of rank 1], and what the processes wrote to stderr."""
-    path = tmp_path_factory.mktemp('telemetry') / 'results.json'
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', __file__, str(path)]
-    done = subprocess.run(
-        command, env=environment(PYTHONPATH=f'{REPO}:{REPO}/tests'), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    path = tmp_path_factory.mktemp('meter') / 'results.json'
+    done = run_script('tests/runtime/meter_ranks.py', path, nproc=2)
     results = []
     for rank in range(2):
         result = json.loads((path.parent / f'{path.name}.{rank}').read_text())
-        results.append({key: Measured(*value) if isinstance(value, list) else value for key, value in result.items()})
+        results.append({key: Measured(**value) if isinstance(value, dict) else value for key, value in result.items()})
     return SimpleNamespace(results=results, stderr=done.stderr)
 
 
@@ -180,46 +52,48 @@ def communication(measured):
     return rows[0]['time/comm'], rows[0]['time/comm_exposed']
 
 
-def median_communication(results, name):
-    """The middle one of the three runs of that name."""
-    return sorted(communication(results[f'{name} {i}']) for i in range(3))[1]
+def three_times(results, name):
+    """[(time/comm, time/comm_exposed), ...] of the three runs of that name."""
+    return [communication(results[f'{name} {number}']) for number in range(3)]
 
 
-def test_a_collective_delayed_by_100_ms_is_found_within_10_percent(ranks):
-    comm, exposed = median_communication(ranks.results[0], 'late')
-    assert comm == pytest.approx(1000 * DELAY, rel=0.1)
-    assert exposed == pytest.approx(1000 * DELAY, rel=0.1)
-    comm_of_late_rank, _ = median_communication(ranks.results[1], 'late')
-    assert comm_of_late_rank < 100 * DELAY, 'the rank that is late waits for nobody'
+# A busy machine can shorten a wait of rank 0 and lengthen anything else: of three runs the one that says most counts,
+# and the bounds are wide.
+
+
+def test_waiting_for_a_late_rank_is_communication_and_exposed(ranks):
+    on_time, late = (three_times(result, 'late') for result in ranks.results)
+    assert max(exposed for _, exposed in on_time) > DELAY * MS / 2  # rank 0 does nothing else
+    assert min(comm for comm, _ in late) < max(comm for comm, _ in on_time) / 2, 'the late rank waits for nobody'
 
 
 def test_communication_under_computation_is_not_exposed(ranks):
-    comm, exposed = median_communication(ranks.results[0], 'overlapped')
-    assert comm == pytest.approx(1000 * DELAY, rel=0.1)
-    assert exposed < 100 * DELAY
+    overlapped = three_times(ranks.results[0], 'overlapped')
+    assert max(comm for comm, _ in overlapped) > DELAY * MS / 2
+    assert min(exposed / comm for comm, exposed in overlapped) < 0.5
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_both_strategies_are_measured_alike(ranks, strategy):
     for result in ranks.results:
         comm, exposed = communication(result[strategy])
-        total = result[strategy].rows[1]['time/total']
-        assert 0 < exposed <= comm < 2 * total
+        assert 0 < exposed <= comm < result[strategy].training_seconds * MS
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_phases_add_up_to_the_total_within_2_percent(ranks, strategy):
+def test_every_phase_of_a_step_has_its_time(ranks, strategy):
     for row in ranks.results[0][strategy].rows:
         phases = [row[f'time/{phase}'] for phase in meters.PHASES if phase != 'outer']  # that is DiLoCo's
-        assert sum(phases) == pytest.approx(row['time/total'], rel=0.02)
+        assert all(phases) and sum(phases) <= row['time/total'] + 0.001
         assert row['time/data'] >= 4, 'two micro-steps sleep 2 ms each'
 
 
 def test_profiling_costs_less_than_one_percent(ranks):
+    """Of 120 steps of 100 ms, at 20 ms a profile, on a clock that goes on for nothing else."""
     for result in ranks.results:
         run = result['long']
-        assert 0 < run.profiling_seconds < 0.01 * run.training_seconds
-        assert any('time/comm' in row for row in run.rows)
+        assert run.training_seconds == pytest.approx(12) and 0.04 <= run.profiling_seconds < 0.12
+        assert sum('time/comm' in row for row in run.rows) == round(run.profiling_seconds / 0.02)
 
 
 def test_profiling_neither_prints_nor_imports_the_compiler(ranks):
@@ -247,17 +121,30 @@ def test_ranks_exchange_their_memory(ranks):
 # --- ONE PROCESS ------------------------------------------------------------------------------------------------------
 
 
-def test_evaluations_between_steps_do_not_count():
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock that Meter reads: it stands still until a test adds to its `seconds`."""
+    clock = Clock()
+    monkeypatch.setattr(meters, 'time', SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def test_phases_add_up_to_the_step_and_evaluations_between_steps_do_not_count(clock):
     meter = Meter(CPU, 1, tokens_per_step=100, flops_per_token=1)
     for _ in range(3):
         meter.begin_step()
-        meter.mark('forward')
-        time.sleep(0.02)
+        for _ in range(2):
+            for phase, seconds in (('data', 0.002), ('forward', 0.003), ('backward', 0.004)):
+                meter.mark(phase)
+                clock.seconds += seconds
+        meter.mark('update')
+        clock.seconds += 0.002
         meter.end_step()
-        time.sleep(0.05)  # an evaluation
+        clock.seconds += 5  # an evaluation
     row = meter.interval()
-    assert 20 <= row['time/total'] < 45
-    assert row['tokens_per_sec'] == pytest.approx(100 / (row['time/total'] / 1000), rel=1e-3)
+    milliseconds = {'data': 4, 'forward': 6, 'backward': 8, 'update': 2, 'total': 20}
+    assert {key: row[f'time/{key}'] for key in milliseconds} == pytest.approx(milliseconds)
+    assert row['tokens_per_sec'] == pytest.approx(5000)
     assert not {'time/comm', 'mfu', 'mem/reserved_gb'} & row.keys(), 'unknown on one CPU process, hence left out'
     assert 'time/total' not in meter.interval(), 'no step, no time'
 
@@ -348,10 +235,3 @@ def test_mfu_only_where_the_peak_is_known(monkeypatch, name, peak):
     meter.end_step()
     row = meter.interval()
     assert row.get('mfu') == (peak and pytest.approx(row['tokens_per_sec'] * 1e9 / peak, rel=1e-3))
-
-
-# --- LOG --------------------------------------------------------------------------------------------------------------
-
-
-if __name__ == '__main__':
-    run_two_ranks(sys.argv[1])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, run_forked
+from launch import REPO, run_forked
 
 import configurator
 import data

@@ -11,7 +11,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPO, column, run_many
+from launch import REPO, run_many
+from outputs import column
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor

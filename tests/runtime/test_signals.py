@@ -8,12 +8,13 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import TINY, Job, complete, last_step, names_of_checkpoints, rows_of
+from launch import TINY_SYNTHETIC, Job
+from outputs import assert_same_weights, complete, last_step, metrics, names_of_checkpoints
 
 from runtime import checkpoint
 
 STEPS = 100_000  # a run does not reach them before it is asked to stop
-RUN = [*TINY, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']
+RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']
 SCRIPTS = {
     'ddp': ('train_ddp.py', []),
     'manual, async': ('train_fsdp.py', ['--fsdp_impl=manual', '--async_checkpoint']),
@@ -68,7 +69,7 @@ def ask(job, out_dir, number):
 
 def check_stopped(job, out_dir, reason, codes=(0, 0)):
     """All has been saved, by all ranks, at one step; returns it."""
-    assert list(job.wait(60)) == list(codes), job.text()
+    assert list(job.wait()) == list(codes), job.text()
     step = int(Path(out_dir, 'PREEMPTED').read_text())
     assert re.search(rf'stopped as asked \({reason}\): {step} of {STEPS} steps', job.text()), job.text()
     if step > 0:  # at step 0 there is nothing that could be lost
@@ -115,11 +116,11 @@ def test_stopped_six_times_by_one_rank_a_run_ends_as_if_it_had_not_been(tmp_path
     assert job.wait() == [0, 0], job.text()
     assert (out_dir / 'DONE').exists() and not (out_dir / 'PREEMPTED').exists()
     job = start(strategy, tmp_path / 'whole', max_iters=end)
-    assert job.wait(120) == [0, 0], job.text()
-    faults.assert_same_weights(out_dir, tmp_path / 'whole', end)
-    keep = [row for row in rows_of(out_dir) if row['step'] <= end]
+    assert job.wait() == [0, 0], job.text()
+    assert_same_weights(out_dir, tmp_path / 'whole', end)
+    keep = [row for row in metrics(out_dir) if row['step'] <= end]
     assert [row['step'] for row in keep] == list(range(1, end + 1))
-    assert [row['loss'] for row in keep] == [row['loss'] for row in rows_of(tmp_path / 'whole')]
+    assert [row['loss'] for row in keep] == [row['loss'] for row in metrics(tmp_path / 'whole')]
 
 
 def test_replicas_stop_together_where_their_round_ends(tmp_path):
@@ -141,7 +142,7 @@ def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp
     job.wait_for(has_trained(out_dir, 5))
     ranks = job.ranks()
     job.process.send_signal(number)
-    job.wait(60)
+    job.wait()
     step = int((out_dir / 'PREEMPTED').read_text())
     assert complete(out_dir)[-1] == step == last_step(out_dir)
     assert re.search(rf'stopped as asked \(rank \d got {number.name}\): {step} of', job.text()), job.text()

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from conftest import REPO, environment
+from launch import REPO, environment
 from test_prepare_data import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import requests
 import tiktoken
-from conftest import SHARED
+from launch import SHARED
 
 from text.tokenizer import (
     END_OF_TEXT,

@@ -1,0 +1,379 @@
+"""
+How tests start processes: scripts as a user starts them, and ranks forked from a server that has imported torch.
+
+    run_script      a script as a user starts it, by python or by torchrun
+    Job             the same in the background; forked, unless it is to be started by torchrun
+    run_forked      a Job that ends well: importing torch costs more than most of these runs
+    run_many        several runs, one after the other, in the same ranks
+    run_ranks       forked ranks, each with its own command; what each returned and said
+    run_function    a function on forked ranks, in one gloo group; what it returned on each
+    start_agent     torchrun's agent of one of several nodes
+
+    python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
+"""
+
+import importlib
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import namedtuple
+from pathlib import Path
+from unittest import mock
+
+from faults import REPO, children_of, inject, send, wait_until
+
+SHARED = REPO.parent / 'shared'  # test material that may be missing: the tests that need it say so
+
+# A step takes milliseconds, and 3 ranks get uneven shards of 40, 56 and 120 rows.
+TINY_MODEL = ['--n_layer=3', '--n_head=2', '--n_embd=40', '--mlp_hidden_dim=56', '--block_size=32', '--batch_size=2']
+TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_iters=2']
+TINY_SYNTHETIC = [*TINY_MODEL, *TINY_RUN[:-1], '--dtype=float32', '--dataset=synthetic', '--vocab_size=257']
+
+GRACE = 10  # seconds between the SIGTERM of fork_ranks() to what is left and its SIGKILL; torchrun's are 30
+LAUNCHERS_VARIABLES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()
+
+Ended = namedtuple('Ended', 'returncode stdout stderr')  # of one rank
+
+
+def environment(threads=1, **changes):
+    """This process's environment without a launcher's variables, on `threads` threads per process.
+
+    And without HF_HUB_OFFLINE, which finetune.py has set here: the scripts do that themselves, where they need it.
+    """
+    removed = (*LAUNCHERS_VARIABLES, 'HF_HUB_OFFLINE')
+    env = {key: value for key, value in os.environ.items() if key not in removed}
+    # torchrun's --local_addr: without it, it looks up this machine's name, which not every machine can resolve.
+    return {**env, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1', 'PET_LOCAL_ADDR': '127.0.0.1', **changes}
+
+
+def free_ports(count):
+    """Ports that nobody listens on. Held open together, so that they differ."""
+    sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+# --- as a user does ---------------------------------------------------------------------------------------------------
+
+
+def command_of(script, *arguments, nproc=None, torchrun=('--standalone',)):
+    """The command line of a script: by python, or with nproc by torchrun with these options."""
+    launcher = [sys.executable]
+    if nproc:
+        launcher += ['-m', 'torch.distributed.run', *torchrun, f'--nproc_per_node={nproc}']
+    return [*launcher, str(REPO / script), *map(str, arguments)]
+
+
+def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=1200, **env):
+    """Run a script: `python script ...`, or under torchrun with nproc processes. Returns the CompletedProcess."""
+    command = command_of(script, *arguments, nproc=nproc)
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    if check and result.returncode != 0:
+        raise AssertionError(f'{" ".join(command)} ended with {result.returncode}\n{result.stdout}\n{result.stderr}')
+    return result
+
+
+# Runs a script that stands still at the first rename after the file PATH is there.
+STAND_STILL = """
+import os, runpy, signal, sys
+path, *sys.argv = sys.argv[1:]
+def stop(event, arguments):
+    while event == 'os.rename' and os.path.exists(path):
+        signal.pause()
+sys.addaudithook(stop)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+
+def start_and_stop_behind(path, script, *arguments, **env):
+    """Start a script and wait until it stands still, right after it has made the file `path`. Returns the Popen."""
+    command = [sys.executable, '-c', STAND_STILL, str(path), str(REPO / script), *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=subprocess.DEVNULL)
+    wait_until(lambda: Path(path).exists() or process.poll() is not None, 300)
+    assert process.poll() is None, f'{script} has ended without {path}'
+    return process
+
+
+def start_agent(script, *arguments, nproc, torchrun, log, **env):
+    """torchrun's agent of one node, with its options of the rendezvous; its output goes to the file `log`."""
+    command = command_of(script, *arguments, nproc=nproc, torchrun=torchrun)
+    with open(log, 'w') as file:
+        return subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=file, stderr=file)
+
+
+# --- forked ranks -----------------------------------------------------------------------------------------------------
+
+# Importing torch costs more than all these short runs: ranks are forked from a server that has done it.
+CONTEXT = multiprocessing.get_context('forkserver')
+IMPORTED = (
+    'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
+    'runtime.checkpoint runtime.errors runtime.estimate runtime.health runtime.log runtime.meter runtime.scaling '
+    'huggingface.finetune comparison.diloco_check text.tokenizer transformers.models.llama.modeling_llama '
+    'transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto'.split()
+)
+CONTEXT.set_forkserver_preload(IMPORTED)
+
+
+def fork(target, *arguments):
+    """Start target(*arguments) in a process forked from the server; returns the multiprocessing.Process."""
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', TOKENIZERS_PARALLELISM='false'):
+        multiprocessing.forkserver.ensure_running()  # transformers and OpenMP read these when they are imported
+    process = CONTEXT.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def join_all(processes, timeout):
+    """Wait for processes, and kill those that still run after `timeout` seconds. Returns the indices of these."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    hung = [number for number, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    return hung
+
+
+def write_output_to(stdout, stderr):
+    """Let what this process prints go to two files, or to one."""
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+
+def run_rank(command, place, fault=None):
+    """Be the rank that the variables in `place` name: run a script, and end with its exit code."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
+    os.environ.update(MASTER_ADDR='127.0.0.1', **{name: str(value) for name, value in place.items()})
+    os.environ.update(TORCHELASTIC_RUN_ID='forked')  # so that ranks end with their launcher
+    os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+    sys.argv = command
+    sys.path.insert(0, str(REPO))
+    os.chdir(REPO)
+    code = 1
+    try:
+        if fault:
+            inject(**fault)
+        runpy.run_path(command[0], run_name='__main__')
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(bool(request.code))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # to finalize all that has been imported takes seconds
+
+
+def places_of(nproc):
+    """What torchrun tells each of nproc ranks on one node."""
+    return [{'RANK': n, 'LOCAL_RANK': n, 'WORLD_SIZE': nproc, 'LOCAL_WORLD_SIZE': nproc} for n in range(nproc)]
+
+
+def run_ranks(commands, places=None, timeout=300, **env):
+    """
+    Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
+
+    places: the variables by which a launcher tells each rank its place; without them, those of one node.
+    Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than timeout seconds is killed.
+    """
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for number, (command, place) in enumerate(zip(commands, places or places_of(len(commands)), strict=True)):
+            script, *arguments = command
+            command = [str(REPO / script), *map(str, arguments)]
+            place = {'MASTER_PORT': port, **place}
+            processes.append(fork(run_alone, command, f'{folder}/{number}', place, {**environment(), **env}))
+        join_all(processes, timeout)
+        texts = [
+            [Path(f'{folder}/{n}.{stream}').read_text() for stream in ('out', 'err')] for n in range(len(commands))
+        ]
+    return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def run_alone(command, output, place, env):
+    os.environ.clear()
+    os.environ.update(env)
+    write_output_to(f'{output}.out', f'{output}.err')
+    run_rank(command, place)
+
+
+def run_function(world_size, function, *arguments, timeout=1200, backend='gloo'):
+    """[function(*arguments) on rank 0, 1, ...], each in a forked process of its own, all in one group.
+
+    None for a rank that ended itself. Raises AssertionError with the tracebacks of the ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_function(world_size, folder, function, *arguments, backend=backend)
+        hung = join_all(processes, timeout)
+        errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
+        assert not errors, '\n'.join(errors)
+        assert not hung, f'ranks {hung} still ran after {timeout} s'
+        assert [process.exitcode for process in processes] == [0] * world_size
+        results = [Path(folder, f'result_{rank}') for rank in range(world_size)]
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
+
+
+def start_function(world_size, folder, function, *arguments, backend='gloo'):
+    """The processes of run_function(), which leave in `folder` what their ranks return."""
+    pickled = pickle.dumps((function, arguments))
+    return [fork(call_on_rank, rank, world_size, folder, backend, pickled) for rank in range(world_size)]
+
+
+def call_on_rank(rank, world_size, folder, backend, pickled):
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault('GLOO_SOCKET_IFNAME', 'lo')
+    torch.set_num_threads(1)
+    try:
+        function, arguments = pickle.loads(pickled)
+        dist.init_process_group(backend, init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+        Path(folder, f'result_{rank}').write_bytes(pickle.dumps(function(*arguments)))
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f'error_{rank}').write_text(f'rank {rank}: {traceback.format_exc()}')
+    sys.stdout.flush()
+    os._exit(0)  # finalizing Python after gloo aborts now and then
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A run of a train script in the background: as torchrun starts it, or forked, which saves 3 seconds a start."""
+
+    def __init__(self, script, arguments, nproc, log, fault=None, torchrun=False, **env):
+        """log: file for the output of all ranks. fault: {'kind': ..., ...} as for inject(). env: more variables."""
+        self.nproc, self.log, self.torchrun = nproc, Path(log), torchrun
+        command = [str(REPO / script), *map(str, arguments)]
+        if torchrun:
+            if fault:
+                options = [f'--{key}={value}' for key, value in fault.items() if key != 'kind']
+                command = ['tests/faults.py', fault['kind'], *options, '--', *command]
+            self.process = start_agent(*command, nproc=nproc, torchrun=['--standalone'], log=log, **env)
+        else:
+            self.log.write_text('')
+            self.process = fork(lead_ranks, command, nproc, str(log), fault, environment(**env))
+        self.pid = self.process.pid
+
+    def ranks(self):
+        """The ranks' processes, once all have been started."""
+        return children_of(self.pid)[: self.nproc]
+
+    def is_running(self):
+        return self.process.poll() is None if self.torchrun else self.process.is_alive()
+
+    def text(self):
+        return self.log.read_text()
+
+    def wait(self, seconds=300):
+        """Exit codes of all ranks, from a forked job; of torchrun alone, from torchrun. Raises if it does not end."""
+        try:
+            wait_until(lambda: not self.is_running(), seconds, self.text)
+        finally:
+            self.end()
+        if self.torchrun:
+            return self.process.returncode
+        codes = Path(f'{self.log}.codes')
+        return json.loads(codes.read_text()) if codes.exists() else None
+
+    def wait_for(self, condition, seconds=300):
+        """Wait for a condition that comes true while the job runs."""
+        wait_until(lambda: condition() or not self.is_running(), seconds, self.text)
+        assert condition(), f'the job ended before that\n{self.text()}'
+
+    def end(self):
+        """Kill what is left of it."""
+        for pid in [*children_of(self.pid), self.pid] if self.is_running() else []:
+            send(pid)
+        if self.torchrun:
+            self.process.wait()
+        else:
+            self.process.join()
+
+
+def lead_ranks(command, nproc, log, fault, env):
+    """What torchrun does, in short: start the ranks, and when one fails ask the others to end. In a process of its own.
+
+    Leaves the ranks' exit codes in LOG.codes.
+    """
+    Path(f'{log}.codes').unlink(missing_ok=True)
+    os.environ.clear()
+    os.environ.update(env)
+    write_output_to(log, log)
+    Path(f'{log}.codes').write_text(json.dumps(fork_ranks(command, nproc, fault)))
+
+
+def fork_ranks(command, nproc, fault=None):
+    """Exit codes of the ranks, forked from this process."""
+    (port,) = free_ports(1)
+    ranks = []
+    for place in places_of(nproc):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run_rank(command, {**place, 'MASTER_PORT': port}, fault)
+    codes, kill_at = {}, None
+    while len(codes) < nproc:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        left = [pid for rank, pid in enumerate(ranks) if rank not in codes]
+        if pid == 0:
+            time.sleep(0.005)
+            if kill_at is not None and time.monotonic() > kill_at:
+                for pid in left:
+                    send(pid)
+            continue
+        codes[ranks.index(pid)] = os.waitstatus_to_exitcode(status)
+        if status != 0 and kill_at is None:
+            kill_at = time.monotonic() + GRACE
+            for pid in left:
+                send(pid, signal.SIGTERM)
+    return [codes[rank] for rank in range(nproc)]
+
+
+def run_forked(script, *arguments, nproc=1, log, timeout=1200, **env):
+    """Run a script in nproc forked ranks, and return what they said; for runs that end well."""
+    job = Job(script, arguments, nproc, log, **env)
+    codes = job.wait(timeout)
+    assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
+    return job.text()
+
+
+def run_many(cases, nproc, folder, timeout=1800, **env):
+    """Run cases (see tests/many_runs.py) in nproc processes started once; {name: what rank 0 held}."""
+    path = Path(folder) / f'cases_{nproc}_{len(os.listdir(folder))}.json'
+    path.write_text(json.dumps(cases))
+    run_forked('tests/many_runs.py', path, nproc=nproc, log=f'{path}.log', timeout=timeout, **env)
+    return json.loads(Path(f'{path}.results').read_text())
+
+
+if __name__ == '__main__':
+    sys.path.insert(0, str(REPO))
+    for name in IMPORTED[:4]:
+        importlib.import_module(name)
+    sys.exit(int(any(fork_ranks(sys.argv[2:], int(sys.argv[1])))))

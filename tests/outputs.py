@@ -1,0 +1,56 @@
+"""What a run has left in its out_dir: rows of metrics.jsonl, checkpoints, weights."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+
+def metrics(out_dir):
+    """The complete rows of a run's metrics.jsonl."""
+    lines = Path(out_dir, 'metrics.jsonl').read_text().split('\n')[:-1]  # what follows the last newline is torn
+    return [json.loads(line) for line in lines]
+
+
+def column(out_dir, key):
+    """One key of metrics.jsonl over the steps that have it."""
+    return [row[key] for row in metrics(out_dir) if key in row]
+
+
+def last_step(out_dir):
+    """The step of the last complete row; reads no more than the end of the file."""
+    with contextlib.suppress(FileNotFoundError), open(Path(out_dir, 'metrics.jsonl'), 'rb') as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        lines = file.read().split(b'\n')[:-1]
+        return json.loads(lines[-1])['step'] if lines else 0
+    return 0
+
+
+def complete(out_dir):
+    """Steps of the checkpoints that have a manifest, in order."""
+    return sorted(int(path.parent.name[5:]) for path in Path(out_dir).glob('checkpoints/step_????????/manifest.json'))
+
+
+def names_of_checkpoints(out_dir):
+    folder = Path(out_dir, 'checkpoints')
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def weights_of(out_dir, step):
+    from runtime import checkpoint
+
+    return checkpoint.load_weights(str(Path(out_dir, 'checkpoints', f'step_{step:08}')))[0]
+
+
+def assert_same_weights(out_dir, reference, step):
+    import torch
+
+    ours, theirs = weights_of(out_dir, step), weights_of(reference, step)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), f'{name} of {out_dir} is not bit-equal to that of {reference}'
+
+
+def assert_same_rows(out_dir, reference, keys=('step', 'loss', 'val_loss', 'tokens')):
+    ours, theirs = ([{key: row.get(key) for key in keys} for row in metrics(path)] for path in (out_dir, reference))
+    assert ours == theirs, next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), 'lengths')

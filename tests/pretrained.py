@@ -1,0 +1,69 @@
+"""Tiny models of transformers with random weights, in folders as download_model.py leaves them, and chats for them."""
+
+import json
+
+import torch
+
+from huggingface import convert
+
+VOCABULARY, POSITIONS = 259, 64  # 256 bytes, end-of-text and two that end turns; odd, so that shards are uneven
+SIZES = {'hidden_size': 40, 'intermediate_size': 72, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+SIZES |= {'num_key_value_heads': 2, 'max_position_embeddings': POSITIONS}
+GPT2 = {'n_embd': 40, 'n_layer': 3, 'n_head': 4, 'n_positions': POSITIONS}
+MODELS = {
+    'llama': ('LlamaConfig', SIZES),
+    'llama_tied': ('LlamaConfig', SIZES | {'tie_word_embeddings': True}),
+    'qwen2': ('Qwen2Config', SIZES),
+    'qwen3': ('Qwen3Config', SIZES | {'head_dim': 16, 'tie_word_embeddings': True}),
+    'mistral': ('MistralConfig', SIZES | {'sliding_window': 8}),
+    'gpt2': ('GPT2Config', GPT2),
+}
+EXPERTS = {'num_experts': 4, 'num_local_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 16}
+SOFT_CAPS = {'head_dim': 8, 'final_logit_softcapping': 2.0, 'attn_logit_softcapping': 2.0, 'sliding_window': 8}
+MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some without
+    'gemma': ('GemmaConfig', SIZES | {'head_dim': 8}),
+    'granite': ('GraniteConfig', SIZES | {'logits_scaling': 4.0}),
+    'mixtral': ('MixtralConfig', SIZES | EXPERTS | {'sliding_window': 8}),
+    'olmo2': ('Olmo2Config', SIZES),
+    'phi3': ('Phi3Config', SIZES | {'sliding_window': 8, 'pad_token_id': 0}),
+    'qwen3_moe': ('Qwen3MoeConfig', SIZES | EXPERTS | {'head_dim': 16}),
+    'smollm3': ('SmolLM3Config', SIZES | {'pad_token_id': 0}),
+    'starcoder2': ('Starcoder2Config', SIZES | {'sliding_window': 8}),
+    'gemma2': ('Gemma2Config', SIZES | SOFT_CAPS),
+    'gemma3_text': ('Gemma3TextConfig', SIZES | {'head_dim': 8, 'sliding_window': 8}),
+    'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
+    'gpt_neox': ('GPTNeoXConfig', SIZES),
+}
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def save_model(folder, kind, dtype=torch.float32, **changes):
+    """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
+    import transformers
+
+    name, sizes = (MODELS | MORE_MODELS)[kind]
+    special = {'bos_token_id': None, 'eos_token_id': 258}
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
+    torch.manual_seed(len(kind))
+    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+    specials = {'<|endoftext|>': 256, '<|im_start|>': 257, '<|im_end|>': 258}
+    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, specials)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>')
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_chats(path):
+    """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
+    rows = []
+    for number in range(300):
+        turns = []
+        for turn in range(1 + number % 3):
+            turns.append({'role': 'user', 'content': 'q' * (1 + number * 7 % 5) + str(number)})
+            turns.append({'role': 'assistant', 'content': str(turn) * (1 + number * 5 % 7)})
+        rows.append(json.dumps({'messages': turns}))
+    path.write_text('\n'.join(rows))
