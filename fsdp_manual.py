@@ -1,9 +1,9 @@
 """
 Fully sharded data parallelism by hand: what `fully_shard` does, in one file to read from top to bottom.
 
-    model = fsdp_manual.shard(model, model.blocks, mesh, compute_dtype=torch.bfloat16, zero_stage=3)
-    optimizer = torch.optim.AdamW(model.parameters())  # they are sharded now: each rank steps its own slices
-    model(x).backward()  # gathers and reduces by itself
+    model = fsdp_manual.shard(raw_model, raw_model.blocks, mesh, compute_dtype=torch.bfloat16, zero_stage=3)
+    optimizer = torch.optim.AdamW(raw_model.parameters())  # they are sharded now: each rank steps its own slices
+    model(x).backward()  # all-gathers the weights and reduce-scatters the gradients by itself
 
 Each parameter is a DTensor: every rank keeps a slice of its rows in fp32, the master weight. A *unit* is what is
 gathered at once: a block, or a parameter of the root (what is in no block: embedding, final norm, head).
@@ -21,10 +21,10 @@ Who frees it?            Nobody needs to: all blocks of one model are whole in t
 Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer, until the ranks
 wait?                    have summed it. From then on in .grad of the DTensor, where clipping and optimizer find it.
 What crosses the wire?   Weights in compute_dtype, once per gather: (ranks - 1) / ranks of the unit. Gradients likewise,
-                         once per reduction, summed in fp32; see start_reduction() for the dtype in which they travel.
+                         once per reduction, summed in fp32; send_gradients() says in which dtype they travel.
                          With n blocks and stage 3: 2n - 1 gathers of blocks and n reductions per backward pass.
 
-The stages of ZeRO (arXiv 1910.02054) differ in how long a block stays whole, in release() and finish_backward():
+The stages of ZeRO (arXiv 1910.02054) differ in how long a block stays whole; see reshard_unit() and finish_backward():
 
     3  while it computes, one block at a time       2  from its forward to its backward, each block in its own room
     1  from the first forward of an optimizer step to the last backward
@@ -55,7 +55,7 @@ reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_sca
 
 
 def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefetch=1, offload=False):
-    """Shard the parameters of `model` over the ranks of `mesh`, in place, and return it.
+    """Shard the parameters of `model` over the ranks of `mesh`, in place, and return the ShardedModel around it.
 
     blocks: modules of the model in the order in which they run; or lists of consecutive modules, each list one unit.
     mesh: DeviceMesh of one dimension, or of two: (replicate, shard), which is HSDP.
@@ -64,52 +64,56 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
     offload: shards and their gradients in the host's memory; the optimizer then runs there.
 
     Call it after activation checkpointing and torch.compile of the blocks, before the optimizer is made. A model on
-    the meta device stays there: to_empty() and initialization follow. The model gets methods under the names that
-    fully_shard uses: set_requires_gradient_sync(bool), set_is_last_backward(bool), reshard(); and communication().
+    the meta device stays there: to_empty() and initialization follow.
     Raises ValueError, with one line, for blocks or parameters that cannot be sharded; then nothing has been changed.
     """
-    blocks = [
-        [block] if isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList) else [*block]
-        for block in blocks
-    ]
+    one_module = [isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList) for block in blocks]
+    blocks = [[block] if alone else [*block] for block, alone in zip(blocks, one_module, strict=True)]
+    check_blocks(model, blocks)
     parameters_of_units = assign_parameters(model, blocks)
     if compute_dtype not in GATHERABLE:
         raise ValueError(f'compute_dtype={compute_dtype}: expected one that gloo and NCCL can sum up, {GATHERABLE}')
     if zero_stage not in (1, 2, 3) or prefetch < 0:
         raise ValueError(f'zero_stage={zero_stage}, prefetch={prefetch}: expected stage 1, 2 or 3 and prefetch >= 0')
-    engine = Engine(model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload)
-    for unit, modules in zip(engine.blocks, blocks, strict=True):
-        engine.hook_block(unit, first=modules[0], last=modules[-1])
-    engine.hook_root()
-    model.set_requires_gradient_sync = lambda sync: setattr(engine, 'sync_gradients', sync)
-    model.set_is_last_backward = lambda last: setattr(engine, 'is_last_backward', last)
-    model.reshard = engine.reshard
-    model.communication = engine.communication
-    return model
+    sharded = ShardedModel(model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload)
+    for unit, modules in zip(sharded.blocks, blocks, strict=True):
+        sharded.hook_block(unit, first=modules[0], last=modules[-1])
+    sharded.hook_root()
+    return sharded
 
 
-def assign_parameters(model, blocks):
-    """Which parameters are a unit: those of each block, and a list of those of the root, as
-    {parameter: [(module, attribute), ...]}; a tied one has several places. Raises ValueError if that has no answer.
-
-    A parameter of the root that is larger than a block, like an embedding, is a unit of its own; the rest are one.
-    """
+def check_blocks(model, blocks):
+    """Raise ValueError unless the lists of modules in `blocks` are all of the model's blocks, each once."""
     names = {module: name for name, module in model.named_modules()}
     listed = [module for modules in blocks for module in modules]
+    inside = {inner for module in listed for inner in module.modules()}
     if not listed or len(set(listed)) < len(listed):
         raise ValueError(f'blocks lists {len(listed)} modules, {len(set(listed))} different ones: list each block once')
-    unit_of = {inner: number for number, modules in enumerate(blocks) for m in modules for inner in m.modules()}
     for module in listed:
         if module not in names:
             raise ValueError(f'blocks lists a {type(module).__name__} that is no part of the model')
         if any(inner is not module and inner in set(listed) for inner in module.modules()):
             raise ValueError(f'blocks lists {names[module]} and a module inside of it: their parameters would repeat')
     for module, name in names.items():
-        if module not in unit_of and type(module) in {type(block) for block in listed}:
+        if module not in inside and type(module) in {type(block) for block in listed}:
             raise ValueError(f'blocks misses {name}, a {type(module).__name__} like those it lists: list all of them')
 
-    units, root, home = [{} for _ in blocks], {}, {}
-    for module, module_name in names.items():
+
+def assign_parameters(model, blocks):
+    """(units of the blocks, units of the root), each a list of {parameter: [(module, attribute), ...]}.
+
+    A tied parameter has several places. A parameter of the root that is larger than a block, like an embedding, is a
+    unit of its own; the rest of the root is one unit. Raises ValueError for a parameter that cannot be sharded.
+    """
+    unit_of = {}  # module -> the unit of its parameters
+    units, root = [{} for _ in blocks], {}
+    for unit, modules in zip(units, blocks, strict=True):
+        for module in modules:
+            unit_of.update(dict.fromkeys(module.modules(), unit))
+
+    first_unit = {}  # parameter -> the unit in which it was met first
+    for module_name, module in model.named_modules():
+        unit = unit_of.get(module, root)
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f'{module_name}.{attribute}'.lstrip('.')
             if isinstance(parameter, DTensor):
@@ -117,13 +121,13 @@ def assign_parameters(model, blocks):
             if parameter.dim() == 0 or not parameter.is_floating_point():
                 kind = f'{parameter.dtype} of shape {tuple(parameter.shape)}'
                 raise ValueError(f'parameter {name} is {kind}: only floating-point tensors with rows can be sharded')
-            unit = units[unit_of[module]] if module in unit_of else root
-            if home.setdefault(parameter, unit) is not unit:
+            if first_unit.setdefault(parameter, unit) is not unit:
                 raise ValueError(f'{name} is tied to a parameter of another unit: have both in one block, or in none')
             unit.setdefault(parameter, []).append((module, attribute))
-    largest = max(sum(parameter.numel() for parameter in unit) for unit in units)
-    large = [{parameter: places} for parameter, places in root.items() if parameter.numel() > largest]
-    rest = {parameter: places for parameter, places in root.items() if parameter.numel() <= largest}
+
+    largest_block = max(sum(parameter.numel() for parameter in unit) for unit in units)
+    large = [{parameter: places} for parameter, places in root.items() if parameter.numel() > largest_block]
+    rest = {parameter: places for parameter, places in root.items() if parameter.numel() <= largest_block}
     return units, large + ([rest] if rest else [])
 
 
@@ -140,14 +144,17 @@ class Weight:
         placements = (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
         self.spec = DTensorSpec(mesh, placements, TensorMeta(self.shape, self.stride, torch.float32))
         ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        rows, columns = math.ceil(self.shape[0] / ranks), self.shape[1:].numel()
+        rows = math.ceil(self.shape[0] / ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
+        columns = self.shape[1:].numel()
         first, end = (min(edge * rows, self.shape[0]) for edge in (rank, rank + 1))
-        self.offset, self.size, self.local_size = offset, rows * columns, (end - first) * columns
+        self.offset, self.size = offset, rows * columns
+        self.local_size = (end - first) * columns  # without padding
         device = 'meta' if parameter.is_meta else device
         local = parameter.detach()[first:end].to(device, torch.float32, copy=True)
         self.local_shape = local.shape
         self.register(nn.Parameter(self.as_dtensor(local), requires_grad=parameter.requires_grad))
-        self.sharded = self.whole = self.gradient_sum = None
+        self.sharded = self.whole = None  # the DTensor; the parameter that computes, see Unit.move_into()
+        self.gradient_sum = None  # of micro-steps that were not reduced
 
     def as_dtensor(self, local):
         """The DTensor whose slice on this rank is `local`. (DTensor.from_local() would move it to the GPU.)"""
@@ -158,7 +165,7 @@ class Weight:
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
 
-    def find_shard(self, pin):
+    def local_shard(self, pin):
         """This rank's slice. The DTensor is looked up, since to_empty() and the like put another one in its place."""
         module, attribute = self.places[0]
         if self.sharded is not module._parameters[attribute]:
@@ -169,11 +176,11 @@ class Weight:
 
     def take_gradient(self):
         """What backward left in .grad of the whole weight, added to that of earlier micro-steps; None if nothing."""
-        new, self.whole.grad = self.whole.grad, None
-        total, self.gradient_sum = self.gradient_sum, None
-        if total is None or new is None:
-            return total if new is None else new
-        return total.add_(new)
+        gradient, total = self.whole.grad, self.gradient_sum
+        self.whole.grad = self.gradient_sum = None
+        if gradient is None:
+            return total
+        return gradient if total is None else total.add_(gradient)
 
     def add_to_shard(self, flat):
         """Add this rank's slice of the averaged gradient (size numbers, padding at the end) to .grad of the DTensor."""
@@ -227,7 +234,7 @@ class Unit:
 
     def load_shards(self, row, pin):
         """Copy this rank's slices into `row` of a flat buffer, which casts them to the compute dtype."""
-        shards = [weight.find_shard(pin).flatten() for weight in self.weights]
+        shards = [weight.local_shard(pin).flatten() for weight in self.weights]
         if shards[0].device != row.device:  # from the host as they are, and cast on the GPU
             shards = [local.to(row.device, non_blocking=True) for local in shards]
         places = [row[weight.offset : weight.offset + weight.local_size] for weight in self.weights]
@@ -237,14 +244,14 @@ class Unit:
         """Copy a flat buffer (ranks, numbers per rank) into the room, where all slices of a weight lie together."""
         torch.split_with_sizes_copy(gathered, [weight.size for weight in self.weights], dim=1, out=self.places)
 
-    def swap_in(self):
+    def register_whole(self):
         """Let the modules see whole weights."""
         for weight in self.weights:
             weight.whole.requires_grad_(weight.sharded.requires_grad)  # it may have been frozen since
             weight.register(weight.whole)
         self.is_whole = True
 
-    def swap_out(self):
+    def register_shards(self):
         """Let the modules, and with them the optimizer and checkpoints, see the shards again."""
         if self.is_whole:
             for weight in self.weights:
@@ -316,11 +323,16 @@ def call_before_backward(callback, output):
 Reduction = namedtuple('Reduction', 'weights unused average sent received handle')
 
 
-class Engine:
-    """Gathers, frees and reduces the units of one model around its computation."""
+class ShardedModel(nn.Module):
+    """A model whose units are unsharded and reduced around its computation; called like the model itself.
+
+    As under DistributedDataParallel, `module` is the model: its parameters keep their names. Methods that the training
+    loop calls have the names that they have in fully_shard.
+    """
 
     def __init__(self, model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload):
-        self.model, self.zero_stage, self.offload = model, zero_stage, offload
+        super().__init__()
+        self.module, self.zero_stage, self.offload = model, zero_stage, offload
         self.on_cuda = mesh.device_type == 'cuda'
         self.device = torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else torch.device('cpu')
         self.compute_dtype = compute_dtype
@@ -343,12 +355,23 @@ class Engine:
         buffers = max(1, self.prefetch) if self.ranks > 1 else 0
         self.free_buffers = [torch.empty(largest, dtype=compute_dtype, device=self.device) for _ in range(buffers)]
         self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
-        self.reduction = None  # the one in flight, see start_reduction()
+        self.reduction = None  # the one in flight, see start_reduce_scatter()
         self.reduce_buffers = {}
         self.sync_gradients = self.is_last_backward = True
         self.in_backward = self.holds_sums = False  # holds_sums: gradients of a micro-step that was not reduced
         self.alive = 0
         self.reset_counts()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def set_requires_gradient_sync(self, sync):
+        """Whether backward reduces gradients over the ranks, or keeps the sum of micro-steps on each rank."""
+        self.sync_gradients = sync
+
+    def set_is_last_backward(self, last):
+        """Whether the optimizer steps after the next backward pass: the root is resharded at its end."""
+        self.is_last_backward = last
 
     # --- when -----------------------------------------------------------------------------------------------------
 
@@ -356,21 +379,21 @@ class Engine:
         """Have a block whole while it computes, in forward and in backward. first, last: its modules, often one."""
 
         def before_forward(module, args, kwargs):
-            self.make_whole(unit)
+            self.unshard(unit)
             if not self.in_backward:  # else activation checkpointing computes this forward again
-                self.gather_ahead(unit.index, 1)
+                self.prefetch_blocks(unit.index, 1)
             if torch.is_grad_enabled():
                 return call_after_backward(lambda: self.after_backward(unit), args, kwargs)
 
         def after_forward(module, args, output):
             unit.awaits_backward = call_before_backward(before_backward, output)
             if self.zero_stage == 3 and not self.in_backward:
-                self.release(unit)
+                self.reshard_unit(unit)
 
         def before_backward(gradient):
             self.begin_backward()
-            self.make_whole(unit)
-            self.gather_ahead(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
+            self.unshard(unit)
+            self.prefetch_blocks(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)
         last.register_forward_hook(after_forward)
@@ -382,27 +405,27 @@ class Engine:
             self.forget_unfinished_step()
             for unit in self.root:
                 if unit.room.occupant is not unit:
-                    self.in_flight[unit] = self.start_gather(unit)
-            self.gather_ahead(-1, 1)
+                    self.in_flight[unit] = self.start_all_gather(unit)
+            self.prefetch_blocks(-1, 1)
             for unit in self.root:
-                self.make_whole(unit)
+                self.unshard(unit)
 
         def after_forward(module, args, output):
             call_before_backward(before_backward, output)
 
         def before_backward(gradient):
             self.begin_backward()
-            self.gather_ahead(len(self.blocks), -1)
+            self.prefetch_blocks(len(self.blocks), -1)
 
-        self.model.register_forward_pre_hook(before_forward)
-        self.model.register_forward_hook(after_forward)
-        self.model.register_state_dict_pre_hook(lambda *_: self.reshard())
-        self.model.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+        self.module.register_forward_pre_hook(before_forward)
+        self.module.register_forward_hook(after_forward)
+        self.module.register_state_dict_pre_hook(lambda *_: self.reshard())
+        self.module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
 
     def forget_unfinished_step(self):
         """After an exception in forward or backward that the caller has survived: nothing of it must stay."""
         for unit in self.blocks:
-            unit.swap_out()
+            unit.register_shards()
         if self.in_backward:
             if self.reduction is not None:
                 self.wait(self.reduction.handle)
@@ -421,7 +444,7 @@ class Engine:
         """All gradients of a block are there: free its weights, then see to the gradients."""
         unit.awaits_backward = False
         if self.zero_stage >= 2:
-            self.release(unit)
+            self.reshard_unit(unit)
         self.keep_or_reduce(unit)
 
     def finish_backward(self):
@@ -431,7 +454,7 @@ class Engine:
                 self.after_backward(unit)
         for unit in self.root:
             self.keep_or_reduce(unit)
-        self.finish_reduction()
+        self.finish_reduce_scatter()
         self.in_backward, self.holds_sums = False, not self.sync_gradients
         if self.offload and self.on_cuda:
             torch.cuda.current_stream().synchronize()  # clipping and the optimizer read the gradients on the host
@@ -439,9 +462,9 @@ class Engine:
             self.reshard()  # the optimizer changes the masters next
             self.steps += 1
 
-    def release(self, unit):
+    def reshard_unit(self, unit):
         """The block is done for now. Stage 3: its room is the next one's. Stage 2: the memory goes back."""
-        unit.swap_out()
+        unit.register_shards()
         if self.zero_stage == 2 and unit.room.occupant is unit:
             self.occupy(unit.room, None)
             unit.room.has_memory(False)
@@ -449,15 +472,15 @@ class Engine:
     def reshard(self):
         """Let everyone see the shards, and forget the whole weights: the shards may change now."""
         for unit in list(self.in_flight):
-            self.receive(unit)  # started ahead for a block that then did not run
+            self.finish_all_gather(unit)  # started ahead for a block that then did not run
         for unit in self.blocks + self.root:
-            unit.swap_out()
+            unit.register_shards()
             if unit.room.occupant is not None:
                 self.occupy(unit.room, None)
 
     # --- gather -----------------------------------------------------------------------------------------------------
 
-    def make_whole(self, unit):
+    def unshard(self, unit):
         """Return with the unit's weights whole: they still are, or are on their way, or are gathered now."""
         if unit.is_whole:
             return
@@ -467,11 +490,11 @@ class Engine:
             self.after_backward(occupant)  # its inputs needed no gradient, so nobody has said that it is done
         if occupant is not unit:
             if unit not in self.in_flight:
-                self.in_flight[unit] = self.start_gather(unit)
-            self.receive(unit, into_room=True)
-        unit.swap_in()
+                self.in_flight[unit] = self.start_all_gather(unit)
+            self.finish_all_gather(unit, into_room=True)
+        unit.register_whole()
 
-    def gather_ahead(self, index, direction):
+    def prefetch_blocks(self, index, direction):
         """Start the gathers of the next `prefetch` blocks of forward (direction 1) or of backward (-1)."""
         for distance in range(1, self.prefetch + 1):
             number = index + direction * distance
@@ -480,9 +503,9 @@ class Engine:
             unit = self.blocks[number]
             needed = direction > 0 or unit.awaits_backward
             if needed and unit.room.occupant is not unit and unit not in self.in_flight:
-                self.in_flight[unit] = self.start_gather(unit)
+                self.in_flight[unit] = self.start_all_gather(unit)
 
-    def start_gather(self, unit):
+    def start_all_gather(self, unit):
         """Send this rank's slices to the others and receive theirs, all in one flat buffer: (buffer, handle).
 
         Neither the buffer nor the room is used by what was issued after this call; so the lane has to wait only for
@@ -509,10 +532,10 @@ class Engine:
         if unit.index is None:
             return torch.empty(unit.size, dtype=self.compute_dtype, device=self.device)  # once a step
         if not self.free_buffers:  # taken by a block that then did not run
-            self.receive(next(other for other in self.in_flight if other.index is not None))
+            self.finish_all_gather(next(other for other in self.in_flight if other.index is not None))
         return self.free_buffers.pop()
 
-    def receive(self, unit, into_room=False):
+    def finish_all_gather(self, unit, into_room=False):
         """Wait for a gather, copy it into the unit's room if it is wanted, and have the buffer back."""
         buffer, handle = self.in_flight.pop(unit)
         self.wait(handle)
@@ -536,48 +559,51 @@ class Engine:
     def keep_or_reduce(self, unit):
         """Reduce the unit's gradients, or keep them for the next micro-step: in fp32, or the sum would lose digits."""
         if self.sync_gradients:
-            self.start_reduction(unit)
+            self.start_reduce_scatter(unit)
             return
         for weight in unit.weights:
             gradient = weight.take_gradient()
             weight.gradient_sum = None if gradient is None else gradient.float()
 
-    def start_reduction(self, unit):
-        """Send each rank its slice of this rank's gradients; finish_reduction() has the averages of this rank's own.
-
-        NCCL: one reduce-scatter in fp32. gloo's is an all-reduce inside, so there the slices are exchanged (all-to-all)
-        and summed here: half the bytes. And the gradient of a single half-precision micro-step travels as it is:
-        to widen it before it is sent, not when it is summed, would change no bit of the sum.
-        """
+    def start_reduce_scatter(self, unit):
+        """Send each rank its slice of this rank's gradients. finish_reduce_scatter() adds up what the others sent."""
         weights = [weight for weight in unit.weights if weight.whole.requires_grad]
-        gradients = {weight: weight.take_gradient() for weight in weights}
-        unused = {weight for weight in weights if gradients[weight] is None}
+        gradients = [weight.take_gradient() for weight in weights]
+        unused = {weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is None}
         if len(unused) == len(weights):
             return
-        self.finish_reduction()  # at most one in flight: its buffers are free then
+        self.finish_reduce_scatter()  # at most one in flight: its buffers are free then
         dtype = torch.float32 if self.holds_sums else self.compute_dtype
-        for weight in unused:  # counts as 0: on another rank there may be a gradient
-            gradients[weight] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
-        rows = [gradient.to(dtype) for gradient in gradients.values()]
+        for number, weight in enumerate(weights):
+            if weight in unused:  # it counts as 0: on another rank there may be a gradient
+                gradients[number] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
+        gradients = [gradient.to(dtype) for gradient in gradients]
+        size = sum(weight.size for weight in weights)  # numbers per rank, with padding
+        self.reduction = Reduction(weights, unused, *self.send_gradients(unit, gradients, size, dtype))
 
-        average = torch.empty(sum(weight.size for weight in weights), device=self.device)
-        size, received, handle = self.ranks * average.numel(), None, None
+    def send_gradients(self, unit, gradients, size, dtype):
+        """(room for the average of this rank's slices, what is sent, what arrives (gloo), handle).
+
+        NCCL: one reduce-scatter in fp32. gloo's is an all-reduce inside, so there the slices are exchanged (all-to-all)
+        and summed by finish_reduce_scatter(): half the bytes. And the gradient of a single half-precision micro-step
+        travels as it is: to widen it before it is sent, not when it is summed, would change no bit of the sum.
+        """
+        average = torch.empty(size, device=self.device)
         wire = torch.float32 if self.on_cuda or self.ranks == 1 else dtype
-        to_send = average if self.ranks == 1 else self.reduce_buffer('send', unit, size, wire)
-        torch._chunk_cat(rows, dim=0, num_chunks=self.ranks, out=to_send.view(self.ranks, -1))
+        to_send = average if self.ranks == 1 else self.reduce_buffer('send', unit, self.ranks * size, wire)
+        torch._chunk_cat(gradients, dim=0, num_chunks=self.ranks, out=to_send.view(self.ranks, -1))  # (ranks, size)
+        self.count('reductions', (self.ranks - 1) * size * wire.itemsize)
         with self.reduce_lane.begin():
             if self.ranks > 1 and not self.on_cuda:
-                received = self.reduce_buffer('receive', unit, size, wire)
+                received = self.reduce_buffer('receive', unit, self.ranks * size, wire)
                 handle = self.reduce_lane.run(dist.all_to_all_single, received, to_send, self.group)
-            else:
-                if self.ranks > 1:
-                    self.reduce_lane.run(reduce_scatter, average, to_send, self.group)
-                self.average_over_ranks(average)
-                handle = self.reduce_lane.mark()
-        self.count('reductions', (self.ranks - 1) * average.numel() * wire.itemsize)
-        self.reduction = Reduction(weights, unused, average, to_send, received, handle)
+                return average, to_send, received, handle
+            if self.ranks > 1:
+                self.reduce_lane.run(reduce_scatter, average, to_send, self.group)
+            self.average_over_ranks(average)
+            return average, to_send, None, self.reduce_lane.mark()
 
-    def finish_reduction(self):
+    def finish_reduce_scatter(self):
         """Wait for the reduction in flight, if there is one, and add its result to the gradients of the shards."""
         if self.reduction is None:
             return
@@ -621,7 +647,7 @@ class Engine:
         if handle is not None:
             began = self.now()
             handle.wait()
-            if self.model.training:
+            if self.module.training:
                 self.waits.append((began, self.now()))
             self.read_waits()
 
@@ -639,7 +665,7 @@ class Engine:
 
     def count(self, kind, received):
         """One more collective, in which this rank receives so many bytes. Evaluations do not count."""
-        if self.model.training:
+        if self.module.training:
             self.counts.update({kind: 1, f'{kind}_gb': received / 1e9})
 
     def now_alive(self, numbers):

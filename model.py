@@ -266,16 +266,27 @@ class Block(nn.Module):
 
     def forward(self, x, cache=None):
         """x (B, T, C) -> (B, T, C)"""
-        if self.activation_checkpointing == 'none' or cache is not None or not torch.is_grad_enabled():
+        if self.activation_checkpointing == 'none' or cache is not None:
             return self.add_attention_and_mlp(x, cache)
-        options = {'use_reentrant': False, 'preserve_rng_state': self.drop.p > 0}
-        if self.activation_checkpointing == 'selective':
-            options['context_fn'] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-        return checkpoint(self.add_attention_and_mlp, x, **options)
+        return recomputed(self.add_attention_and_mlp, x, mode=self.activation_checkpointing, noise=self.drop.p > 0)
 
     def add_attention_and_mlp(self, x, cache=None):
         x = x + self.drop(self.attn(self.attn_norm(x), cache))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+def recomputed(forward, *args, mode, noise, **kwargs):
+    """forward(*args, **kwargs) of a block, which keeps little for backward and computes the rest again there.
+
+    mode: 'full' keeps the inputs alone, 'selective' also the results of SAVED_OPS. noise: forward draws random numbers,
+    which have to be the same ones again.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    options = {'use_reentrant': False, 'preserve_rng_state': noise}
+    if mode == 'selective':
+        options['context_fn'] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+    return checkpoint(forward, *args, **options, **kwargs)
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -450,9 +461,7 @@ class GPT(nn.Module):
         std = fan_in**-0.5 if self.config.arch == 'enoki' else 0.02
         if name.endswith(('attn.proj.weight', 'mlp.down.weight')):  # 2 n_layer of them add to the residual stream
             std *= (2 * self.config.n_layer) ** -0.5
-        digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))
-        return torch.randn(parameter.shape, generator=generator, device=device) * std
+        return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std
 
     def parameter_counts(self):
         """Exact numbers of parameters, with the padding of the vocabulary and each tied weight once.
@@ -472,6 +481,12 @@ class GPT(nn.Module):
         config = self.config
         in_matmuls = self.parameter_counts()['non_embedding'] + config.tie_embeddings * self.embed.weight.numel()
         return 6 * in_matmuls + 12 * config.n_layer * config.n_head * config.head_dim * config.block_size
+
+
+def generator_of(seed, name, device='cpu'):
+    """The random numbers that a parameter begins with: a function of (seed, name) alone."""
+    digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

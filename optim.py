@@ -44,18 +44,9 @@ FOREACH = 2**26  # elements updated at once on a GPU: bounds the temporaries, 3 
 
 
 def make_optimizer(
-    model,
-    optimizer,
-    learning_rate,
-    beta1,
-    beta2,
-    weight_decay,
-    kappa=0.85,
-    delta=8.0,
-    wd_ts=None,
-    max_iters=None,
-    compile=False,
-):
+    model, optimizer, learning_rate, beta1, beta2, weight_decay,
+    kappa=0.85, delta=8.0, wd_ts=None, max_iters=None, compile=False,
+):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
     learning_rate: the peak. The loop sets group['lr'] before each step; gamma = lr / peak scales the DANA weight decay.
@@ -66,11 +57,8 @@ def make_optimizer(
     max_iters: AdEMAMix warms alpha and beta3 up over so many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
 
-    'adamw' (Loshchilov and Hutter, arXiv 1711.05101):
-        m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
-        theta -= learning_rate * (weight_decay*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + 1e-8))
-    'sgd': theta -= learning_rate * (weight_decay*theta + g)
-    The other equations stand with adamw(), adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
+    'adamw' computes what adamw() below does with wd_ts = infinity; 'sgd': theta -= lr * (weight_decay*theta + g). The
+    other equations stand with adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
 
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
@@ -116,17 +104,15 @@ def parameter_groups(model, weight_decay):
     Decayed: matrices that multiply activations. Not decayed: norms, biases, and embedding tables, whose rows are looked
     up and get no gradient in most steps. A table that is also the output head (tied) is a matrix too, and decays.
     """
-    decayed, not_decayed = {}, {}  # id -> parameter; a tied parameter is met in two modules and kept once
+    trained, matrices = {}, {}  # as ordered sets: a tied parameter is met in two modules and kept once
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                is_matrix = parameter.dim() >= 2 and not isinstance(module, nn.Embedding)
-                (decayed if is_matrix else not_decayed)[id(parameter)] = parameter
-    not_decayed = {key: parameter for key, parameter in not_decayed.items() if key not in decayed}
-    groups = [
-        {'params': list(decayed.values()), 'weight_decay': weight_decay},
-        {'params': list(not_decayed.values()), 'weight_decay': 0.0},
-    ]
+                trained[parameter] = True
+                if parameter.dim() >= 2 and not isinstance(module, nn.Embedding):
+                    matrices[parameter] = True
+    others = [parameter for parameter in trained if parameter not in matrices]
+    groups = [{'params': list(matrices), 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
     assert_each_in_one_group(model, groups)
     return groups
 
@@ -215,23 +201,6 @@ def adana(scalars, theta, g, m, v):
     root = v.rsqrt().reciprocal_().add_(1e-8)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
     update = g.addcmul(m, growth).div_(root)
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
-
-
-def adana_with_fused_adam(scalars, rows):
-    """adana() over rows of (theta, g, m, v) on a CPU, in half the time: PyTorch's fused AdamW does what it can of it.
-
-    Its moments are ADANA's with beta1 = beta2 = 1 - a; at step 1e9 its bias corrections are 1; and with the rate
-    lr * (1+t)^(1-kappa) its update is that of m. What is left is theta -= lr * g / (sqrt(v) + eps).
-    """
-    a, growth, minus_lr, minus_decay = scalars
-    rate = -minus_lr * growth
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    options = {'lr': rate, 'beta1': 1 - a, 'beta2': 1 - a, 'weight_decay': -minus_decay / rate if rate else 0.0}
-    late = [torch.tensor(1e9)] * len(rows)
-    torch._fused_adamw_(*columns, [], late, **options, eps=1e-8, amsgrad=False, maximize=False)
-    for theta, g, _, v in rows:
-        for theta_chunk, g_chunk, v_chunk in zip(*(x.view(-1).split(CHUNK) for x in (theta, g, v)), strict=True):
-            theta_chunk.addcdiv_(g_chunk, v_chunk.sqrt().add_(1e-8), value=minus_lr)
 
 
 def adana_scalars(group, t):
@@ -335,11 +304,9 @@ class Elementwise(torch.optim.Optimizer):
         self.compile = compile
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         for group in self.param_groups:
             self.update(group)
-        return loss
 
     def update(self, group):
         """One step of the parameters of a group that have a gradient."""
@@ -369,21 +336,27 @@ class Elementwise(torch.optim.Optimizer):
             # with one and with two dimensions would be compiled apart.
             for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
                 compiled(kernel, dynamic=True)(scalars, *(tensor.view(-1).data for tensor in tensors))
-        elif device.type == 'cpu' and kernel is adana:
-            adana_with_fused_adam(scalars, rows)
         elif device.type == 'cpu':
             scalars = torch.tensor(scalars).unbind()
             for tensors in rows:
                 for chunks in zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True):
                     kernel(scalars, *chunks)
         else:
-            batches = [[]]
-            for tensors in rows:
-                if sum(x[0].numel() for x in batches[-1]) >= FOREACH:
-                    batches.append([])
-                batches[-1].append(tensors)
-            for batch in batches:
+            for batch in in_parts(rows, lambda tensors: tensors[0].numel(), FOREACH):
                 kernel(scalars, *map(Each, zip(*batch, strict=True)))
+
+
+def in_parts(items, size_of, most):
+    """Lists of consecutive items whose sizes add up to `most` or less, or of one item."""
+    part, size = [], 0
+    for item in items:
+        if part and size + size_of(item) > most:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part
 
 
 def local(tensor):
@@ -465,13 +438,13 @@ class Muon(Elementwise):
 
         outgoing = [[u[i] for i in owned] for owned in owned_by]
         incoming = [[shapes[i][rank] for i in owned_by[me]] for rank in range(world_size)]
-        whole = [torch.cat(pieces) for pieces in zip(*self.exchange(outgoing, incoming, group), strict=True)]
-
-        cut = []  # by matrix of mine, then by rank
-        for matrix, i in zip(whole, owned_by[me], strict=True):
-            update = muon_update(matrix, self.split_rows[parameters[i]])
-            cut.append(update.split([rows for rows, _ in shapes[i]]))
-        outgoing = [[pieces[rank] for pieces in cut] for rank in range(world_size)]
+        received = self.exchange(outgoing, incoming, group)  # [rank][matrix of mine]
+        slices = []  # [matrix of mine][rank]
+        for number, i in enumerate(owned_by[me]):
+            whole = torch.cat([of_rank[number] for of_rank in received])
+            update = muon_update(whole, self.split_rows[parameters[i]])
+            slices.append(update.split([rows for rows, _ in shapes[i]]))
+        outgoing = [[of_matrix[rank] for of_matrix in slices] for rank in range(world_size)]
         incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
         returned = dict(zip(sum(owned_by, []), sum(self.exchange(outgoing, incoming, group), []), strict=True))
         return [returned[i] for i in range(len(u))]
@@ -577,66 +550,61 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 PART_BYTES = 2**28  # of state on the GPU at a time: large enough for full PCIe speed, small beside the model
 
 
-def keep_state_on_host(optimizer, part_bytes=PART_BYTES):
-    """From now on the moments of `optimizer` are on the GPU in step() alone, at most part_bytes of them at a time, or
-    those of one parameter. They cross PCIe twice: 16 bytes per parameter for Adam, 0.3 s per 1B at 55 GB/s.
+class StateOnHost:
+    """An optimizer whose moments rest in host memory. Use it in place of the optimizer from here on.
 
-    Sharded (DTensor) and plain parameters alike; the state dict stays as it is. Scalars (`step`) stay where they are.
+    In step() they are on the GPU, at most part_bytes of them at a time, or those of one parameter. They cross PCIe
+    twice: 16 bytes per parameter for Adam, 0.3 s per 1B at 55 GB/s. Sharded (DTensor) and plain parameters alike; the
+    state keeps its form. Scalars (`step`) stay where they are.
     """
-    step, host = optimizer.step, {}  # host: (parameter, key) -> page-locked memory, used again in every step
 
-    def move(parameter, to_host):
-        for key, value in optimizer.state[parameter].items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                continue
-            local = value._local_tensor if isinstance(value, DTensor) else value
-            device = parameter._local_tensor.device if isinstance(parameter, DTensor) else parameter.device
-            if to_host:
-                if (parameter, key) not in host:
-                    host[parameter, key] = torch.empty_like(local, device='cpu', pin_memory=local.is_cuda)
-                moved = host[parameter, key].copy_(local, non_blocking=True)
-            else:
-                moved = local.to(device, non_blocking=True)
-            if isinstance(value, DTensor):
-                value._local_tensor = moved
-            else:
-                optimizer.state[parameter][key] = moved
+    def __init__(self, optimizer, part_bytes=PART_BYTES):
+        self.optimizer, self.part_bytes = optimizer, part_bytes
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.host = {}  # (parameter, key) -> page-locked memory, used again in every step
+        for parameter in self.state:
+            self.move(parameter, to_host=True)
 
-    def step_in_parts():
-        gradients = {p: p.grad for group in optimizer.param_groups for p in group['params'] if p.grad is not None}
-        for parameter in gradients:
-            parameter.grad = None  # step() leaves alone what has no gradient
-        for part in in_parts(gradients, part_bytes):
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self):
+        """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient."""
+        parameters = [p for group in self.param_groups for p in group['params'] if p.grad is not None]
+        gradients = {parameter: parameter.grad for parameter in parameters}
+        self.zero_grad()
+        for part in in_parts(parameters, bytes_of_moments, self.part_bytes):
             for parameter in part:
                 parameter.grad = gradients[parameter]
-                move(parameter, to_host=False)
-            step()
+                self.move(parameter, to_host=False)
+            self.optimizer.step()
             for parameter in part:
                 parameter.grad = None
-                move(parameter, to_host=True)
+                self.move(parameter, to_host=True)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # a checkpoint may read the host's copies next
 
-    for parameter in optimizer.state:
-        move(parameter, to_host=True)
-    optimizer.step = step_in_parts
+    def move(self, parameter, to_host):
+        """Move the moments of a parameter to the host, or to the parameter's device."""
+        for key, value in self.state[parameter].items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue
+            here = local(value)
+            if to_host:
+                if (parameter, key) not in self.host:
+                    self.host[parameter, key] = torch.empty_like(here, device='cpu', pin_memory=here.is_cuda)
+                moved = self.host[parameter, key].copy_(here, non_blocking=True)
+            else:
+                moved = here.to(local(parameter).device, non_blocking=True)
+            if isinstance(value, DTensor):
+                value._local_tensor = moved
+            else:
+                self.state[parameter][key] = moved
 
 
-def in_parts(parameters, part_bytes):
-    """Lists of parameters whose Adam moments, 8 bytes per number on a rank, have at most part_bytes, or of one.
-
-    The same lists on every rank, whatever its shards hold: an optimizer may communicate in each step().
-    """
-    part, size = [], 0
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        needed = 8 * parameter.numel() // (mesh.size(mesh.ndim - 1) if mesh else 1)
-        if part and size + needed > part_bytes:
-            yield part
-            part, size = [], 0
-        part.append(parameter)
-        size += needed
-    if part:
-        yield part
+def bytes_of_moments(parameter):
+    """Of Adam: 8 bytes per number. The same on every rank, whatever its shard holds: a step() may communicate."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return 8 * parameter.numel() // (mesh.size(mesh.ndim - 1) if mesh else 1)

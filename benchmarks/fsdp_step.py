@@ -46,7 +46,7 @@ def build(strategy, arguments, dtype, device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model = raw
     if strategy == 'manual':
-        fsdp_manual.shard(raw, raw.blocks, mesh, dtype, arguments.zero_stage, arguments.prefetch)
+        model = fsdp_manual.shard(raw, raw.blocks, mesh, dtype, arguments.zero_stage, arguments.prefetch)
     elif strategy == 'torch':
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for block in raw.blocks:

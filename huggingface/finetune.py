@@ -18,7 +18,6 @@ LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B
 import contextlib
 import copy
 import functools
-import hashlib
 import logging
 import os
 import re
@@ -29,10 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import SAVED_OPS, ChunkedCrossEntropy
+from model import ChunkedCrossEntropy, generator_of, recomputed
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -175,11 +173,17 @@ class Pretrained:
         shutil.rmtree(kept, ignore_errors=True)
         os.rename(f'{kept}.tmp', kept)
 
-    def empty_model(self, **options):
-        """The transformers model without its weights: parameters and buffers as the context says, best on meta."""
-        transformers = transformers_offline()
-        options |= {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.config), **options)
+    def empty_model(self, kind=None):
+        """The transformers model without its weights: parameters and buffers as the context says, best on meta.
+
+        kind: a subclass of the class that transformers has for it, in place of that class.
+        """
+        transformers, config = transformers_offline(), copy.deepcopy(self.config)
+        if kind is None:
+            options = {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
+            model = transformers.AutoModelForCausalLM.from_config(config, **options)
+        else:
+            model = kind._from_config(config, dtype=torch.float32)
         model.tie_weights()  # transformers 5.0 does not, on meta
         return model
 
@@ -235,7 +239,9 @@ def value_of(config, name):
 
 
 class ForTraining:
-    """What a train script asks of a model, mixed in front of the class that transformers has for it."""
+    """What a train script asks of a model. for_training() makes a subclass of this and of transformers' class."""
+
+    ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
     def forward(self, x, y=None, positions=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
@@ -275,13 +281,8 @@ class ForTraining:
         """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
         if mode not in ('none', 'full', 'selective'):
             raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
-        if mode == 'none':
-            return
-        options = {'use_reentrant': False, 'preserve_rng_state': self.draws_noise}
-        if mode == 'selective':
-            options['context_fn'] = lambda: create_selective_checkpoint_contexts(SAVED_OPS)
-        for block in self.blocks:
-            block.forward = checkpointed(block.forward, options)
+        for block in self.blocks if mode != 'none' else ():
+            block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
     def parameter_counts(self):
         """As model.GPT.parameter_counts; trainable: without frozen ones."""
@@ -313,7 +314,11 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
         for name, value in list(vars(part).items()):  # the noise of pretraining is not this run's
             if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
                 setattr(part, name, pretrained.dropout if DROPOUT.search(name) else 0.0)
-    model = pretrained.empty_model()
+    with torch.device('meta'):
+        of_library = type(pretrained.empty_model())
+    # transformers looks the class up in its module's file, and by its name what the loss is.
+    names = {'__module__': of_library.__module__}
+    model = pretrained.empty_model(type(of_library.__name__, (ForTraining, of_library), names))
     if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
         model.set_attn_implementation(ATTENTION)
     places = {}
@@ -332,7 +337,6 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
     head_dim = value_of(text, 'head_dim') or text.hidden_size // heads
     model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
-    model.__class__ = type(type(model).__name__, (ForTraining, type(model)), {})
     model.train()
     freeze(model, pretrained)
     return model
@@ -356,17 +360,6 @@ def names_in(model, module):
     """Names of the parameters of one of the model's modules."""
     own = set(module.parameters())
     return [name for name, parameter in model.named_parameters() if parameter in own]
-
-
-def checkpointed(forward, options):
-    """A block's forward that keeps its input alone, and computes again in backward."""
-
-    def forward_and_forget(*args, **kwargs):
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return forward_and_forget
 
 
 def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
@@ -433,11 +426,9 @@ def fill_buffers(model, device):
 # --- LoRA and frozen parts --------------------------------------------------------------------------------------------
 
 
-class LoRA:
-    """Mixed in front of a Linear, or of GPT-2's Conv1D, which then has lora_A (rank, in) and lora_B (out, rank)."""
-
-    def forward(self, x):
-        return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.lora_scale
+def add_lora(module, args, output):
+    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A x."""
+    return output + F.linear(F.linear(args[0], module.lora_A), module.lora_B) * module.lora_scale
 
 
 def freeze(model, pretrained):
@@ -446,13 +437,11 @@ def freeze(model, pretrained):
         model.requires_grad_(False)
         for module in lora_modules(model, pretrained.lora_targets):
             inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
-            for name, shape in (
-                ('lora_A', (pretrained.lora_rank, inputs)),
-                ('lora_B', (outputs, pretrained.lora_rank)),
-            ):
-                module.register_parameter(name, nn.Parameter(torch.empty(shape, device=module.weight.device)))
+            device = module.weight.device
+            module.lora_A = nn.Parameter(torch.empty(pretrained.lora_rank, inputs, device=device))
+            module.lora_B = nn.Parameter(torch.empty(outputs, pretrained.lora_rank, device=device))
             module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
-            module.__class__ = type(f'LoRA{type(module).__name__}', (LoRA, type(module)), {})
+            module.register_forward_hook(add_lora)
     if pretrained.freeze:
         try:
             frozen = [p for name, p in model.named_parameters() if re.search(pretrained.freeze, name)]
@@ -486,7 +475,7 @@ def lora_modules(model, targets):
 
 def is_conv1d(module):
     """GPT-2's linear layer, with its weight as (in, out)."""
-    return type(module).__name__ in ('Conv1D', 'LoRAConv1D')
+    return type(module).__name__ == 'Conv1D'
 
 
 def some_names(model):
@@ -516,7 +505,7 @@ def load(model, pretrained, seed=0):
 
     Each rank reads the rows that it keeps. Where transformers stores weights under other names than it computes with
     (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model and sends it on.
-    LoRA's A is uniform within 1 / sqrt(in), a function of (seed, name), and B is 0.
+    LoRA begins with initial_lora_a() and with B = 0, so that it changes nothing yet.
     Raises ValueError for a tensor of another shape than the configuration says.
     """
     weights = Weights(pretrained.weights_folder)
@@ -528,7 +517,7 @@ def load(model, pretrained, seed=0):
         if name.endswith('.lora_B'):
             local.zero_()
         elif name.endswith('.lora_A'):
-            local.copy_(initial_lora(name, tensors[name].shape, seed)[rows])
+            local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
             local.copy_(from_rank_0(whole and whole[name], tensors[name])[rows])
         elif weights.shape(found[name]) != tuple(tensors[name].shape):
@@ -540,10 +529,9 @@ def load(model, pretrained, seed=0):
             local.copy_(weights.read(found[name], rows))
 
 
-def initial_lora(name, shape, seed):
-    digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], 'little'))
-    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+def initial_lora_a(name, shape, seed):
+    """Uniform within 1 / sqrt(in), a function of (seed, name). shape: (rank, in)."""
+    return (2 * torch.rand(shape, generator=generator_of(seed, name)) - 1) * shape[1] ** -0.5
 
 
 def whole_model(pretrained):

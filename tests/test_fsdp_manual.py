@@ -100,10 +100,10 @@ class Collectives(TorchDispatchMode):
 
 
 def build(implementation, case, mesh):
-    """(model, optimizer) with the same initial weights for every implementation: 'plain', 'torch', 'manual'."""
+    """(raw model, model to call, optimizer), with the same initial weights for all: 'plain', 'torch', 'manual'."""
     dtype = getattr(torch, case['dtype'])
     config = ModelConfig(**case['model'], block_size=BLOCK_SIZE)
-    model = GPT(config, dtype)
+    raw = model = GPT(config, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(model.initial_value(name, parameter, 7, 'cpu'))
@@ -112,16 +112,16 @@ def build(implementation, case, mesh):
     units = [model.blocks[i : i + case['blocks_per_unit']] for i in range(0, config.n_layer, case['blocks_per_unit'])]
     if implementation == 'manual':
         options = (dtype, case['zero_stage'], case['prefetch'], case['offload'])
-        fsdp_manual.shard(model, units, mesh, *options)
+        model = fsdp_manual.shard(raw, units, mesh, *options)
     elif implementation == 'torch':
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for unit in units:
             fully_shard(list(unit), mesh=mesh, mp_policy=policy, reshard_after_forward=case['zero_stage'] == 3)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in raw.parameters() if parameter.requires_grad]
     if case['optimizer'] == 'sgd':
-        return model, torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    return model, torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+        return raw, model, torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return raw, model, torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 def batch(step, part, parts):
@@ -136,7 +136,7 @@ def batch(step, part, parts):
 
 def train(implementation, case, mesh, gradients=None):
     """{'loss': [...], 'grad_norm': [...]} of `steps` steps; gradients: a dict that takes those of the first step."""
-    model, optimizer = build(implementation, case, mesh)
+    raw, model, optimizer = build(implementation, case, mesh)
     rank, world_size = (0, 1) if implementation == 'plain' else (dist.get_rank(), dist.get_world_size())
     valid = sum(int((batch(0, part, 1)[1] >= 0).sum()) for part in range(1))
     history = {'loss': [], 'grad_norm': []}
@@ -155,7 +155,7 @@ def train(implementation, case, mesh, gradients=None):
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         if step == 0 and gradients is not None:
-            gradients |= {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients |= {name: whole(p.grad).clone() for name, p in raw.named_parameters() if p.grad is not None}
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -202,7 +202,9 @@ def compare(case):
 
 def count_collectives(zero_stage, accumulate, dtype='float32'):
     """Collectives of one optimizer step and of an evaluation, as torch sees them and as the engine counts them."""
-    model, _ = build('manual', DEFAULTS | dict(zero_stage=zero_stage, accumulate=accumulate, dtype=dtype), make_mesh(1))
+    _, model, _ = build(
+        'manual', DEFAULTS | dict(zero_stage=zero_stage, accumulate=accumulate, dtype=dtype), make_mesh(1)
+    )
     rows = {}
     with Collectives() as seen:
         for micro_step in range(MICRO_STEPS):
@@ -236,7 +238,7 @@ def padded_sizes(model):
 
 def order_of_events(prefetch):
     """What happens in which order in one step: collectives (g = gather, r = reduction), F0 and B0 = work of block 0."""
-    model, _ = build('manual', DEFAULTS | dict(prefetch=prefetch), make_mesh(1))
+    raw, model, _ = build('manual', DEFAULTS | dict(prefetch=prefetch), make_mesh(1))
     events, seen = [], Collectives()
 
     def noting(letter, method):
@@ -248,15 +250,15 @@ def order_of_events(prefetch):
 
         return wrapper
 
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate(raw.blocks):
         # The first thing that a block computes, forward and backward: its attention norm, its MLP's last projection.
         block.attn_norm.register_forward_pre_hook(lambda *_, number=number: events.append(f'F{number}'))
         block.mlp.down.register_full_backward_hook(lambda *_, number=number: events.append(f'B{number}'))
-    Engine = fsdp_manual.Engine
+    Sharded = fsdp_manual.ShardedModel
     with (
         seen,
-        unittest.mock.patch.object(Engine, 'start_gather', noting('g', Engine.start_gather)),
-        unittest.mock.patch.object(Engine, 'start_reduction', noting('r', Engine.start_reduction)),
+        unittest.mock.patch.object(Sharded, 'start_all_gather', noting('g', Sharded.start_all_gather)),
+        unittest.mock.patch.object(Sharded, 'start_reduce_scatter', noting('r', Sharded.start_reduce_scatter)),
     ):
         loss, _ = model(*batch(0, 0, 12))
         events.append('loss')
@@ -353,8 +355,8 @@ def hugging_face_model(checkpointing):
 
 def peak_bytes(prefetch):
     """Peak of the whole weights and of the buffers they arrive in; sizes of a block and of the root. All in bytes."""
-    model, _ = build('manual', DEFAULTS | dict(model={**GPT2, 'n_layer': 5}, prefetch=prefetch), make_mesh(1))
-    blocks, root = padded_sizes(model)
+    raw, model, _ = build('manual', DEFAULTS | dict(model={**GPT2, 'n_layer': 5}, prefetch=prefetch), make_mesh(1))
+    blocks, root = padded_sizes(raw)
     model(*batch(0, 0, 12))[0].backward()
     seen = model.communication()
     bytes_of = {'peak': seen['fsdp/whole_peak_gb'] * 1e9, 'now': seen['fsdp/whole_gb'] * 1e9}
@@ -363,10 +365,10 @@ def peak_bytes(prefetch):
 
 def state_stays_usable():
     """Evaluation between steps, a state_dict in the middle, an exception in forward: all leave the model trainable."""
-    model, optimizer = build('manual', DEFAULTS, make_mesh(1))
+    raw, model, optimizer = build('manual', DEFAULTS, make_mesh(1))
     with torch.no_grad():
         before = model(*batch(0, 0, 12))[0].item()
-    kinds = {type(value.data) for value in model.state_dict(keep_vars=True).values()}
+    kinds = {type(value.data) for value in raw.state_dict(keep_vars=True).values()}
     with contextlib.suppress(ValueError):
         model(torch.zeros(1, BLOCK_SIZE + 1, dtype=torch.long))  # longer than block_size
     model(*batch(0, 0, 12))[0].backward()

@@ -1,11 +1,11 @@
-"""offload.py: the update is the same to the bit, a part of the parameters at a time; the moments rest on the host."""
+"""Moments that rest on the host: the update is the same to the bit, a part of the parameters at a time."""
 
 import pytest
 import torch
 from torch import nn
 
 import optim
-from optim import in_parts, keep_state_on_host
+from optim import StateOnHost, bytes_of_moments, in_parts
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 
@@ -15,16 +15,11 @@ def train(optimizer, part_bytes):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = optim.make_optimizer(model, optimizer, **KEYS)
-    step, parts = optimizer.step, []
-
-    def counting_step():
-        parts.append(sum(parameter.grad is not None for parameter in model.parameters()))
-        step()
-
-    optimizer.step = counting_step
+    parts = []
+    optimizer.register_step_pre_hook(lambda *_: parts.append(sum(p.grad is not None for p in model.parameters())))
     for number in range(6):
         if number == 3 and part_bytes is not None:  # as after a resume: there is state already
-            keep_state_on_host(optimizer, part_bytes)
+            optimizer = StateOnHost(optimizer, part_bytes)
         parts.clear()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
@@ -44,6 +39,6 @@ def test_the_update_is_the_same_in_parts(name):
 
 def test_parts_hold_what_fits_or_one_parameter():
     parameters = [torch.empty(size) for size in (10, 20, 100, 5, 5)]
-    sizes = [[parameter.numel() for parameter in part] for part in in_parts(parameters, 8 * 30)]
+    sizes = [[parameter.numel() for parameter in part] for part in in_parts(parameters, bytes_of_moments, 8 * 30)]
     assert sizes == [[10, 20], [100], [5, 5]]
-    assert list(in_parts([], 8)) == []
+    assert list(in_parts([], bytes_of_moments, 8)) == []

@@ -72,7 +72,7 @@ class Growth:
 
 
 def build(folder, implementation):
-    """(Pretrained, model): sharded over all ranks, on meta."""
+    """(Pretrained, raw model, model to call): sharded over all ranks, on meta."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -80,15 +80,15 @@ def build(folder, implementation):
 
     pretrained = finetune.Pretrained(folder)
     with torch.device('meta'):
-        model = finetune.for_training(pretrained)
+        raw = model = finetune.for_training(pretrained)
     mesh = init_device_mesh('cpu', (dist.get_world_size(),))
     if implementation == 'manual':
-        fsdp_manual.shard(model, model.blocks, mesh)
+        model = fsdp_manual.shard(raw, raw.blocks, mesh)
     else:
-        for block in model.blocks:
+        for block in raw.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return pretrained, model
+        fully_shard(raw, mesh=mesh, reshard_after_forward=False)
+    return pretrained, raw, model
 
 
 def measure_load(folder, implementation):
@@ -97,14 +97,14 @@ def measure_load(folder, implementation):
     for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed goes back at once, uncounted
         libc.mallopt(parameter, large)
     for name in ('small', 'large'):  # the first warms up: imports, buffers of gloo, threads
-        pretrained, model = build(f'{folder}/{name}', implementation)
-        copy = 4 * sum(parameter.numel() for parameter in model.parameters())
+        pretrained, raw, model = build(f'{folder}/{name}', implementation)
+        copy = 4 * sum(parameter.numel() for parameter in raw.parameters())
         libc.malloc_trim(0)  # room that is there already would hide some growth
         with Growth() as tested:
             with Growth() as loaded:
-                model.to_empty(device='cpu')
-                finetune.load(model, pretrained)
-            finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+                raw.to_empty(device='cpu')
+                finetune.load(raw, pretrained)
+            finetune.self_test(model, raw, pretrained, True, False, torch.device('cpu'))
         growths = [None] * dist.get_world_size()
         dist.all_gather_object(growths, (loaded.bytes, tested.bytes))
     return {'copy': copy, 'load': [growth[0] for growth in growths], 'test': [growth[1] for growth in growths]}
