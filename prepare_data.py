@@ -69,12 +69,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime import errors
 from runtime.files import write_file
 from text import chat as chats
 from text import documents as reading
-from text import hub, sources
+from text import sources
 from text.shards import ShardWriter, read_shard
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
@@ -94,7 +95,7 @@ if config.cache_tokenizer:
     print(f'where there is no network: export TIKTOKEN_CACHE_DIR={os.path.abspath(cache)}')
     sys.exit()
 if config.download_only:
-    where = hub.download(config.dataset, config.source_config, hub_folder)
+    where = sources.download(config.dataset, config.source_config, hub_folder)
     print(f'{config.dataset}: downloaded to {where}; now prepare it, with or without network')
     sys.exit()
 if config.dataset == 'synthetic':
@@ -177,7 +178,7 @@ def encode_unit(pieces, val_below, folder):
     stretches = collections.defaultdict(list)  # split -> texts, None behind each document
     text_bytes = collections.Counter()
     for piece in pieces:
-        for document in reading.documents(piece, config.text_field, notes):
+        for document in reading.documents_of(piece, config.text_field, notes):
             split = split_of(piece, document, val_below)
             text_bytes[split] += len(document)
             stretches[split] += [data.decode() for data in reading.cut_up(document, ENCODE_BYTES)]
@@ -197,7 +198,7 @@ def encode_conversations(pieces, val_below, folder):
     notes = collections.Counter()
     examples = collections.defaultdict(list)  # split -> (ids, flags, text)
     for piece in pieces:
-        for document in reading.documents(piece, None, notes, chats.conversation_of):
+        for document in reading.documents_of(piece, None, notes, chats.conversation_of):
             split = split_of(piece, document, val_below)
             try:
                 examples[split] += chat_encoder.examples(document.decode())
@@ -267,9 +268,9 @@ tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.chat and config.text_field is not None:
     raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={config.text_field}')
-if hub.is_hub_name(config.dataset):
+if sources.is_hub_name(config.dataset):
     source = sources.stream_source(
-        *hub.open_stream(config.dataset, config.source_config, config.source_split, hub_folder),
+        *sources.open_stream(config.dataset, config.source_config, config.source_split, hub_folder),
         config.text_field,
         config.chat,
     )
@@ -412,7 +413,7 @@ def documents_of_source():
     conversation_of = chats.conversation_of if source.chat else None
     for unit in reading.units(source):
         for piece in unit.pieces:
-            for document in reading.documents(piece, config.text_field, collections.Counter(), conversation_of):
+            for document in reading.documents_of(piece, config.text_field, collections.Counter(), conversation_of):
                 yield piece, document
 
 
@@ -511,21 +512,32 @@ writers = {
     for split in (['train', 'val'] if config.val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
-progress = reading.Progress(source.total, state['work'])
-saved_at, saved_shards = time.perf_counter(), 0
+bar = tqdm(
+    total=source.total,
+    initial=state['work'],
+    unit='B' if 'bytes' in facts else ' rows',
+    unit_scale=True,
+    disable=None,  # where stderr is no terminal
+    leave=False,
+)
+start = saved_at = time.perf_counter()
+saved_shards = tokens_made = bytes_made = 0
 for unit, (encoded, new_notes) in encoded_units(reading.units(source, state['position']), val_below, folder):
     for split, part in encoded.items():
         writers[split].add(*part)
-        progress.tokens += len(part.tokens)
-        progress.bytes += part.text_bytes
+        tokens_made += len(part.tokens)
+        bytes_made += part.text_bytes
     notes.update(new_notes)
     state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
     shards = sum(len(writer.totals['shards']) for writer in writers.values())
     if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
         save_state()
         saved_at, saved_shards = time.perf_counter(), shards
-    progress.show(state['work'])
-progress.clear()
+    tokens_per_second = tokens_made / (time.perf_counter() - start)
+    bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
+    bar.update(unit.work)
+bar.close()
+seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
@@ -563,5 +575,6 @@ if source.chat:
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
     print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
     print(chats.marked_text(tokens, flags, encoder.decode, *marks))
-print(f'{progress.rates()} with {config.num_proc} processes, reading and writing included')
+rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
+print(f'{rates} with {config.num_proc} processes, reading and writing included')
 print_summary(meta)

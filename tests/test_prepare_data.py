@@ -1,6 +1,7 @@
 """prepare_data.py from the command line: what it reads, the shards it writes, kills, and bad input."""
 
 import collections
+import fcntl
 import hashlib
 import http.server
 import json
@@ -9,8 +10,10 @@ import pty
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -26,8 +29,9 @@ from conftest import REPO, SHARED, environment, run_script
 import data
 from benchmarks import prepare_data_rate
 from text import documents as reading
-from text import hub, sources
+from text import sources
 from text import tokenizer as tokenizers
+from text.shards import read_shard
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
@@ -80,7 +84,7 @@ def tokens_of(dataset, split):
     """All tokens of a split, with a check of every shard against meta.json."""
     meta = meta_of(dataset)
     shards = meta['splits'][split]['shards']
-    tokens = [np.array(shards.read_shard(dataset / shard['file'])) for shard in shards]
+    tokens = [np.array(read_shard(dataset / shard['file'])) for shard in shards]
     for shard, part in zip(shards, tokens, strict=True):
         assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
         assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']
@@ -403,8 +407,6 @@ def test_a_run_killed_before_anything_counts_starts_over_with_any_settings(text_
 
 
 def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
-    import fcntl
-
     dataset = tmp_path / 'data' / 'locked'
     dataset.mkdir(parents=True)
     lock = os.open(dataset, os.O_RDONLY)
@@ -435,7 +437,7 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 
     def documents(units):
         pieces = [piece for unit in units for piece in unit.pieces]
-        return [document for piece in pieces for document in reading.documents(piece, 'text', collections.Counter())]
+        return [document for piece in pieces for document in reading.documents_of(piece, 'text', collections.Counter())]
 
     for source in found:
         units = list(reading.units(source))
@@ -521,13 +523,15 @@ def test_gpt2_tokens_come_as_fast_as_tiktoken_makes_them(monkeypatch):
 def test_a_terminal_sees_speed_and_time_left(tmp_path):
     write_large(tmp_path / 'large.txt', 60)  # at 100 MB/s: long enough for a line every 0.2 s
     terminal, its_end = pty.openpty()
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack('4H', 24, 120, 0, 0))  # a bar wants columns
     command = [sys.executable, str(REPO / 'prepare_data.py'), f'--dataset={tmp_path}/large.txt', '--tokenizer=bytes']
     result = subprocess.run(
         [*command, f'--data_dir={tmp_path}/data'], env=environment(), stdout=subprocess.DEVNULL, stderr=its_end
     )
     shown = os.read(terminal, 1 << 16).decode()
     assert result.returncode == 0
-    assert re.search(r'\r\[#+ +\] +\d+%, ETA 0:00:\d\d, [\d,]+ tokens, [\d.]+ MB/s, [\d.]+M tokens/s', shown), shown
+    line = r'\r +\d+%\|\S+ *\| [\d.]+M/60\.\dM \[00:\d\d<00:\d\d, [\d.]+MB/s, [\d,]+ tokens, [\d.]+M tokens/s\]'
+    assert re.search(line, shown), shown
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -745,9 +749,9 @@ def test_without_network_the_command_to_download_is_given(dataset, tmp_path):
 
 
 def test_the_short_names_are_finewebs():
-    assert hub.HUB_NAMES['fineweb-10BT'] == ('HuggingFaceFW/fineweb', 'sample-10BT')
-    assert hub.HUB_NAMES['fineweb-100BT'] == ('HuggingFaceFW/fineweb', 'sample-100BT')
-    assert hub.HUB_NAMES['fineweb-edu-10BT'] == ('HuggingFaceFW/fineweb-edu', 'sample-10BT')
+    assert sources.HUB_NAMES['fineweb-10BT'] == ('HuggingFaceFW/fineweb', 'sample-10BT')
+    assert sources.HUB_NAMES['fineweb-100BT'] == ('HuggingFaceFW/fineweb', 'sample-100BT')
+    assert sources.HUB_NAMES['fineweb-edu-10BT'] == ('HuggingFaceFW/fineweb-edu', 'sample-10BT')
 
 
 # --- tokenizer files --------------------------------------------------------------------------------------------------

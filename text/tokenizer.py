@@ -14,7 +14,6 @@ spells '<|endoftext|>', it gets the tokens of those letters, never the end-of-te
 """
 
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
+from runtime.files import sha256_of, write_file
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
@@ -155,7 +156,7 @@ def check_same_tokenizer(dataset_folder, model_folder):
             f'`python download_model.py --model={model_folder}` says what is missing'
         )
     file, eot = _hugging_face_files(model_folder)
-    if facts.get('sha256') == hashlib.sha256(file.read_bytes()).hexdigest():
+    if facts.get('sha256') == sha256_of(file):
         return
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
     if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
@@ -194,8 +195,7 @@ def describe(name, vocab_size):
         return {'name': name, 'asked_vocab_size': vocab_size}
     if os.path.isdir(name):
         path, eot = _hugging_face_files(name)
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256}
+        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256_of(path)}
     if name != 'bytes':
         _check_tiktoken_name(name)
     return {'name': name}
@@ -330,9 +330,7 @@ def train_bpe(texts, vocab_size, path):
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    unfinished = Path(f'{path}.tmp')
-    tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
+    write_file(path, tokenizer.to_str(pretty=True))  # the bytes of tokenizer.save()
 
 
 def _load_bpe(path):

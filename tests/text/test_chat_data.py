@@ -295,16 +295,16 @@ def test_every_format_gives_the_same_conversations(tmp_path):
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / 'saved')
     files = [str(tmp_path / 'rows.parquet')] * 2
     stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
-    sources = [
+    found_sources = [
         sources.find_source(str(tmp_path / name)) for name in ('lines.jsonl', 'list.json', 'rows.parquet', 'saved')
     ]
-    sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
+    found_sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
     expected = [chat.conversation_of(row) for row in rows]
-    for source in sources:
+    for source in found_sources:
         assert source.chat
         pieces = [piece for unit in reading.units(source) for piece in unit.pieces]
         notes = collections.Counter()
-        found = [text for piece in pieces for text in reading.documents(piece, None, notes, chat.conversation_of)]
+        found = [text for piece in pieces for text in reading.documents_of(piece, None, notes, chat.conversation_of)]
         assert [text.decode() for text in found] == expected * (2 if source.stream else 1), source.description
         assert not notes
 
@@ -501,7 +501,7 @@ def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
     (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
 
     def texts(units, notes):
-        return [text for unit in units for piece in unit.pieces for text in reading.documents(piece, None, notes)]
+        return [text for unit in units for piece in unit.pieces for text in reading.documents_of(piece, None, notes)]
 
     source = sources.find_source(str(tmp_path / 'list.json'))
     units = list(reading.units(source))
