@@ -440,10 +440,10 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
         return [document for piece in pieces for document in reading.documents_of(piece, 'text', collections.Counter())]
 
     for source in found:
-        units = list(reading.units(source))
+        units = list(reading.units_of(source))
         assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
         for number, unit in enumerate(units):
-            assert documents(reading.units(source, unit.next)) == documents(units[number + 1 :])
+            assert documents(reading.units_of(source, unit.next)) == documents(units[number + 1 :])
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_a_large_file_is_read_in_small_units(name, tmp_path):
         write_large(tmp_path / name, 20)
     before = pyarrow.total_allocated_bytes()
     total = 0
-    for unit in reading.units(sources.find_source(str(tmp_path / name))):
+    for unit in reading.units_of(sources.find_source(str(tmp_path / name))):
         size = sum(piece.length for piece in unit.pieces)
         total += size
         assert size < 2.1 * reading.UNIT_BYTES

@@ -1,12 +1,12 @@
 """
 The documents of a source that sources.py has found, a unit at a time.
 
-    for unit in units(source): ...                      # half a MB of it, in order, for one worker
-    for unit in units(source, start=unit.next): ...     # go on behind a unit
+    for unit in units_of(source): ...                      # half a MB of it, in order, for one worker
+    for unit in units_of(source, start=unit.next): ...     # go on behind a unit
     for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
 A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
-that is a list, each element. Memory is bounded: units() hands out stretches of files, or a few rows. Reading the
+that is a list, each element. Memory is bounded: units_of() hands out stretches of files, or a few rows. Reading the
 stretches and parsing them is left to documents_of().
 """
 
@@ -53,7 +53,7 @@ class Unit(NamedTuple):
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def units(source, start=(0, 0)):
+def units_of(source, start=(0, 0)):
     """Yield the Units of a source in order, from the position `start`: a Unit's `next`. Memory: a few MB."""
     pieces, size, work = [], 0, 0
     for number in range(start[0], len(source.parts)):
