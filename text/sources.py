@@ -85,29 +85,27 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
 
     text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
     folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
-    conversations; None = when the first row is one, and neither text_field nor a field 'text' says otherwise.
+    conversations; None = if the first row is one, and neither text_field nor a field 'text' says otherwise.
     Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it, or when
     rows lack the field.
     """
+    name, path = dataset, Path(dataset)
     if dataset == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
-        version = '.'.join(map(str, sys.version_info[:3]))
-        return _files_source(f"Python {version}'s standard library", root, stdlib_files(root), text_field, None, chat)
-    path = Path(dataset)
-    if path.is_dir() and ((path / 'dataset_dict.json').exists() or (path / 'state.json').exists()):
-        return _files_source(dataset, path, _saved_files(path, split), text_field, None, chat)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob('*') if not file.is_dir())
-        files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(path).parts)]
-        if not files:
-            raise FileNotFoundError(f'dataset={dataset}: this folder holds no files')
-        return _files_source(dataset, path, files, text_field, None, chat)
-    if path.exists():
-        return _files_source(dataset, path.parent, [path], text_field, tail_fraction, chat)
-    raise FileNotFoundError(
-        f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of the '
-        f'Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
-    )
+        files = stdlib_files(root)
+        name = f"Python {'.'.join(map(str, sys.version_info[:3]))}'s standard library"
+    elif (path / 'dataset_dict.json').exists() or (path / 'state.json').exists():
+        root, files = path, _saved_files(path, split)
+    elif path.is_dir():
+        root, files = path, _files_below(path)
+    elif path.exists():
+        root, files = path.parent, [path]
+    else:
+        raise FileNotFoundError(
+            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of '
+            f'the Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
+        )
+    return _files_source(name, root, files, text_field, tail_fraction, chat)
 
 
 def stdlib_files(root):
@@ -119,6 +117,15 @@ def stdlib_files(root):
     if not files:
         raise FileNotFoundError(f'dataset=stdlib: this Python has no sources in {root}; take another --dataset')
     return sorted(files)
+
+
+def _files_below(folder):
+    """All files in a folder and below, sorted, without hidden ones."""
+    files = sorted(file for file in folder.rglob('*') if not file.is_dir())
+    files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
+    if not files:
+        raise FileNotFoundError(f'dataset={folder}: this folder holds no files')
+    return files
 
 
 def kind_of(path):
