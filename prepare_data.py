@@ -382,32 +382,25 @@ writers = {
     for split in (['train', 'val'] if config.val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
-bar = tqdm(
-    total=source.total,
-    initial=state['work'],
-    unit='B' if 'bytes' in facts else ' rows',
-    unit_scale=True,
-    disable=None,  # where stderr is no terminal
-    leave=False,
-)
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
 rules = encode.Rules(config.tokenizer, folder, config.text_field, source.chat, config.seed, val_below)
-for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
-    for split, part in encoded.items():
-        writers[split].add(*part)
-        tokens_made += len(part.tokens)
-        bytes_made += part.text_bytes
-    notes.update(new_notes)
-    state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
-    shards = sum(len(writer.totals['shards']) for writer in writers.values())
-    if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
-        save_state()
-        saved_at, saved_shards = time.perf_counter(), shards
-    tokens_per_second = tokens_made / (time.perf_counter() - start)
-    bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
-    bar.update(unit.work)
-bar.close()
+unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
+with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
+    for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
+        for split, part in encoded.items():
+            writers[split].add(*part)
+            tokens_made += len(part.tokens)
+            bytes_made += part.text_bytes
+        notes.update(new_notes)
+        state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
+        shards = sum(len(writer.totals['shards']) for writer in writers.values())
+        if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
+            save_state()
+            saved_at, saved_shards = time.perf_counter(), shards
+        tokens_per_second = tokens_made / (time.perf_counter() - start)
+        bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
+        bar.update(unit.work)
 seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
