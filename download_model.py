@@ -29,7 +29,6 @@ import datetime
 import fcntl
 import fnmatch
 import hashlib
-import io
 import json
 import math
 import os
@@ -38,7 +37,10 @@ import shlex
 import shutil
 from pathlib import Path
 
+from tqdm import tqdm
+
 from runtime import errors
+from runtime.files import sha256_of, write_file
 
 errors.report_errors()
 
@@ -51,6 +53,7 @@ NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json
 NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # what a licence refers to; code that only trust_remote_code=True runs
 TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
 TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # any one of these sets of files will do
+BLOCK_BYTES = 1 << 24  # fetched per request, and what a kill costs at most
 PICKLES = ('.bin', '.pth', '.pt', '.ckpt')
 DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float64'}  # safetensors' names -> torch's
 
@@ -90,19 +93,13 @@ def mend(folder):
 
 def progress(what, total, done=0):
     """A bar over bytes on stderr, where that is a terminal."""
-    from tqdm import tqdm
-
     return tqdm(desc=what, total=total, initial=done, unit='B', unit_scale=True, disable=None, leave=False)
 
 
-def sha256_of(path):
-    """sha256 of a file in hexadecimal, read in pieces."""
-    sha256 = hashlib.sha256()
-    with open(path, 'rb') as file, progress('verifying', path.stat().st_size) as bar:
-        while piece := file.read(2**22):
-            sha256.update(piece)
-            bar.update(len(piece))
-    return sha256.hexdigest()
+def verified_sha256(path):
+    """The sha256 of a file, with a bar."""
+    with progress('verifying', path.stat().st_size) as bar:
+        return sha256_of(path, bar)
 
 
 def in_words(size):
@@ -113,22 +110,15 @@ def in_words(size):
 
 
 def read_header(path):
-    """{tensor: {'dtype', 'shape', 'data_offsets'}} of a safetensors file, whose size must be what the header says.
+    """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size is not what its header says."""
+    from safetensors import SafetensorError, safe_open
 
-    Such a file is the header's length in 8 bytes, little-endian, then the header as JSON, then the numbers.
-    """
-    size = path.stat().st_size
-    with open(path, 'rb') as file:
-        length = int.from_bytes(file.read(8), 'little')
-        try:
-            header = json.loads(file.read(length)) if length <= size - 8 else {}
-            header.pop('__metadata__', None)
-            end = 8 + length + max(tensor['data_offsets'][1] for tensor in header.values())
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError(f'{path} is cut short or no safetensors file: {mend(path.parent)}') from None
-    if size != end:
-        raise ValueError(f'{path} has {size:,} bytes, its header says {end:,}: {mend(path.parent)}')
-    return header
+    try:
+        with safe_open(path, framework='numpy') as file:  # maps the file, reads the header
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f'{path} is cut short or no safetensors file ({error}): {mend(path.parent)}') from None
 
 
 def check(folder, compare=True):
@@ -157,8 +147,8 @@ def check(folder, compare=True):
         missing = [tensor for tensor, place in placed.items() if place == name and tensor not in tensors]
         if missing:
             raise ValueError(f'{folder / name} lacks {missing[0]}, which {INDEX} puts there: {mend(folder)}')
-        parameters += sum(math.prod(tensor['shape']) for tensor in tensors.values())
-        dtypes |= {DTYPES.get(tensor['dtype'], tensor['dtype']) for tensor in tensors.values()}
+        parameters += sum(math.prod(shape) for shape, _ in tensors.values())
+        dtypes |= {DTYPES.get(dtype, dtype) for _, dtype in tensors.values()}
         size += (folder / name).stat().st_size
 
     recorded = read_json(folder / RECORD).get('files', {})
@@ -166,32 +156,19 @@ def check(folder, compare=True):
         there = (folder / name).stat().st_size if name in names else 'no'
         if there != facts['size']:
             raise ValueError(f'{folder / name} has {there} bytes, {RECORD} says {facts["size"]}: {mend(folder)}')
-        if compare and sha256_of(folder / name) != facts['sha256']:
+        if compare and verified_sha256(folder / name) != facts['sha256']:
             raise ValueError(f'{folder / name} is damaged, its sha256 is not the one in {RECORD}: {mend(folder)}')
     kind = ', '.join(model_config.get('architectures') or ['unknown architecture'])
     print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
     print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
     if recorded:
-        print(
-            '{repo} at {revision}'.format(**origin(folder)) + f': {len(recorded)} files, sizes and sha256 as recorded'
-        )
+        known = origin(folder)
+        print(f'{known["repo"]} at {known["revision"]}: {len(recorded)} files, sizes and sha256 as recorded')
     else:
         print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
 
 
 # --- DOWNLOAD ---------------------------------------------------------------------------------------------------------
-
-
-class CountedFile(io.BufferedWriter):
-    """A file to append to; the bar moves with what is written."""
-
-    def __init__(self, path, bar):
-        super().__init__(io.FileIO(path, 'a'))
-        self.bar = bar
-
-    def write(self, piece):
-        self.bar.update(len(piece))
-        return super().write(piece)
 
 
 @contextlib.contextmanager
@@ -234,7 +211,7 @@ def sha256_if_whole(path, listed):
     """sha256 of the file if it is what the hub lists, by size and hash; else None."""
     if not path.is_file() or path.stat().st_size != listed.size:
         return None
-    sha256 = sha256_of(path)
+    sha256 = verified_sha256(path)
     if listed.lfs:
         return sha256 if sha256 == listed.lfs.sha256 else None
     content = path.read_bytes()  # a small file that git keeps itself, under the hash of a header and the content
@@ -249,17 +226,20 @@ def part_of(listed, folder):
 
 def fetch(repo, commit, listed, folder, bar):
     """Fetch one file, or the rest of it, and return its sha256. Raises ValueError if it is not what the hub lists."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import HfFileSystem
 
-    part, url = part_of(listed, folder), hf_hub_url(repo, listed.rfilename, revision=commit)
-    headers = {**build_hf_headers(), 'accept-encoding': 'identity'}  # compressed, a range would count other bytes
-    # http_get goes on within a file. snapshot_download (huggingface_hub 2.4) would begin a cut-off file anew.
-    with one_line_errors(repo, folder), CountedFile(part, bar) as file:
-        http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=listed.size)
-        file.flush()
-        os.fsync(file.fileno())  # a full disk or quota may show only here
+    # Not hf_hub_download: since huggingface_hub 2 it begins a file anew of which a killed run had fetched a part.
+    # A file of HfFileSystem is read from any position, one request per read.
+    path, part = f'{repo}@{commit}/{listed.rfilename}', part_of(listed, folder)
+    with one_line_errors(repo, folder):
+        remote = HfFileSystem().open(path, block_size=BLOCK_BYTES, cache_type='none')
+        with remote, open(part, 'ab') as file:
+            remote.seek(file.tell())
+            while block := remote.read(BLOCK_BYTES):
+                file.write(block)
+                bar.update(len(block))
+            file.flush()
+            os.fsync(file.fileno())  # a full disk or quota may show only here
     sha256 = sha256_if_whole(part, listed)
     if sha256 is None:
         part.unlink()
@@ -289,9 +269,7 @@ def download(repo, folder):
     Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # one bar over all files instead
     if folder.is_dir() and any(folder.iterdir()) and origin(folder).get('repo') != repo:
         holds = origin(folder).get('repo', 'files that were not downloaded by this script')
         raise ValueError(f'{folder} holds {holds}; it was left as it is: give another folder with --to=FOLDER')
@@ -313,7 +291,7 @@ def download(repo, folder):
     if INDEX in names:
         if not sha256_if_whole(folder / INDEX, listing[INDEX]):
             with progress(INDEX, listing[INDEX].size) as bar:
-                fetch(repo, info.sha, listing[INDEX], folder, bar)
+                fetch(info.id, info.sha, listing[INDEX], folder, bar)
         shards = set(read_json(folder / INDEX).get('weight_map', {}).values())
         absent = sorted(name for name in shards if name not in listing or '/' in name)
         if absent:
@@ -330,16 +308,16 @@ def download(repo, folder):
         raise ValueError(f'{folder}: {needs}: make room, or give another folder with --to=FOLDER')
     with progress('downloading', total, arrived) as bar:
         for listed in missing:
-            hashes[listed.rfilename] = fetch(repo, info.sha, listed, folder, bar)
+            hashes[listed.rfilename] = fetch(info.id, info.sha, listed, folder, bar)
     for pattern in ('model*.safetensors', INDEX, '*.part'):  # of another revision: transformers might load them
         for path in folder.glob(pattern):
             if path.name not in names:
                 path.unlink()
     files = {name: {'size': listing[name].size, 'sha256': sha256} for name, sha256 in hashes.items()}
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
-    unfinished = folder / f'{RECORD}.tmp'
-    unfinished.write_text(json.dumps({'repo': repo, 'revision': info.sha, 'date': date, 'files': files}, indent=1))
-    os.replace(unfinished, folder / RECORD)
+    write_file(
+        folder / RECORD, json.dumps({'repo': repo, 'revision': info.sha, 'date': date, 'files': files}, indent=1)
+    )
     os.remove(folder / UNFINISHED)  # last: from here on the folder is complete
     check(folder, compare=False)  # each file has just been compared
 

@@ -52,29 +52,26 @@ config, explicit = configure(Config)
 import atexit
 import collections
 import fcntl
-import functools
 import hashlib
 import json
 import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime import errors
 from runtime.files import write_file
-from text import chat as chats
-from text import documents as reading
-from text import hub, sources
+from text import encode, sources
+from text.chat import conversation_of, marked_text, template_of
+from text.documents import HEAD_BYTES, documents_of, units_of
 from text.shards import ShardWriter, read_shard
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
@@ -82,7 +79,6 @@ errors.report_errors(lambda: 'lower num_proc')
 
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
 SAVE_SECONDS = 10  # the work that a kill can cost
-ENCODE_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
@@ -94,7 +90,7 @@ if config.cache_tokenizer:
     print(f'where there is no network: export TIKTOKEN_CACHE_DIR={os.path.abspath(cache)}')
     sys.exit()
 if config.download_only:
-    where = hub.download(config.dataset, config.source_config, hub_folder)
+    where = sources.download(config.dataset, config.source_config, hub_folder)
     print(f'{config.dataset}: downloaded to {where}; now prepare it, with or without network')
     sys.exit()
 if config.dataset == 'synthetic':
@@ -102,137 +98,21 @@ if config.dataset == 'synthetic':
     sys.exit()
 
 # --- WORKERS ----------------------------------------------------------------------------------------------------------
-
-
-def start_worker():
-    """Ctrl-C is for the parent; when that ends, however it ends, so does the worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # there is a process per core
-    os.environ['HF_HUB_OFFLINE'] = '1'  # a worker reads files; what streams from the hub is the parent
-
-    def follow_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow_parent, daemon=True).start()
-
-
-@functools.cache
-def tokenizer_of_worker(folder):
-    """The tokenizer, loaded once per worker."""
-    return load_tokenizer(config.tokenizer, folder)
-
-
-@functools.cache
-def chat_encoder_of_worker(folder):
-    """The chat template with its tokenizer, likewise."""
-    return chats.ChatEncoder(config.tokenizer, tokenizer_of_worker(folder).eot)
-
-
-def warm_up(folder, is_chat):
-    """Load the tokenizer before the first unit comes."""
-    chat_encoder_of_worker(folder) if is_chat else tokenizer_of_worker(folder)
-
-
-def hash_of(head):
-    """A number below 2^64, from the first bytes of a document: it decides the split."""
-    digest = hashlib.blake2b(head, digest_size=8, salt=config.seed.to_bytes(16, 'little', signed=True))
-    return int.from_bytes(digest.digest(), 'little')
-
-
-def split_of(piece, document, val_below):
-    """'train' or 'val': as the source has settled, else by the hash of the document that the piece belongs to."""
-    return piece.split or ('val' if hash_of(piece.head_of(document)) < val_below else 'train')
-
-
-def dtype_for(vocab_size):
-    """The smallest dtype of a shard that holds every id."""
-    return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
-
-
-class Encoded(NamedTuple):
-    """What a unit gives to a split."""
-
-    tokens: np.ndarray  # uint16 or uint32
-    documents: int  # that end in it; of conversations, the examples
-    text_bytes: int
-    flags: np.ndarray | None = None  # of conversations: uint8, LEARNED and FIRST
-    longest: int = 0  # tokens of the longest conversation
-
-
-def as_shards_hold_it(tokens, encoder):
-    """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
-    assert tokens.max() < encoder.vocab_size, f'{config.tokenizer}: id {tokens.max()}, vocabulary {encoder.vocab_size}'
-    return tokens.astype(dtype_for(encoder.vocab_size))
-
-
-def encode_unit(pieces, val_below, folder):
-    """A unit's tokens, made in a worker; behind each document stands the end-of-text token.
-
-    Returns ({split: Encoded}, notes).
-    """
-    encoder = tokenizer_of_worker(folder)
-    end_of_text = np.array([encoder.eot], dtype=np.uint32)
-    notes = collections.Counter()
-    stretches = collections.defaultdict(list)  # split -> texts, None behind each document
-    text_bytes = collections.Counter()
-    for piece in pieces:
-        for document in reading.documents(piece, config.text_field, notes):
-            split = split_of(piece, document, val_below)
-            text_bytes[split] += len(document)
-            stretches[split] += [data.decode() for data in reading.cut_up(document, ENCODE_BYTES)]
-            stretches[split] += [None] * piece.ends_document
-
-    result = {}
-    for split, texts in stretches.items():
-        encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
-        tokens = np.concatenate([end_of_text if text is None else next(encoded) for text in texts])
-        result[split] = Encoded(as_shards_hold_it(tokens, encoder), texts.count(None), text_bytes[split])
-    return result, notes
-
-
-def encode_conversations(pieces, val_below, folder):
-    """The same for conversations: their examples one behind the other, with a flag for each token that is learned."""
-    encoder, chat_encoder = tokenizer_of_worker(folder), chat_encoder_of_worker(folder)
-    notes = collections.Counter()
-    examples = collections.defaultdict(list)  # split -> (ids, flags, text)
-    for piece in pieces:
-        for document in reading.documents(piece, None, notes, chats.conversation_of):
-            split = split_of(piece, document, val_below)
-            try:
-                examples[split] += chat_encoder.examples(document.decode())
-            except ValueError as reason:
-                notes[f'{piece.origin}: {reason}, left out'] += 1
-
-    result = {}
-    for split, found in examples.items():
-        tokens, flags, texts = zip(*found, strict=True)
-        result[split] = Encoded(
-            as_shards_hold_it(np.concatenate(tokens), encoder),
-            len(found),
-            sum(len(text.encode()) for text in texts),
-            np.concatenate(flags),
-            max(map(len, tokens)),
-        )
-    return result, notes
-
-
 config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else config.num_proc
 if config.num_proc < 1:
     raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
 # Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
-pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), start_worker)
+pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encode.start_worker)
 atexit.register(pool.shutdown)
 pool.submit(os.getpid).result()
 
 
-def encoded_units(units, val_below, folder):
+def encoded_units(units, rules):
     """(unit, what encode_unit returns) for every unit, in order; at most two units per worker are under way."""
-    encode = encode_conversations if source.chat else encode_unit
     under_way = collections.deque()
     try:
         for unit in units:
-            under_way.append((unit._replace(pieces=None), pool.submit(encode, unit.pieces, val_below, folder)))
+            under_way.append((unit._replace(pieces=None), pool.submit(encode.encode_unit, unit.pieces, rules)))
             if len(under_way) > 2 * config.num_proc:
                 unit, future = under_way.popleft()
                 yield unit, future.result()
@@ -267,16 +147,13 @@ tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.chat and config.text_field is not None:
     raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={config.text_field}')
-if hub.is_hub_name(config.dataset):
-    source = sources.stream_source(
-        *hub.open_stream(config.dataset, config.source_config, config.source_split, hub_folder),
-        config.text_field,
-        config.chat,
-    )
+if sources.is_hub_name(config.dataset):
+    stream, about = sources.open_stream(config.dataset, config.source_config, config.source_split, hub_folder)
+    source = sources.stream_source(stream, about, config.text_field, config.chat)
 else:
     tail_fraction = config.val_fraction if config.val_rule == 'tail' and config.val_fraction else None
     source = sources.find_source(config.dataset, config.text_field, config.source_split, tail_fraction, config.chat)
-chat_template = chats.template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
+chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(
         f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: '
@@ -293,9 +170,8 @@ if len(source.skipped) > 10:
 
 # --- FOLDER -----------------------------------------------------------------------------------------------------------
 if config.name is None:
-    of_source = (
-        Path(config.dataset).resolve().stem if os.path.exists(config.dataset) else config.dataset.rpartition('/')[2]
-    )
+    is_path = os.path.exists(config.dataset)
+    of_source = Path(config.dataset).resolve().stem if is_path else config.dataset.rpartition('/')[2]
     of_config = f'-{config.source_config}' if config.source_config else ''
     of_tokenizer = f'bpe{config.vocab_size}' if config.tokenizer == 'bpe' else tokenizer_facts['name']
     config.name = re.sub(r'[^\w.-]+', '_', f'{of_source}{of_config}-{of_tokenizer}')
@@ -320,10 +196,8 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
-    if (
-        'chat_template' not in found['settings'] and config.text_field is None
-    ):  # made when text_field was 'text' by default
-        found['settings']['text_field'] = None
+    if 'chat_template' not in found['settings'] and config.text_field is None:
+        found['settings']['text_field'] = None  # made when text_field was 'text' by default
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
         refuse(
@@ -352,9 +226,8 @@ def print_summary(meta):
             print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
             print(f'the longest conversation has {totals["longest"]:,} tokens')
     command = 'python train_ddp.py'
-    if meta.get('masked') or os.path.exists(
-        os.path.join(config.tokenizer, 'config.json')
-    ):  # of a model that can learn it
+    is_of_a_model = os.path.exists(os.path.join(config.tokenizer, 'config.json'))
+    if meta.get('masked') or is_of_a_model:  # which can learn it
         family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(config.tokenizer)).lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
@@ -409,10 +282,10 @@ if was_there:
 
 def documents_of_source():
     """(piece, document) of the whole source, in this process; for long documents, of each stretch."""
-    conversation_of = chats.conversation_of if source.chat else None
-    for unit in reading.units(source):
+    notes = collections.Counter()  # the workers count them
+    for unit in units_of(source):
         for piece in unit.pieces:
-            for document in reading.documents(piece, config.text_field, collections.Counter(), conversation_of):
+            for document in documents_of(piece, config.text_field, notes, conversation_of if source.chat else None):
                 yield piece, document
 
 
@@ -424,7 +297,7 @@ def choose_val_below():
     below = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     for piece, document in documents_of_source():
-        number = hash_of(piece.head_of(document))
+        number = encode.hash_of(piece, document, config.seed)
         lowest, highest = min(lowest, number), max(highest, number)
         if lowest < below <= highest:  # soon found, in all but small corpora
             return below
@@ -444,7 +317,7 @@ if config.val_rule == 'tail':
 else:
     what = 'conversations, as JSON,' if source.chat else 'documents'
     rule_in_words = (
-        f'{what} whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {reading.HEAD_BYTES:,} '
+        f'{what} whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {HEAD_BYTES:,} '
         f'bytes, digest_size=8, salt={config.seed} as 16 bytes, little-endian'
     )
 
@@ -455,8 +328,8 @@ def bpe_sample():
     """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
     left = BPE_SAMPLE_BYTES
     for piece, document in documents_of_source():
-        if split_of(piece, document, val_below) == 'train':
-            yield from (data.decode() for data in reading.cut_up(document, ENCODE_BYTES))
+        if encode.split_of(piece, document, config.seed, val_below) == 'train':
+            yield from encode.stretches_of(document)
             left -= len(document)
             if left <= 0:
                 return
@@ -466,7 +339,7 @@ if config.tokenizer != 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)  # may fail: before anything is written
     if source.chat:
         try:
-            pool.submit(warm_up, folder, True).result()  # likewise
+            pool.submit(encode.warm_up, config.tokenizer, folder, True).result()  # likewise
         except ValueError as error:
             raise ValueError(str(error)) from error
 if not is_resumed:
@@ -478,22 +351,20 @@ if not is_resumed:
     if not was_there:
         lock_folder()
     if config.tokenizer == 'bpe':
-        print(
-            f'training a BPE of {config.vocab_size:,} tokens on the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)'
-        )
+        sample = f'the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)'
+        print(f'training a BPE of {config.vocab_size:,} tokens on {sample}')
         train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json')
     elif 'sha256' in tokenizer_facts:
-        shutil.copyfile(
-            Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json'
-        )  # sample.py needs it, wherever
+        # sample.py needs it, wherever the dataset is copied to
+        shutil.copyfile(Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
-dtype = dtype_for(encoder.vocab_size)
+dtype = encode.dtype_for(encoder.vocab_size)
 print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 for _ in range(config.num_proc):
-    pool.submit(warm_up, folder, source.chat)
+    pool.submit(encode.warm_up, config.tokenizer, folder, source.chat)
 
 
 def save_state():
@@ -511,21 +382,26 @@ writers = {
     for split in (['train', 'val'] if config.val_fraction else ['train'])
 }
 notes = collections.Counter(state['notes'])
-progress = reading.Progress(source.total, state['work'])
-saved_at, saved_shards = time.perf_counter(), 0
-for unit, (encoded, new_notes) in encoded_units(reading.units(source, state['position']), val_below, folder):
-    for split, part in encoded.items():
-        writers[split].add(*part)
-        progress.tokens += len(part.tokens)
-        progress.bytes += part.text_bytes
-    notes.update(new_notes)
-    state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
-    shards = sum(len(writer.totals['shards']) for writer in writers.values())
-    if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
-        save_state()
-        saved_at, saved_shards = time.perf_counter(), shards
-    progress.show(state['work'])
-progress.clear()
+start = saved_at = time.perf_counter()
+saved_shards = tokens_made = bytes_made = 0
+rules = encode.Rules(config.tokenizer, folder, config.text_field, source.chat, config.seed, val_below)
+unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
+with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
+    for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
+        for split, part in encoded.items():
+            writers[split].add(*part)
+            tokens_made += len(part.tokens)
+            bytes_made += part.text_bytes
+        notes.update(new_notes)
+        state.update(position=unit.next, work=state['work'] + unit.work, notes=notes)
+        shards = sum(len(writer.totals['shards']) for writer in writers.values())
+        if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
+            save_state()
+            saved_at, saved_shards = time.perf_counter(), shards
+        tokens_per_second = tokens_made / (time.perf_counter() - start)
+        bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
+        bar.update(unit.work)
+seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
@@ -562,6 +438,7 @@ if source.chat:
     flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
     print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
-    print(chats.marked_text(tokens, flags, encoder.decode, *marks))
-print(f'{progress.rates()} with {config.num_proc} processes, reading and writing included')
+    print(marked_text(tokens, flags, encoder.decode, *marks))
+rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
+print(f'{rates} with {config.num_proc} processes, reading and writing included')
 print_summary(meta)

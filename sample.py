@@ -50,7 +50,7 @@ import torch
 from huggingface import finetune
 from model import GPT, ModelConfig, sample_token
 from runtime import checkpoint, errors, processes
-from text import chat as chats
+from text.chat import DATE
 from text.tokenizer import load_tokenizer, tokenizer_of
 
 errors.report_errors()
@@ -147,7 +147,7 @@ def find_stop_tokens():
 def render(messages, **options):
     """What the chat template writes; a template may raise anything."""
     try:
-        return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=chats.DATE, **options)
+        return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
     except Exception as error:
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f'the chat template in {pretrained.folder} refuses: {reason}') from error

@@ -273,7 +273,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 if config.cpu_offload == 'optimizer':
-    optim.keep_state_on_host(opt)
+    opt = optim.StateOnHost(opt)
 train_batches = data.batches(
     train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )

@@ -37,12 +37,14 @@ def rename_durably(old, new):
     os.close(parent)
 
 
-def sha256_of(path):
-    """The sha256 of a file, in hexadecimal."""
+def sha256_of(path, bar=None):
+    """The sha256 of a file, in hexadecimal. bar: a tqdm over bytes, to move as they are read."""
     digest, buffer = hashlib.sha256(), bytearray(1 << 20)
     with open(path, 'rb', buffering=0) as file:
         while size := file.readinto(buffer):
             digest.update(memoryview(buffer)[:size])
+            if bar is not None:
+                bar.update(size)
     return digest.hexdigest()
 
 

@@ -25,6 +25,7 @@ WANTED = ['LICENSE.txt', 'config.json', 'generation_config.json', 'tokenizer.jso
 WANTED += ['chat_template.jinja', 'modeling_tiny.py']
 SHARDS = ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
 INDEX = 'model.safetensors.index.json'
+BLOCK = 2**24  # bytes that the script asks for at a time
 
 
 class Hub:
@@ -72,7 +73,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send_content('/'.join(parts[1:3]), '/'.join(parts[3:]), may_stop=True)
         self.hub.api_saw_token |= self.headers.get('Authorization') == f'Bearer {TOKEN}'
         if parts[:2] == ['api', 'models']:
-            return self.list('/'.join(parts[2:4]), parts[-1])
+            return self.list('/'.join(parts[2:4]), parts[-1], as_tree='tree' in parts)
         repo, name = '/'.join(parts[:2]), '/'.join(parts[4:])
         assert parts[2:4] == ['resolve', COMMIT], self.path  # every file from the commit that was listed
         if repo in self.hub.gated:
@@ -81,7 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(302, Location=f'{self.hub.cdn}/cdn/{repo}/{name}')
         self.send_content(repo, name)
 
-    def list(self, repo, revision):
+    def list(self, repo, revision, as_tree):
         if repo not in self.hub.repositories:
             return self.answer(404, X_Error_Code='RepoNotFound', X_Error_Message='Repository not found')
         if revision not in ('main', COMMIT):
@@ -96,23 +97,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if is_large(name):
                 lfs = {'size': size, 'sha256': hashlib.sha256(content).hexdigest(), 'pointerSize': 134}
                 siblings[-1] |= {'blobId': '0' * 40, 'lfs': lfs}
-        body = json.dumps({'id': repo, 'modelId': repo, 'sha': COMMIT, 'siblings': siblings}).encode()
-        self.answer(200, body, Content_Type='application/json')
+        body = {'id': repo, 'modelId': repo, 'sha': COMMIT, 'siblings': siblings}
+        if as_tree:
+            body = [
+                {'type': 'file', 'path': file['rfilename'], 'size': file['size'], 'oid': file['blobId']}
+                for file in siblings
+                if '/' not in file['rfilename']
+            ]
+        self.answer(200, json.dumps(body).encode(), Content_Type='application/json')
 
     def send_content(self, repo, name, may_stop=False):
         path = self.hub.repositories[repo] / name
-        size, begin = path.stat().st_size, 0
-        if 'Range' in self.headers:
-            begin = int(re.fullmatch(r'bytes=(\d+)-', self.headers['Range'])[1])
+        size = path.stat().st_size
+        begin, end = map(int, re.fullmatch(r'bytes=(\d+)-(\d+)', self.headers['Range']).groups())
+        end = min(end + 1, size)
         self.hub.served.append((name, begin))
-        self.send_response(206 if begin else 200)
-        self.send_header('Content-Length', str(size - begin))
-        if begin:
-            self.send_header('Content-Range', f'bytes {begin}-{size - 1}/{size}')
+        self.send_response(206)
+        self.send_header('Content-Length', str(end - begin))
+        self.send_header('Content-Range', f'bytes {begin}-{end - 1}/{size}')
         self.end_headers()
         with open(path, 'rb') as file:
             file.seek(begin)
-            while piece := file.read(2**20):
+            while piece := file.read(min(2**20, end - file.tell())):
                 if may_stop and self.hub.stop_after and file.tell() > self.hub.stop_after:
                     self.hub.released.wait(60)
                     return
@@ -120,6 +126,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     self.wfile.write(piece)
                 except OSError:  # the client was killed
                     return
+
+
+def requests_for(folder, names, first_byte=0):
+    """What a hub has served, sorted, when those files of its folder have been fetched from that byte on."""
+    return sorted((name, begin) for name in names for begin in range(first_byte, (folder / name).stat().st_size, BLOCK))
 
 
 def is_large(name):
@@ -224,7 +235,7 @@ def test_only_what_is_needed_arrives_verified_and_recorded(hub, tiny_llama, tmp_
     folder = tmp_path / 'model'
     needed = {*WANTED, *SHARDS, INDEX}
     assert {path.name for path in folder.iterdir()} == {*needed, 'download.json'}
-    assert sorted(hub.served) == sorted((name, 0) for name in needed)  # each once
+    assert sorted(hub.served) == requests_for(tiny_llama, needed)  # every byte once
     record = json.loads((folder / 'download.json').read_text())
     assert (record['repo'], record['revision']) == ('meta-llama/Tiny-Llama', COMMIT)
     for name in needed:
@@ -253,7 +264,7 @@ def test_the_default_folder_is_named_after_the_model(hub, tmp_path):
 
 
 def test_a_killed_download_goes_on_within_the_file(hub, tiny_llama, tmp_path):
-    hub.stop_after = 15 * 2**20
+    hub.stop_after = BLOCK + 2**20
     folder = tmp_path / 'model'
     command = [sys.executable, 'download_model.py', '--model=meta-llama/Tiny-Llama', f'--to={folder}']
     process = subprocess.Popen(command, cwd=REPO, env=environment(**settings(hub, tmp_path)))
@@ -269,8 +280,9 @@ def test_a_killed_download_goes_on_within_the_file(hub, tiny_llama, tmp_path):
 
     hub.stop_after = None
     download(hub, tmp_path)
-    rest = [(SHARDS[0], arrived), (SHARDS[1], 0), *((name, 0) for name in WANTED if name > SHARDS[0])]
-    assert sorted(hub.served[before:]) == sorted(rest)  # no byte that had arrived is sent again
+    rest = [SHARDS[1], *(name for name in WANTED if name > SHARDS[0])]
+    expected = requests_for(tiny_llama, [SHARDS[0]], arrived) + requests_for(tiny_llama, rest)
+    assert sorted(hub.served[before:]) == sorted(expected)  # no byte that had arrived is sent again
     assert (folder / SHARDS[0]).read_bytes() == (tiny_llama / SHARDS[0]).read_bytes()
     assert not list(folder.glob('*.part')) and not (folder / 'download.unfinished').exists()
     check_folder(folder)
@@ -293,7 +305,7 @@ def test_a_flipped_byte_is_found_and_mended_by_the_command_that_is_named(hub, ti
     assert name in line and 'sha256' in line
     arguments = re.search(r'`python download_model.py (.*)`', line)[1].split()
     run_script('download_model.py', *arguments, **settings(hub, tmp_path))
-    assert hub.served == [(name, 0)]  # nothing else was fetched
+    assert sorted(hub.served) == requests_for(tiny_llama, [name])  # nothing else was fetched
     assert (copy / name).read_bytes() == (tiny_llama / name).read_bytes()
     check_folder(copy)
 

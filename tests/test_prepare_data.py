@@ -1,6 +1,7 @@
 """prepare_data.py from the command line: what it reads, the shards it writes, kills, and bad input."""
 
 import collections
+import fcntl
 import hashlib
 import http.server
 import json
@@ -9,8 +10,10 @@ import pty
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -27,8 +30,9 @@ from launch import REPO, SHARED, environment, run_script, start_and_stop_behind
 import data
 from benchmarks import prepare_data_rate
 from text import documents as reading
-from text import hub, shards, sources
+from text import sources
 from text import tokenizer as tokenizers
+from text.shards import read_shard
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
@@ -80,9 +84,9 @@ def meta_of(dataset):
 def tokens_of(dataset, split):
     """All tokens of a split, with a check of every shard against meta.json."""
     meta = meta_of(dataset)
-    listed = meta['splits'][split]['shards']
-    tokens = [np.array(shards.read_shard(dataset / shard['file'])) for shard in listed]
-    for shard, part in zip(listed, tokens, strict=True):
+    shards = meta['splits'][split]['shards']
+    tokens = [np.array(read_shard(dataset / shard['file'])) for shard in shards]
+    for shard, part in zip(shards, tokens, strict=True):
         assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
         assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']
     tokens = np.concatenate(tokens)
@@ -191,7 +195,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(text_folder, tmp_pat
 
 
 def test_shards_are_full_but_for_the_last(text_folder, tmp_path):
-    prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=300000', '--name=full')
+    result = prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=300000', '--name=full')
+    assert result.stderr == ''  # no bar where there is no terminal
     dataset = tmp_path / 'data' / 'full'
     shards = meta_of(dataset)['splits']['train']['shards']
     assert len(shards) > 5 and {shard['tokens'] for shard in shards[:-1]} == {300000}
@@ -398,8 +403,6 @@ def test_a_run_killed_before_anything_counts_starts_over_with_any_settings(text_
 
 
 def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
-    import fcntl
-
     dataset = tmp_path / 'data' / 'locked'
     dataset.mkdir(parents=True)
     lock = os.open(dataset, os.O_RDONLY)
@@ -430,13 +433,13 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 
     def documents(units):
         pieces = [piece for unit in units for piece in unit.pieces]
-        return [document for piece in pieces for document in reading.documents(piece, 'text', collections.Counter())]
+        return [document for piece in pieces for document in reading.documents_of(piece, 'text', collections.Counter())]
 
     for source in found:
-        units = list(reading.units(source))
+        units = list(reading.units_of(source))
         assert len(units) > 2 and sum(unit.work for unit in units) == pytest.approx(source.total or 180, rel=0.1)
         for number, unit in enumerate(units):
-            assert documents(reading.units(source, unit.next)) == documents(units[number + 1 :])
+            assert documents(reading.units_of(source, unit.next)) == documents(units[number + 1 :])
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -450,7 +453,7 @@ def test_a_large_file_is_read_in_small_units(name, tmp_path):
         write_large(tmp_path / name, 20)
     before = pyarrow.total_allocated_bytes()
     total = 0
-    for unit in reading.units(sources.find_source(str(tmp_path / name))):
+    for unit in reading.units_of(sources.find_source(str(tmp_path / name))):
         size = sum(piece.length for piece in unit.pieces)
         total += size
         assert size < 2.1 * reading.UNIT_BYTES
@@ -514,15 +517,17 @@ def test_gpt2_tokens_come_about_as_fast_as_tiktoken_makes_them(monkeypatch):
 
 
 def test_a_terminal_sees_speed_and_time_left(tmp_path):
-    write_large(tmp_path / 'large.txt', 60)  # at 100 MB/s: long enough for a line every 0.2 s
+    write_large(tmp_path / 'large.txt', 60)  # at 100 MB/s: long enough for a bar every 0.1 s
     terminal, its_end = pty.openpty()
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack('4H', 24, 120, 0, 0))  # a bar wants columns
     command = [sys.executable, str(REPO / 'prepare_data.py'), f'--dataset={tmp_path}/large.txt', '--tokenizer=bytes']
     result = subprocess.run(
         [*command, f'--data_dir={tmp_path}/data'], env=environment(), stdout=subprocess.DEVNULL, stderr=its_end
     )
     shown = os.read(terminal, 1 << 16).decode()
     assert result.returncode == 0
-    assert re.search(r'\r\[#+ +\] +\d+%, ETA 0:00:\d\d, [\d,]+ tokens, [\d.]+ MB/s, [\d.]+M tokens/s', shown), shown
+    line = r'\r +\d+%\|\S+ *\| [\d.]+M/60\.\dM \[[\d:]+<[\d:]+, [\d.]+[kM]B/s, [\d,]+ tokens, [\d.]+M tokens/s\]'
+    assert re.search(line, shown), shown
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -740,9 +745,9 @@ def test_without_network_the_command_to_download_is_given(dataset, tmp_path):
 
 
 def test_the_short_names_are_finewebs():
-    assert hub.HUB_NAMES['fineweb-10BT'] == ('HuggingFaceFW/fineweb', 'sample-10BT')
-    assert hub.HUB_NAMES['fineweb-100BT'] == ('HuggingFaceFW/fineweb', 'sample-100BT')
-    assert hub.HUB_NAMES['fineweb-edu-10BT'] == ('HuggingFaceFW/fineweb-edu', 'sample-10BT')
+    assert sources.HUB_NAMES['fineweb-10BT'] == ('HuggingFaceFW/fineweb', 'sample-10BT')
+    assert sources.HUB_NAMES['fineweb-100BT'] == ('HuggingFaceFW/fineweb', 'sample-100BT')
+    assert sources.HUB_NAMES['fineweb-edu-10BT'] == ('HuggingFaceFW/fineweb-edu', 'sample-10BT')
 
 
 # --- tokenizer files --------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
+from text.shards import FIRST, LEARNED
+
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
 INSTRUCTIONS = ('system', 'developer')
 
@@ -45,10 +46,8 @@ def conversation_of(row):
     if messages is None:
         if 'prompt' not in row or 'completion' not in row:
             raise ValueError('rows with neither messages nor prompt and completion')
-        prompt, completion = (
-            [{'role': role, 'content': text}] if isinstance(text, str) else text
-            for role, text in (('user', row['prompt']), ('assistant', row['completion']))
-        )
+        prompt = _as_messages('user', row['prompt'])
+        completion = _as_messages('assistant', row['completion'])
         messages = prompt + completion if isinstance(prompt, list) and isinstance(completion, list) else None
     if not isinstance(messages, list):
         raise ValueError('rows whose messages are no list')
@@ -75,6 +74,11 @@ def conversation_of(row):
         if value:
             conversation[key] = value
     return json.dumps(conversation, ensure_ascii=False)
+
+
+def _as_messages(role, content):
+    """A prompt or completion as messages, where it is a string."""
+    return [{'role': role, 'content': content}] if isinstance(content, str) else content
 
 
 def _without_nulls(value):
@@ -207,8 +211,10 @@ class ChatEncoder:
 def marked_text(tokens, flags, decode, left, right):
     """The first conversation of tokens with flags as text, what is learned between `left` and `right`. Long parts of it
     are shortened. decode: from ids to text."""
-    end = next(iter(np.flatnonzero(flags[1:] & FIRST) + 1), len(tokens))
-    cuts = [0, *(np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1), end]
+    next_ones = np.flatnonzero(flags[1:] & FIRST) + 1
+    end = next_ones[0] if len(next_ones) else len(tokens)
+    changes = np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1
+    cuts = [0, *changes, end]
     parts = []
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         # From two texts of the whole: some tokenizers drop the space with which a part begins.

@@ -1,19 +1,17 @@
 """
 The documents of a source that sources.py has found, a unit at a time.
 
-    for unit in units(source): ...                      # half a MB of it, in order, for one worker
-    for unit in units(source, start=unit.next): ...     # go on behind a unit
-    for document in documents(piece, ...): ...          # of one of a unit's pieces, in a worker: bytes
+    for unit in units_of(source): ...                      # half a MB of it, in order, for one worker
+    for unit in units_of(source, start=unit.next): ...     # go on behind a unit
+    for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
 A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
-that is a list, each element. Memory is bounded: units() hands out stretches of files, or a few rows. Reading the
-stretches and parsing them is left to documents().
+that is a list, each element. Memory is bounded: units_of() hands out stretches of files, or a few rows. Reading the
+stretches and parsing them is left to documents_of().
 """
 
 import json
 import re
-import sys
-import time
 from typing import NamedTuple
 
 UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
@@ -55,7 +53,7 @@ class Unit(NamedTuple):
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def units(source, start=(0, 0)):
+def units_of(source, start=(0, 0)):
     """Yield the Units of a source in order, from the position `start`: a Unit's `next`. Memory: a few MB."""
     pieces, size, work = [], 0, 0
     for number in range(start[0], len(source.parts)):
@@ -113,51 +111,45 @@ def _read_whole(source, part, offset):
 
 
 def _read_json(source, part, offset):
-    """A file in one piece; of a long list, a unit of elements at a time. Offset: 0 or all of it, or elements."""
+    """A file in one piece; of a long list, element by element. Offset: 0 or all of it, or elements."""
     with open(part.path, encoding='utf-8-sig', errors='replace') as file:
         if part.end <= JSON_BYTES or file.read(HEAD_BYTES).lstrip()[:1] != '[':
             yield from _read_whole(source, part, offset)
             return
         file.seek(0)
-        elements, size = [], 0
         for number, element in enumerate(_elements(file), 1):
-            if number <= offset:
-                continue
-            elements.append(element)
-            size += len(element)
-            if size >= UNIT_BYTES:
-                yield _piece_of_elements(part, elements), number, size
-                elements, size = [], 0
-        if elements:
-            yield _piece_of_elements(part, elements), number, size
-
-
-def _piece_of_elements(part, elements):
-    data = f'[{",".join(elements)}]'.encode('utf-8', 'replace')
-    return [Piece(part.path, len(data), data, kind='json')]
+            if number > offset:
+                data = f'[{element}]'.encode('utf-8', 'replace')
+                yield [Piece(part.path, len(data), data, kind='json')], number, len(data)
 
 
 def _elements(file):
     """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
-    decoder = json.JSONDecoder()
-    text, at_end = file.read(UNIT_BYTES).lstrip()[1:], False  # behind the [
+    text = file.read(UNIT_BYTES).lstrip().removeprefix('[')
+    at_end = False
     while True:
         text = text.lstrip(' \t\r\n,')
-        try:
-            if text[:1] == ']':
-                return
-            _, end = decoder.raw_decode(text)
-            if end == len(text) and not at_end:  # a number may go on
-                raise ValueError
-        except (ValueError, RecursionError):
+        if text.startswith(']'):
+            return
+        end = _end_of_value(text)
+        if end is not None and (end < len(text) or at_end):  # at the end of what was read a number may go on
+            yield text[:end]
+            text = text[end:]
+        elif not at_end:
             more = file.read(max(UNIT_BYTES, len(text)))  # twice as much each time: what is parsed again stays bounded
-            if at_end:
-                yield text[:HEAD_BYTES] + '?'
-                return
-            text, at_end = text + more, not more
-            continue
-        yield text[:end]
-        text = text[end:]
+            text += more
+            at_end = not more
+        else:
+            yield text[:HEAD_BYTES] + '?'
+            return
+
+
+def _end_of_value(text):
+    """Where the JSON value ends with which a text begins; None if it is cut off or no JSON."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _read_parquet(source, part, offset):
@@ -187,8 +179,11 @@ def _read_arrow(source, part, offset):
     import pyarrow
 
     with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-        columns = (batch.select(source.columns(stream.schema.names)) for batch in stream)
-        slices = (piece for batch in columns for piece in _slices(batch))
+        slices = (
+            part_of_batch
+            for batch in stream
+            for part_of_batch in _slices(batch.select(source.columns(stream.schema.names)))
+        )
         position = 0
         for pieces, row, _ in _rows(source, slices, 0, offset, part.path, 0):
             yield pieces, row, file.tell() - position
@@ -226,35 +221,39 @@ def _slices(batch):
 
 
 def _rows(source, batches, row, offset, origin, work_per_row):
-    """
-    What a reader yields, from row `offset` on, of record batches with one column of text, or with those of
-    conversations: then each row becomes a line of JSON. The first batch begins at `row`.
-    """
-    import pyarrow
-
+    """What a reader yields, from row `offset` on, of record batches. The first batch begins at `row`."""
     batches = iter(batches)
     while True:
         try:
-            batch = next(batches, None)
+            batch = next(batches)
+        except StopIteration:
+            return
         except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
             raise OSError(f'{origin}: cannot be read behind row {row}: {" ".join(str(error).split())[:300]}') from error
-        if batch is None:
-            return
-        batch, row = batch.slice(max(0, offset - row)), row + len(batch)
-        if not len(batch):
-            continue
-        if source.chat:
-            lines = [json.dumps(fields, ensure_ascii=False, default=str) for fields in batch.to_pylist()]
-            lines = [line.encode('utf-8', 'replace') for line in lines]
-            yield [Piece(origin, len(line), line, kind='jsonl') for line in lines], row, len(lines) * work_per_row
-            continue
-        column = batch.column(0)
-        if pyarrow.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
-            raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
-        rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
-        yield [Piece(origin, len(data or b''), data or b'') for data in rows], row, len(rows) * work_per_row
+        wanted = batch.slice(max(0, offset - row))
+        row += len(batch)
+        if len(wanted):
+            kind, rows = ('jsonl', _as_json_lines(wanted)) if source.chat else ('text', _as_texts(wanted, origin))
+            yield [Piece(origin, len(data), data, kind=kind) for data in rows], row, len(rows) * work_per_row
+
+
+def _as_json_lines(batch):
+    """Each row of a record batch as JSON, in bytes."""
+    lines = [json.dumps(fields, ensure_ascii=False, default=str) for fields in batch.to_pylist()]
+    return [line.encode('utf-8', 'replace') for line in lines]
+
+
+def _as_texts(batch, origin):
+    """The text in each row of a record batch with one column, in bytes. Raises ValueError where it holds no text."""
+    import pyarrow
+
+    column = batch.column(0)
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+        raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
+    rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
+    return [data or b'' for data in rows]
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -293,7 +292,7 @@ def cut_up(data, limit):
     yield data[start:]
 
 
-def documents(piece, text_field, notes, conversation_of=None):
+def documents_of(piece, text_field, notes, conversation_of=None):
     """Yield the documents that a Piece holds, or the stretch of one: bytes, not empty, valid UTF-8.
 
     notes: a Counter; what had to be mended or left out is counted in it, under 'file: what'. conversation_of: for a
@@ -391,41 +390,3 @@ def all_strings(value):
             seen.add(id(value))  # YAML's aliases: each is read once, so that a loop or a tower of them ends
             left += reversed([*value.values()] if isinstance(value, dict) else value)
     return '\n'.join(strings)
-
-
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """One line: rewritten in a terminal, else printed every 30 seconds. Its `tokens` and `bytes` are of this run."""
-
-    def __init__(self, total, first_work):
-        """total: source.total; first_work: what earlier runs have done of it."""
-        self.total, self.first_work = total, first_work
-        self.start = self.shown = time.perf_counter()
-        self.tokens = self.bytes = 0
-
-    def rates(self):
-        seconds = time.perf_counter() - self.start
-        return f'{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f}M tokens/s'
-
-    def show(self, work):
-        """work: the sum of the units' work, earlier runs included."""
-        now = time.perf_counter()
-        in_terminal = sys.stderr.isatty()
-        if now - self.shown < (0.2 if in_terminal else 30):
-            return
-        self.shown = now
-        line = f'{self.tokens:,} tokens, {self.rates()}'
-        if self.total:
-            done = min(1, work / self.total)
-            seconds_left = (now - self.start) * (self.total - work) / max(1, work - self.first_work)
-            minutes, seconds = divmod(max(0, int(seconds_left)), 60)
-            line = (
-                f'[{"#" * int(20 * done):20}] {done:4.0%}, ETA {minutes // 60}:{minutes % 60:02}:{seconds:02}, {line}'
-            )
-        print(f'\r{line}\x1b[K' if in_terminal else line, end='' if in_terminal else '\n', file=sys.stderr, flush=True)
-
-    def clear(self):
-        if sys.stderr.isatty():
-            print('\r\x1b[K', end='', file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ import numpy as np
 
 from runtime.files import replacing, sha256_of
 
-LEARNED = 1  # the flag of tokens that count in the loss; chat.py, which sets the flags, has them all
+LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
 FLAG_BITS = 30  # where the flags begin in .partial: vocabularies stay far below 2^30
 TOKENS_AT_ONCE = 1 << 22  # of a masked shard, while it is taken apart: 28 MB
 

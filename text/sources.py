@@ -1,9 +1,10 @@
 """
-Where text comes from: the standard library, files and folders, datasets saved to disk, streams of the datasets library.
+Where text comes from: the standard library, files and folders, datasets saved to disk, or the Hugging Face hub.
 
-    source = find_source('stdlib')                      # what it is: its parts, their sizes, a fingerprint
-    source = find_source('my_texts/')                   # any tree of files
-    source = stream_source(stream, description)         # a dataset of the hub
+    source = find_source('stdlib')                                    # its parts, their sizes, a fingerprint
+    source = find_source('my_texts/')                                 # any tree of files
+    source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
+    download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 
 documents.py reads what is found here. A source of conversations (source.chat) has rows with `messages`, or with
 `prompt` and `completion`.
@@ -20,9 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.files import write_file
+
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
 
+KINDS = {  # how a file is read, by the ending of its name; any other is text
+    '.jsonl': 'jsonl',
+    '.ndjson': 'jsonl',
+    '.json': 'json',
+    '.yaml': 'yaml',
+    '.yml': 'yaml',
+    '.parquet': 'parquet',
+    '.arrow': 'arrow',
+}
 CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
@@ -30,6 +42,12 @@ CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwarg
 STDLIB_SKIPPED_FOLDERS = {'test', 'tests', 'idlelib', 'turtledemo', 'site-packages', 'dist-packages', '__pycache__'}
 STDLIB_SKIPPED_FOLDERS |= {'encodings', 'pydoc_data', 'lib2to3', 'distutils', 'ensurepip'}
 STDLIB_SKIPPED_FILES = re.compile(r'_sysconfigdata.*|(site|user)customize\.py')  # written for one machine
+
+HUB_NAMES = {  # short name -> (repository, configuration)
+    'fineweb-10BT': ('HuggingFaceFW/fineweb', 'sample-10BT'),
+    'fineweb-100BT': ('HuggingFaceFW/fineweb', 'sample-100BT'),
+    'fineweb-edu-10BT': ('HuggingFaceFW/fineweb-edu', 'sample-10BT'),
+}
 
 
 class Part(NamedTuple):
@@ -67,29 +85,27 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
 
     text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
     folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
-    conversations; None = when the first row is one, and neither text_field nor a field 'text' says otherwise.
+    conversations; None = if the first row is one, and neither text_field nor a field 'text' says otherwise.
     Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it, or when
     rows lack the field.
     """
+    name, path = dataset, Path(dataset)
     if dataset == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
-        version = '.'.join(map(str, sys.version_info[:3]))
-        return _files_source(f"Python {version}'s standard library", root, stdlib_files(root), text_field, None, chat)
-    path = Path(dataset)
-    if path.is_dir() and ((path / 'dataset_dict.json').exists() or (path / 'state.json').exists()):
-        return _files_source(dataset, path, _saved_files(path, split), text_field, None, chat)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob('*') if not file.is_dir())
-        files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(path).parts)]
-        if not files:
-            raise FileNotFoundError(f'dataset={dataset}: this folder holds no files')
-        return _files_source(dataset, path, files, text_field, None, chat)
-    if path.exists():
-        return _files_source(dataset, path.parent, [path], text_field, tail_fraction, chat)
-    raise FileNotFoundError(
-        f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of the '
-        f'Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
-    )
+        files = stdlib_files(root)
+        name = f"Python {'.'.join(map(str, sys.version_info[:3]))}'s standard library"
+    elif (path / 'dataset_dict.json').exists() or (path / 'state.json').exists():
+        root, files = path, _saved_files(path, split)
+    elif path.is_dir():
+        root, files = path, _files_below(path)
+    elif path.exists():
+        root, files = path.parent, [path]
+    else:
+        raise FileNotFoundError(
+            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of '
+            f'the Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
+        )
+    return _files_source(name, root, files, text_field, tail_fraction, chat)
 
 
 def stdlib_files(root):
@@ -103,11 +119,18 @@ def stdlib_files(root):
     return sorted(files)
 
 
+def _files_below(folder):
+    """All files in a folder and below, sorted, without hidden ones."""
+    files = sorted(file for file in folder.rglob('*') if not file.is_dir())
+    files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
+    if not files:
+        raise FileNotFoundError(f'dataset={folder}: this folder holds no files')
+    return files
+
+
 def kind_of(path):
-    """How a file is read: by its name; what is not known is text."""
-    kinds = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.yaml': 'yaml', '.yml': 'yaml'}
-    kinds |= {'.parquet': 'parquet', '.arrow': 'arrow'}
-    return kinds.get(Path(path).suffix.lower(), 'text')
+    """How a file is read: a kind of Part, by the file's name."""
+    return KINDS.get(Path(path).suffix.lower(), 'text')
 
 
 def _saved_files(folder, split):
@@ -123,47 +146,64 @@ def _saved_files(folder, split):
     return [folder / file['filename'] for file in state['_data_files']]
 
 
-def _files_source(name, root, files, text_field, tail_fraction, chat):
+class FoundFile(NamedTuple):
+    """What is known of a file before its text is read."""
+
+    path: Path
+    kind: str
+    size: int
+    sha256: str
+    row: dict | None  # {field: value} of its first row; None where it has no rows
+
+
+def _files_source(name, root, paths, text_field, tail_fraction, chat):
     """A Source of local files; those that cannot be read are left out, and named."""
     found, skipped = [], []
-    for file in files:
-        kind = kind_of(file)
+    for path in paths:
         try:
-            size, start, end, content = _fingerprint(file)
+            file = _inspect(path)
         except OSError as error:
-            skipped.append(f'{file}: {error.strerror}')
-            continue
-        problem, row = _problem_with(kind, start, end), None
-        if size and not problem:
-            problem, row = _first_row(file, kind)
-        if problem and size:
-            skipped.append(f'{file}: {problem}')
-        elif size:
-            found.append((file, kind, size, content, row))
-            if chat is None and row is not None and (kind != 'json' or holds_conversations(row)):
-                chat = _takes_conversations(row, text_field)
+            skipped.append(f'{path}: {error.strerror}')
+        except ValueError as reason:
+            skipped.append(f'{path}: {reason}')
+        else:
+            found += [file] if file.size else []
+    if chat is None:
+        row = next((file.row for file in found if file.row is not None), {})
+        chat = _takes_conversations(row, text_field)
+
     parts = []
     digest = hashlib.sha256()
-    for file, kind, size, content, row in found:
-        if chat and (kind in ('text', 'yaml') or (row is not None and not _has_chat_fields(row))):
-            fields = f'; it has: {", ".join(row)}' if row else ''
-            skipped.append(f'{file}: no conversations (messages, or prompt and completion){fields}')
+    for file in found:
+        is_text = file.kind in ('text', 'yaml')
+        if chat and (is_text or (file.row is not None and not _has_chat_fields(file.row))):
+            fields = f'; it has: {", ".join(file.row)}' if file.row else ''
+            skipped.append(f'{file.path}: no conversations (messages, or prompt and completion){fields}')
             continue
-        if not chat and row is not None and kind != 'json' and (text_field or kind != 'jsonl'):
-            check_text_field(file, row, text_field or 'text')
-        digest.update(f'{file.relative_to(root).as_posix()} {size} {content}\n'.encode('utf-8', 'surrogateescape'))
-        parts.append(Part(str(file), kind, 0, size))
+        # Rows of .jsonl may lack the field 'text': all their strings are read then.
+        if not chat and (file.kind in ('parquet', 'arrow') or (file.kind == 'jsonl' and text_field)):
+            check_text_field(file.path, file.row, text_field or 'text')
+        line = f'{file.path.relative_to(root).as_posix()} {file.size} {file.sha256}\n'
+        digest.update(line.encode('utf-8', 'surrogateescape'))
+        parts.append(Part(str(file.path), file.kind, 0, file.size))
     if not parts:
         raise ValueError(f'dataset={name}: nothing to read in it: {"; ".join(skipped[:3]) or "all files are empty"}')
-    description = {
-        'name': name,
-        'files': len(parts),
-        'bytes': sum(part.end for part in parts),
-        'sha256': digest.hexdigest(),
-    }
+    n_bytes = sum(part.end for part in parts)
+    description = {'name': name, 'files': len(parts), 'bytes': n_bytes, 'sha256': digest.hexdigest()}
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
-    return Source(description, parts, description['bytes'], text_field, bool(chat), skipped)
+    return Source(description, parts, n_bytes, text_field, chat, skipped)
+
+
+def _inspect(path):
+    """The FoundFile of a path. Raises OSError or ValueError with the reason for what cannot be read."""
+    kind = kind_of(path)
+    size, start, end, sha256 = _fingerprint(path)
+    row = None
+    if size:
+        _check_content(kind, start, end)
+        row = _first_row(path, kind)
+    return FoundFile(path, kind, size, sha256, row)
 
 
 def _fingerprint(path):
@@ -183,19 +223,20 @@ def _fingerprint(path):
     return size, start, end, digest.hexdigest()
 
 
-def _problem_with(kind, start, end):
-    """Why a file of this kind cannot be read, from its first and last bytes; None when it can."""
-    if kind in ('text', 'jsonl', 'json', 'yaml'):
-        if kind == 'yaml' and importlib.util.find_spec('yaml') is None:
-            return 'needs PyYAML: pip install pyyaml'
-        return 'binary, it holds zero bytes' if b'\0' in start[:8192] else None
-    if kind == 'parquet':
-        return None if start[:4] == b'PAR1' == end[-4:] else 'damaged: parquet begins and ends with PAR1'
-    return None if start[:4] == b'\xff\xff\xff\xff' else 'not a stream of Arrow record batches'
+def _check_content(kind, start, end):
+    """Raise ValueError with the reason why a file of this kind cannot be read, from its first and last bytes."""
+    if kind == 'yaml' and importlib.util.find_spec('yaml') is None:
+        raise ValueError('needs PyYAML: pip install pyyaml')
+    if kind == 'parquet' and not (start[:4] == b'PAR1' == end[-4:]):
+        raise ValueError('damaged: parquet begins and ends with PAR1')
+    if kind == 'arrow' and start[:4] != b'\xff\xff\xff\xff':
+        raise ValueError('not a stream of Arrow record batches')
+    if kind not in ('parquet', 'arrow') and b'\0' in start[:8192]:
+        raise ValueError('binary, it holds zero bytes')
 
 
 def _first_row(path, kind):
-    """(why the file cannot be read or None, {field: value} of its first row or None where it has no rows).
+    """{field: value} of a file's first row; None where it has no rows. Raises ValueError for a damaged file.
 
     Of columnar files, and of the first element of a .json file, which has rows only if those are conversations.
     """
@@ -203,25 +244,28 @@ def _first_row(path, kind):
         return _fields_of_columns(path, kind)
     if kind == 'jsonl':
         with open(path, 'rb') as file:
-            for line in file.readlines(FIRST_BYTES):
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):  # left out when it is read, too
-                    continue
-                if isinstance(row, dict):
-                    return None, row
-        return f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes', None
+            rows = (_object_at_start_of(line) for line in file.readlines(FIRST_BYTES))
+        row = next((row for row in rows if row is not None), None)
+        if row is None:
+            raise ValueError(f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes')
+        return row
     if kind == 'json':
         with open(path, 'rb') as file:
-            head = file.read(FIRST_BYTES).decode('utf-8-sig', 'replace').lstrip()
-        if '"messages"' in head or '"prompt"' in head:
-            try:
-                row, _ = json.JSONDecoder().raw_decode(head[head[0] == '[' :].lstrip())
-            except (ValueError, RecursionError):
-                return None, None
-            if isinstance(row, dict):
-                return None, row
-    return None, None
+            row = _object_at_start_of(file.read(FIRST_BYTES), in_list=True)
+        return row if row is not None and holds_conversations(row) else None
+    return None
+
+
+def _object_at_start_of(data, in_list=False):
+    """The JSON object with which some bytes begin, or which is the first of a list; None where there is none."""
+    text = data.decode('utf-8-sig', 'replace').lstrip()
+    if in_list:
+        text = text.removeprefix('[').lstrip()
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _fields_of_columns(path, kind):
@@ -236,8 +280,8 @@ def _fields_of_columns(path, kind):
             with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
                 schema = stream.schema
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
-        return f'damaged: {" ".join(str(error).split())[:200]}', None
-    return None, {field.name: _example_of(field.type) for field in schema}
+        raise ValueError(f'damaged: {" ".join(str(error).split())[:200]}') from error
+    return {field.name: _example_of(field.type) for field in schema}
 
 
 def _example_of(kind):
@@ -293,6 +337,75 @@ def check_text_field(path, fields, text_field):
         raise ValueError(f'{path}: has no field {text_field!r}, choose with --text_field; it has: {", ".join(fields)}')
 
 
+# --- datasets of the Hugging Face hub ---------------------------------------------------------------------------------
+
+
+def is_hub_name(dataset):
+    """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
+    folder, _, file = dataset.partition('/')
+    endings = ('.txt', '.md', '.json', '.jsonl', '.ndjson', '.yaml', '.yml', '.parquet', '.arrow')
+    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(endings)
+    return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
+
+
+def open_stream(dataset, config, split, hub_folder):
+    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts.
+
+    config: the configuration; None = the only one. hub_folder: where download() puts files; they are preferred.
+    Raises ValueError when the hub has no such dataset, or cannot be reached.
+    """
+    import datasets
+
+    repository, config = HUB_NAMES.get(dataset, (dataset, config))
+    folder, _, downloaded = _downloaded(repository, hub_folder)
+    try:
+        if str(config) in downloaded:
+            revision = downloaded[str(config)]
+            place = {'path': str(folder)}
+        else:
+            revision = _newest_revision(repository)
+            place = {'path': repository, 'revision': revision}
+        stream = datasets.load_dataset(name=config, split=split, streaming=True, **place)
+    except Exception as error:  # datasets, huggingface_hub, the HTTP library and pyarrow raise all kinds
+        raise ValueError(_advice(dataset, error)) from error
+    sha256 = hashlib.sha256(f'{repository} {config} {split} {revision}'.encode()).hexdigest()  # a revision is a hash
+    return stream, {'name': repository, 'config': config, 'split': split, 'revision': revision, 'sha256': sha256}
+
+
+def download(dataset, config, hub_folder):
+    """Fetch the files of a hub dataset, or the rest of them. Returns their folder.
+
+    Raises ValueError for what is not on the hub, or when the hub cannot be reached.
+    """
+    if not is_hub_name(dataset):
+        raise ValueError(
+            f'dataset={dataset} is no dataset of the hub: nothing to download, prepare it without --download_only'
+        )
+    import datasets
+    import huggingface_hub
+
+    repository, config = HUB_NAMES.get(dataset, (dataset, config))
+    folder, marker, downloaded = _downloaded(repository, hub_folder)
+    try:
+        revision = _newest_revision(repository)
+        builder = datasets.load_dataset_builder(repository, config, revision=revision)
+        prefix = f'hf://datasets/{repository}@{revision}/'
+        urls = [url for files in builder.config.data_files.values() for url in files]
+        files = [url.removeprefix(prefix) for url in urls]
+        huggingface_hub.snapshot_download(
+            repository, repo_type='dataset', revision=revision, local_dir=folder, allow_patterns=[*files, 'README.md']
+        )
+    except Exception as error:  # as above
+        raise ValueError(_advice(dataset, error)) from error
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        raise ValueError(
+            f'dataset={dataset}: {folder} still lacks {len(missing)} files, {missing[0]} first: run it again'
+        )
+    write_file(marker, json.dumps(downloaded | {str(config): revision}))
+    return folder
+
+
 def stream_source(stream, description, text_field=None, chat=None):
     """The Source of a datasets.IterableDataset; it reads one shard, usually one file of the hub, after the other.
 
@@ -315,3 +428,28 @@ def stream_source(stream, description, text_field=None, chat=None):
     source = Source(description, parts, n_rows, text_field, bool(chat))
     source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
     return source
+
+
+def _downloaded(repository, hub_folder):
+    """(folder of a repository, file that says what has been downloaded of it, {configuration: revision} from that)."""
+    folder = Path(hub_folder) / repository.replace('/', '--')
+    marker = folder.with_name(f'{folder.name}.json')  # beside the folder: in it, it would be read as data
+    return folder, marker, json.loads(marker.read_text(encoding='utf-8')) if marker.exists() else {}
+
+
+def _newest_revision(repository):
+    """The commit that the hub has now; the first request, so that a machine without network notices at once."""
+    import huggingface_hub
+
+    return huggingface_hub.HfApi().dataset_info(repository).sha
+
+
+def _advice(dataset, error):
+    """One line for an error of the hub's libraries."""
+    reason = ' '.join(str(error).split()) or type(error).__name__
+    if 'NotFound' in type(error).__name__ or 'Gated' in type(error).__name__ or isinstance(error, ValueError):
+        return f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {reason[:300]}'
+    return (
+        f'dataset={dataset}: the Hugging Face hub cannot be reached ({type(error).__name__}: {reason[:120]}); where '
+        f'there is a network, run `python prepare_data.py --dataset={dataset} --download_only`, then this again here'
+    )

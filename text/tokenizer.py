@@ -14,15 +14,15 @@ spells '<|endoftext|>', it gets the tokens of those letters, never the end-of-te
 """
 
 import difflib
-import hashlib
 import json
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+
+from runtime.files import sha256_of, write_file
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
@@ -128,12 +128,20 @@ def tokenizer_of(dataset_folder):
     Raises ValueError when there is no meta.json or it does not tell, and what load_tokenizer raises.
     """
     path = Path(dataset_folder) / 'meta.json'
-    facts = json.loads(path.read_text(encoding='utf-8')).get('tokenizer') if path.exists() else None
-    if not isinstance(facts, dict) or 'name' not in facts:
+    facts = _read_meta(dataset_folder)[1]
+    if facts is None:
         raise ValueError(f'{path} does not name a tokenizer: prepare_data.py writes it; other datasets are often gpt2')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
         return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'])
     return load_tokenizer(facts['name'], dataset_folder)
+
+
+def _read_meta(dataset_folder):
+    """(meta.json of a dataset, what it tells of its tokenizer); ({}, None) where it tells nothing."""
+    path = Path(dataset_folder) / 'meta.json'
+    meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    facts = meta.get('tokenizer') if isinstance(meta, dict) else None
+    return (meta, facts) if isinstance(facts, dict) and 'name' in facts else ({}, None)
 
 
 def check_same_tokenizer(dataset_folder, model_folder):
@@ -144,10 +152,8 @@ def check_same_tokenizer(dataset_folder, model_folder):
     without meta.json or 'synthetic', is not checked. Raises ValueError, too, for a model's folder without
     tokenizer.json, and when the dataset's own tokenizer cannot be loaded.
     """
-    path = Path(dataset_folder) / 'meta.json'
-    meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-    facts = meta.get('tokenizer') if isinstance(meta, dict) else None
-    if not isinstance(facts, dict) or 'name' not in facts:
+    meta, facts = _read_meta(dataset_folder)
+    if facts is None:
         return
     if not (Path(model_folder) / 'tokenizer.json').exists():
         raise ValueError(
@@ -155,7 +161,7 @@ def check_same_tokenizer(dataset_folder, model_folder):
             f'`python download_model.py --model={model_folder}` says what is missing'
         )
     file, eot = _hugging_face_files(model_folder)
-    if facts.get('sha256') == hashlib.sha256(file.read_bytes()).hexdigest():
+    if facts.get('sha256') == sha256_of(file):
         return
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
     if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
@@ -194,8 +200,7 @@ def describe(name, vocab_size):
         return {'name': name, 'asked_vocab_size': vocab_size}
     if os.path.isdir(name):
         path, eot = _hugging_face_files(name)
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256}
+        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256_of(path)}
     if name != 'bytes':
         _check_tiktoken_name(name)
     return {'name': name}
@@ -222,14 +227,13 @@ def _end_of_text_of(path):
     if not path.with_name('tokenizer_config.json').exists():
         return END_OF_TEXT
     for name in ('tokenizer_config.json', 'special_tokens_map.json'):
-        token = _read_key(path.with_name(name), 'eos_token')
-        token = token[0] if isinstance(token, list) and token else token
-        token = token.get('content') if isinstance(token, dict) else token  # an AddedToken, written out
+        token = _first_value(path.with_name(name), 'eos_token')
+        if isinstance(token, dict):  # an AddedToken, written out
+            token = token.get('content')
         if token:
             return token
-    for name in ('generation_config.json', 'config.json'):  # by their ids; Llama 3's are a list
-        token = _read_key(path.with_name(name), 'eos_token_id')
-        token = token[0] if isinstance(token, list) and token else token
+    for name in ('generation_config.json', 'config.json'):
+        token = _first_value(path.with_name(name), 'eos_token_id')
         if isinstance(token, int):
             from tokenizers import Tokenizer
 
@@ -237,9 +241,10 @@ def _end_of_text_of(path):
     return None
 
 
-def _read_key(path, key):
-    """What a JSON file has under that key; None without it, or without the file."""
-    return json.loads(path.read_text(encoding='utf-8')).get(key) if path.exists() else None
+def _first_value(path, key):
+    """What a JSON file has under that key, the first of a list (Llama 3 has several); None without key or file."""
+    value = json.loads(path.read_text(encoding='utf-8')).get(key) if path.exists() else None
+    return value[0] if isinstance(value, list) and value else value
 
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------
@@ -267,25 +272,20 @@ def _load_tiktoken(name, default_cache):
     if default_cache is not None:
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(default_cache))
     cache = os.environ.get('TIKTOKEN_CACHE_DIR', os.path.join(tempfile.gettempdir(), 'data-gym-cache'))
-    before = _files_in(cache)
-    error = None
+    before = os.listdir(cache) if os.path.isdir(cache) else []
     try:
-        encoding = tiktoken.get_encoding(name)
-    except OSError as caught:  # requests' errors are OSErrors, too
-        error = caught
-    now = _files_in(cache)
-    damaged = ', '.join(file for file in before if before[file] != now.get(file))
-    if damaged:
-        damaged = f'{damaged} in {cache} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
-    if error:
+        return TiktokenTokenizer(tiktoken.get_encoding(name))
+    except OSError as error:  # requests' errors are OSErrors, too
+        problem = f'its files are not in {cache}'
+        deleted = [file for file in before if not os.path.exists(os.path.join(cache, file))]
+        if deleted:
+            files = f'{", ".join(deleted)} in {cache}'
+            problem = f'{files} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
         raise ValueError(
-            f'tokenizer={name}: {damaged or f"its files are not in {cache}"} and cannot be fetched '
-            f'({type(error).__name__}); where there is a network, run `python prepare_data.py '
-            f'--cache_tokenizer={name}`, then copy the folder here or set TIKTOKEN_CACHE_DIR to it'
+            f'tokenizer={name}: {problem} and cannot be fetched ({type(error).__name__}); where there is a network, '
+            f'run `python prepare_data.py --cache_tokenizer={name}`, then copy the folder here or set '
+            f'TIKTOKEN_CACHE_DIR to it'
         ) from error
-    if damaged:
-        print(f'tokenizer {name}: {damaged} and fetched it again', file=sys.stderr)
-    return TiktokenTokenizer(encoding)
 
 
 def fetch_tokenizer(name, folder):
@@ -300,13 +300,6 @@ def fetch_tokenizer(name, folder):
     _load_tiktoken(name, folder)
     tiktoken.registry.ENCODINGS.pop(name)  # read them once more, now from the cache: that compares every sha256
     return os.environ['TIKTOKEN_CACHE_DIR'], _load_tiktoken(name, folder)
-
-
-def _files_in(folder):
-    """{name: what changes when the file is replaced}."""
-    if not os.path.isdir(folder):
-        return {}
-    return {entry.name: (entry.stat().st_ino, entry.stat().st_mtime_ns) for entry in os.scandir(folder)}
 
 
 # --- a BPE of our own -------------------------------------------------------------------------------------------------
@@ -330,9 +323,7 @@ def train_bpe(texts, vocab_size, path):
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    unfinished = Path(f'{path}.tmp')
-    tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
+    write_file(path, tokenizer.to_str(pretty=True))  # the bytes of tokenizer.save()
 
 
 def _load_bpe(path):

@@ -295,16 +295,16 @@ def test_every_format_gives_the_same_conversations(tmp_path):
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / 'saved')
     files = [str(tmp_path / 'rows.parquet')] * 2
     stream = datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)
-    sources = [
+    found_sources = [
         sources.find_source(str(tmp_path / name)) for name in ('lines.jsonl', 'list.json', 'rows.parquet', 'saved')
     ]
-    sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
+    found_sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
     expected = [chat.conversation_of(row) for row in rows]
-    for source in sources:
+    for source in found_sources:
         assert source.chat
-        pieces = [piece for unit in reading.units(source) for piece in unit.pieces]
+        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
         notes = collections.Counter()
-        found = [text for piece in pieces for text in reading.documents(piece, None, notes, chat.conversation_of)]
+        found = [text for piece in pieces for text in reading.documents_of(piece, None, notes, chat.conversation_of)]
         assert [text.decode() for text in found] == expected * (2 if source.stream else 1), source.description
         assert not notes
 
@@ -501,20 +501,20 @@ def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
     (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
 
     def texts(units, notes):
-        return [text for unit in units for piece in unit.pieces for text in reading.documents(piece, None, notes)]
+        return [text for unit in units for piece in unit.pieces for text in reading.documents_of(piece, None, notes)]
 
     source = sources.find_source(str(tmp_path / 'list.json'))
-    units = list(reading.units(source))
+    units = list(reading.units_of(source))
     expected = ['\n'.join(part for part in element['t'][:2] if part).encode() for element in elements]
     assert len(units) > 5 and texts(units, collections.Counter()) == expected
     for number, unit in enumerate(units):
-        rest = list(reading.units(source, unit.next))
+        rest = list(reading.units_of(source, unit.next))
         assert texts(rest, collections.Counter()) == texts(units[number + 1 :], collections.Counter())
 
     whole = (tmp_path / 'list.json').read_text(encoding='utf-8')
     (tmp_path / 'cut.json').write_text(whole[: len(whole) // 2], encoding='utf-8')
     notes = collections.Counter()
-    found = texts(reading.units(sources.find_source(str(tmp_path / 'cut.json'))), notes)
+    found = texts(reading.units_of(sources.find_source(str(tmp_path / 'cut.json'))), notes)
     assert 10 < len(found) < 40 and found == expected[: len(found)]
     assert [note for note in notes if 'not JSON, left out' in note]
 

@@ -1,0 +1,163 @@
+"""
+Units of text to tokens, in worker processes.
+
+    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
+    rules = Rules('gpt2', folder, text_field=None, chat=False, seed=1337, val_below=2**60)
+    {'train': encoded, 'val': encoded}, notes = pool.submit(encode_unit, unit.pieces, rules).result()
+
+The tokens of a document do not depend on the unit, the worker, or what was encoded before it.
+"""
+
+import collections
+import functools
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from text.chat import ChatEncoder, conversation_of
+from text.documents import cut_up, documents_of
+from text.tokenizer import load_tokenizer
+
+STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
+
+
+class Rules(NamedTuple):
+    """How documents are encoded, and which of them are for validation."""
+
+    tokenizer: str  # a name or folder that load_tokenizer takes
+    folder: Path  # of the dataset
+    text_field: str | None
+    chat: bool  # the documents are conversations
+    seed: int  # of the hash
+    val_below: int  # documents with a hash below are for validation
+
+
+class Encoded(NamedTuple):
+    """What a unit gives to a split."""
+
+    tokens: np.ndarray  # uint16 or uint32
+    documents: int  # that end in it; of conversations, the examples
+    text_bytes: int
+    flags: np.ndarray | None = None  # of conversations: uint8, LEARNED and FIRST
+    longest: int = 0  # tokens of the longest conversation
+
+
+def start_worker():
+    """Ctrl-C is for the parent; when that ends, however it ends, so does the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # there is a process per core
+    os.environ['HF_HUB_OFFLINE'] = '1'  # a worker reads files; what streams from the hub is the parent
+
+    def follow_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+@functools.cache
+def worker_tokenizer(name, folder):
+    """The tokenizer, loaded once per worker."""
+    return load_tokenizer(name, folder)
+
+
+@functools.cache
+def worker_chat_encoder(name, folder):
+    """The chat template with its tokenizer, likewise."""
+    return ChatEncoder(name, worker_tokenizer(name, folder).eot)
+
+
+def warm_up(tokenizer, folder, chat):
+    """Load the tokenizer before the first unit comes. Raises what load_tokenizer and ChatEncoder raise."""
+    load = worker_chat_encoder if chat else worker_tokenizer
+    load(tokenizer, folder)
+
+
+def hash_of(piece, document, seed):
+    """A number below 2^64 from the first bytes of the document that `document` is all of, or a stretch: it decides the
+    split."""
+    digest = hashlib.blake2b(piece.head_of(document), digest_size=8, salt=seed.to_bytes(16, 'little', signed=True))
+    return int.from_bytes(digest.digest(), 'little')
+
+
+def split_of(piece, document, seed, val_below):
+    """'train' or 'val': as the source has settled, else by the hash of the document that the piece belongs to."""
+    return piece.split or ('val' if hash_of(piece, document, seed) < val_below else 'train')
+
+
+def dtype_for(vocab_size):
+    """The smallest dtype of a shard that holds every id."""
+    return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
+
+
+def stretches_of(document):
+    """The text of a document, in stretches that are encoded one by one."""
+    return [data.decode() for data in cut_up(document, STRETCH_BYTES)]
+
+
+def encode_unit(pieces, rules):
+    """The tokens of a unit's pieces: ({split: Encoded}, Counter of what was mended or left out).
+
+    Behind each document stands the end-of-text token. Conversations are examples one behind the other, with a flag for
+    each token that is learned.
+    """
+    notes = collections.Counter()
+    encode = _encode_conversations if rules.chat else _encode_texts
+    return encode(pieces, rules, notes), notes
+
+
+def _encode_texts(pieces, rules, notes):
+    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder)
+    end_of_text = np.array([tokenizer.eot], dtype=np.uint32)
+    stretches = collections.defaultdict(list)  # split -> texts, None behind each document
+    text_bytes = collections.Counter()
+    for piece in pieces:
+        for document in documents_of(piece, rules.text_field, notes):
+            split = split_of(piece, document, rules.seed, rules.val_below)
+            text_bytes[split] += len(document)
+            stretches[split] += stretches_of(document)
+            stretches[split] += [None] * piece.ends_document
+
+    result = {}
+    for split, texts in stretches.items():
+        encoded = iter(tokenizer.encode_batch([text for text in texts if text is not None]))
+        tokens = np.concatenate([end_of_text if text is None else next(encoded) for text in texts])
+        result[split] = Encoded(_as_shards_hold_it(tokens, tokenizer), texts.count(None), text_bytes[split])
+    return result
+
+
+def _encode_conversations(pieces, rules, notes):
+    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder)
+    chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
+    examples = collections.defaultdict(list)  # split -> (ids, flags, text)
+    for piece in pieces:
+        for document in documents_of(piece, None, notes, conversation_of):
+            split = split_of(piece, document, rules.seed, rules.val_below)
+            try:
+                examples[split] += chat_encoder.examples(document.decode())
+            except ValueError as reason:
+                notes[f'{piece.origin}: {reason}, left out'] += 1
+
+    result = {}
+    for split, found in examples.items():
+        ids, flags, texts = zip(*found, strict=True)
+        result[split] = Encoded(
+            tokens=_as_shards_hold_it(np.concatenate(ids), tokenizer),
+            documents=len(found),
+            text_bytes=sum(len(text.encode()) for text in texts),
+            flags=np.concatenate(flags),
+            longest=max(map(len, ids)),
+        )
+    return result
+
+
+def _as_shards_hold_it(tokens, tokenizer):
+    """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
+    assert tokens.max() < tokenizer.vocab_size, f'{tokenizer.name}: id {tokens.max()} of {tokenizer.vocab_size}'
+    return tokens.astype(dtype_for(tokenizer.vocab_size))
