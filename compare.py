@@ -53,7 +53,6 @@ if __name__ == '__main__':
 
 import contextlib
 import ctypes
-import dataclasses
 import importlib.util
 import os
 import re
@@ -386,10 +385,10 @@ def analyse(folder, plan, gpu_gb):
         if resumed and resumed.failure:
             row['resume_failed'] = resumed.failure
         for run in list(results.finished(every).values())[:1]:
-            row['curve'] = dataclasses.asdict(plots.loss_curves(run.rows)['loss'])
+            row['curve'] = plots.loss_curves(run.rows)['loss']
             if resumed and not resumed.failure:
                 row['resume_diff'] = results.difference(resumed.rows, run.rows, 'loss')
-    text = [verdict.table(rows), verdict.memory_table(rows), verdict.sentences(rows, gpu_gb)]
+    text = [verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows, gpu_gb)]
     text = '\n\n'.join(part for part in text if part)
     print(f'\n{text}\n', flush=True)
     results.write(folder / 'table.md', text + '\n')
