@@ -53,8 +53,7 @@ def refuse_differences(values):
 
 def refuse_different_weights(outer):
     """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit."""
-    replicas = [None] * outer.replicas
-    dist.all_gather_object(replicas, outer.checksums()[0], group=outer.group)
+    replicas = everybodys(outer.checksums()[0], outer.group)
     different = [replica for replica in range(outer.replicas) if replicas[replica] != replicas[0]]
     for of_rank in everybodys(different):  # every group of ranks has compared its own shard
         if of_rank:
@@ -64,10 +63,10 @@ def refuse_different_weights(outer):
             )
 
 
-def everybodys(value):
-    """[value of rank 0, of rank 1, ...]."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def everybodys(value, group=None):
+    """[value of rank 0, of rank 1, ...] of a process group; None: of all ranks."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -224,7 +223,7 @@ def verify(parameters, backward, make_outer, half_precision, say):
             for fragment in outer.to_send(step + 1, last):
                 outer.send(fragment, step + 1, last=last)
             if not outer.is_mid_round(step + 1):
-                equal &= replicas_agree(outer)
+                equal &= len(set(everybodys(outer.checksums(), outer.group))) == 1
         return calls, equal
 
     def check(name, holds, detail):
@@ -279,13 +278,6 @@ def norm(tensors):
     square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
     dist.all_reduce(square)
     return square.sqrt().item()
-
-
-def replicas_agree(outer):
-    """Whether anchors and parameters of this rank's shard are the same bits in all replicas."""
-    checksums = [None] * outer.replicas
-    dist.all_gather_object(checksums, outer.checksums(), group=outer.group)
-    return all(theirs == checksums[0] for theirs in checksums)
 
 
 class TrafficBetweenReplicas(TorchDispatchMode):
