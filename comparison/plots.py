@@ -9,7 +9,7 @@ import statistics
 import textwrap
 
 from comparison.results import read_rows
-from runtime.meter import PHASES
+from runtime import PHASES
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 LINE_STYLES = ('-', '--', '-.', ':')

@@ -9,15 +9,17 @@ model or optimizer, with the first of their kind. Speed-ups are ratios within a 
 after the other, so that a machine that is slow for a while is slow for all of them.
 """
 
+import contextlib
 import json
 import math
 import re
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime import PHASES, estimate
 from runtime.files import write_file
-from runtime.meter import PHASES
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
 # Keys that decide on the losses. What is not here, as the sharding and the size of a micro-step, must not change them.
@@ -330,3 +332,28 @@ def difference(rows, reference, key):
         return None
     relative = [abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs]
     return math.inf if any(map(math.isnan, relative)) else max(relative)
+
+
+# --- PREDICTION -------------------------------------------------------------------------------------------------------
+
+
+def predict(config, row, gpu_gb):
+    """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
+    world_size = row['world_size']
+    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
+    predicted = {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
+        gb = Counter()  # deepspeed's offload has weights in both places
+        for part, size in estimate.estimate(config, config, world_size, strategy).items():
+            gb[part.removeprefix('host ')] += size / 1e9
+        predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
+        predicted['predicted']['total_gb'] = sum(gb.values())
+        if world_size > 1:
+            every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
+            sent = estimate.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
+            predicted['predicted_sent_gb'] = sent['sent'] / 1e9
+        if gpu_gb:
+            on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
+            parts = estimate.estimate(on_gpu, on_gpu, world_size, strategy)
+            predicted['gpu_gb'] = sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
+    return predicted

@@ -10,7 +10,7 @@ import itertools
 import statistics
 
 from comparison.results import ratios
-from runtime.meter import PHASES
+from runtime import PHASES
 
 # Largest relative difference of a logged loss that counts as agreement; half precision keeps 8 or 11 bits of a number.
 AGREEMENT = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}

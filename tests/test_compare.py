@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import REPO, environment, run_script
@@ -43,13 +44,14 @@ if out.parent.name != os.environ.get('STOPS'):
 """
 
 
-def spec(**changes):
-    return {knob: getattr(compare, knob) for knob in read_knobs(REPO / 'compare.py')} | changes
+def config(**changes):
+    defaults = {knob: getattr(compare.Config, knob) for knob in read_knobs(REPO / 'compare.py')}
+    return SimpleNamespace(**defaults | changes)
 
 
 def entries(train_keys=None, explicit=(), **changes):
     """{label: entry} of the plan."""
-    plan, _ = compare.expand(spec(**changes), train_keys or {}, explicit)
+    plan, _ = compare.expand(config(**changes), train_keys or {}, explicit)
     return {entry['label']: entry for entry in plan['runs']}
 
 
@@ -68,7 +70,7 @@ def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
 
 
 def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():
-    plan, notes = compare.expand(spec(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
+    plan, notes = compare.expand(config(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
     assert [entry['label'] for entry in plan['runs']] == ['ddp'] and notes == [
         'fsdp is left out: it has zero_stages=(2, 3) alone'
     ]
@@ -151,14 +153,14 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
     with pytest.raises(ValueError) as refused:
-        compare.expand(spec(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
+        compare.expand(config(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
     assert all(words in str(refused.value) for words in said) and '\n' not in str(refused.value)
 
 
 def test_each_repeat_begins_with_another_run():
-    assert [compare.order_of(repeat, ['a', 'b', 'c']) for repeat in range(3)] == [
-        ['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'],
-    ]  # fmt: skip
+    entries = [{'label': label, 'strategy': strategy} for label, strategy in ('ax', 'bx', 'cy')]
+    queue = [f'{entry["label"]}{repeat}' for repeat, entry in compare.queue_of(entries, config(resume_check=True))]
+    assert queue == ['a0', 'b0', 'c0', 'b1', 'c1', 'a1', 'c2', 'a2', 'b2', 'aresumed', 'cresumed']
 
 
 def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
@@ -201,17 +203,21 @@ def test_one_rank_has_no_link(monkeypatch):
     monkeypatch.delenv('RANK', raising=False)
     monkeypatch.setattr(compare.subprocess, 'call', lambda *_, **__: pytest.fail('something was started'))
     with pytest.raises(ValueError, match='1 rank has no link to another: expected --nproc=2 or more'):
-        compare.measure_links(spec(nproc=[1]), {})
+        compare.measure_links(config(nproc=[1]), {})
     monkeypatch.setattr(compare.subprocess, 'call', lambda command, env: command)
-    command = compare.measure_links(spec(nproc=[2], launcher='srun -n {nproc} python'), {})
-    assert command[-2:] == ['--bench_links', '--nproc=1'], 'a rank without RANK does not start ranks of its own'
+    command = compare.measure_links(config(nproc=[2], launcher='srun -n {nproc} python'), {'device': 'cpu'})
+    assert command == ['srun', '-n', '2', 'python', f'{REPO}/benchmarks/links.py', '--device=cpu']
+    monkeypatch.setenv('RANK', '0')
+    with pytest.raises(ValueError, match='start benchmarks/links.py'):
+        compare.measure_links(config(), {})
 
 
 def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(compare.importlib.util, 'find_spec', lambda name: None)
     variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
-    left = compare.without_missing(spec(strategies=['ddp', 'deepspeed'], variants=variants))
-    assert left['strategies'] == ['ddp'] and list(left['variants']) == ['other']
+    left = config(strategies=['ddp', 'deepspeed'], variants=variants)
+    compare.leave_out_missing(left)
+    assert left.strategies == ['ddp'] and list(left.variants) == ['other']
     assert capsys.readouterr().out.count('\n') == 1
 
 
@@ -345,10 +351,10 @@ def test_the_lines_of_runs_sh_do_what_compare_does(start):
 
 
 def test_runs_sh_resumes_the_half(tmp_path, capsys):
-    plan, _ = compare.expand(spec(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
+    plan, _ = compare.expand(config(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
     for entry in plan['runs']:
         compare.halves(tmp_path, entry)[0].mkdir(parents=True)
-    compare.write_runs(tmp_path, plan, 1, 'true', True)
+    compare.write_runs(tmp_path, plan, config(repeats=1, launcher='true', resume_check=True))
     lines = (tmp_path / 'runs.sh').read_text().splitlines()
     assert len(lines) == 3 + 4 and all(shlex.split(line) for line in lines[3:])
     assert lines[5].count(' --resume=must; }') == 1 and f'--out_dir={tmp_path}/runs/ddp/resumed' in lines[5]
@@ -370,7 +376,7 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
 
 
 def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
-    plan, _ = compare.expand(spec(strategies=['ddp']), {})
+    plan, _ = compare.expand(config(strategies=['ddp']), {})
     results.keep_plan(tmp_path, plan)
     with pytest.raises(ValueError, match='no run has finished'):
         compare.analyse(tmp_path, plan, 0)
@@ -460,21 +466,21 @@ def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_t
     config = {**defaults_of('train_fsdp.py'), **resolved, 'dtype': 'float32', 'cpu_offload': 'params'}
     on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
     parts = estimate.estimate(on_gpu, on_gpu, 2, 'fsdp')
-    predicted = compare.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
+    predicted = results.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
     host = sum(size for part, size in parts.items() if part.startswith('host'))
     assert host > 0 and predicted['gpu_gb'] == pytest.approx((sum(parts.values()) - host) / 1e9)
     assert predicted['predicted']['weights_gb'] == pytest.approx(parts['host weights'] / 1e9)
-    assert 'gpu_gb' not in compare.predict(config, {'world_size': 2, 'strategy': 'fsdp'}, 0)
-    assert compare.predict({}, {'world_size': 2, 'strategy': 'fsdp'}, 80) == {}, 'a run without config.json'
+    assert 'gpu_gb' not in results.predict(config, {'world_size': 2, 'strategy': 'fsdp'}, 0)
+    assert results.predict({}, {'world_size': 2, 'strategy': 'fsdp'}, 80) == {}, 'a run without config.json'
 
 
 def defaults_of(script):
     """The defaults of a script's knobs."""
-    lines = [
-        node for node in ast.parse((REPO / script).read_text()).body if isinstance(node, (ast.Assign, ast.AnnAssign))
-    ]
+    tree = ast.parse((REPO / script).read_text())
+    (knobs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == 'Config')
+    lines = [node for node in knobs.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     names = [(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], node.value) for node in lines]
-    return {target.id: literal(value) for target, value in names if isinstance(target, ast.Name)}
+    return {target.id: literal(value) for target, value in names}
 
 
 def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
