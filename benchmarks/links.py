@@ -1,20 +1,26 @@
 """
 How fast the links between the ranks are, by all-reduces of 1 KiB to 256 MiB.
 
-    torchrun --nproc_per_node=2 compare.py --bench_links
+    torchrun --nproc_per_node=2 benchmarks/links.py     # or with the cores shared out: python compare.py --bench_links
 
 algbw = size / time; busbw = algbw x 2 (n-1) / n for n ranks, as in nccl-tests: what each rank of a ring sends and
-receives, which is what a link's data sheet names, for any n.
+receives, which is what a link's data sheet names, for any number of ranks.
 """
 
+import argparse
 import os
 import socket
 import statistics
+import sys
 import time
 from datetime import timedelta
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 import torch
 import torch.distributed as dist
+
+from runtime import errors, processes
 
 SIZES = tuple(2**power for power in range(10, 30, 2))  # bytes: 1 KiB, 4 KiB, ..., 256 MiB
 LARGEST_ON_CPU = 2**26
@@ -119,16 +125,16 @@ def human(size):
     return f'{size / 1024**power:g} {("B", "KiB", "MiB", "GiB")[power]}'
 
 
-def main(device, sizes=None, seconds=0.5, timeout_s=600):
+def measure_links(device, sizes=None, seconds=0.5, timeout_s=600):
     """
-    Make the process group, measure, print, leave. device: of this rank, such as processes.choose_device() chooses.
+    Make the process group, measure, print, leave the group. device: torch.device of this rank.
 
-    Raises ValueError in a job of one rank.
+    Returns the rows of bench(). Raises ValueError in a job of one rank.
     """
     if int(os.environ.get('WORLD_SIZE', 1)) < 2:
         raise ValueError(
             'one rank has no link to another: start two or more, such as '
-            'torchrun --nproc_per_node=2 compare.py --bench_links'
+            'torchrun --nproc_per_node=2 benchmarks/links.py; another launcher has to set RANK and WORLD_SIZE'
         )
     backend = 'gloo'
     if device.type == 'cuda':
@@ -138,3 +144,16 @@ def main(device, sizes=None, seconds=0.5, timeout_s=600):
     rows = bench(device, sizes, seconds)
     dist.destroy_process_group()
     return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N (default: %(default)s)')
+    arguments = parser.parse_args()
+    errors.report_errors()
+    _, local_rank, _ = processes.ranks_from_environment()
+    measure_links(processes.choose_device(arguments.device, local_rank))
+
+
+if __name__ == '__main__':
+    main()

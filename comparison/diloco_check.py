@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
 ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
 WARM_UP_STEPS = 3
-LARGEST_PROBE = 2**24  # numbers: 200 MB for a moment
+SMALLEST_PROBE, LARGEST_PROBE = 2**14, 2**24  # numbers exchanged; 200 MB for a moment
 PROBE_SECONDS = 1.0  # a probe of the link that takes as long is long enough
 
 # --- before the first step --------------------------------------------------------------------------------------------
@@ -53,8 +53,7 @@ def refuse_differences(values):
 
 def refuse_different_weights(outer):
     """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit."""
-    replicas = [None] * outer.replicas
-    dist.all_gather_object(replicas, outer.checksums()[0], group=outer.group)
+    replicas = everybodys(outer.checksums()[0], outer.group)
     different = [replica for replica in range(outer.replicas) if replicas[replica] != replicas[0]]
     for of_rank in everybodys(different):  # every group of ranks has compared its own shard
         if of_rank:
@@ -64,10 +63,10 @@ def refuse_different_weights(outer):
             )
 
 
-def everybodys(value):
-    """[value of rank 0, of rank 1, ...]."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def everybodys(value, group=None):
+    """[value of rank 0, of rank 1, ...] of a process group; None: of all ranks."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -91,18 +90,18 @@ class Plan:
 
     def _time_exchanges(self, dtype):
         """(seconds, seconds per number, seconds of computing per number) of an exchange: the slowest rank's."""
-        numbers, times, most = min(self.numbers, 2**14), [], min(self.numbers, LARGEST_PROBE)
-        self.outer.rehearse(numbers, dtype)  # connections, first allocations
-        while True:
+        sizes = [min(self.numbers, LARGEST_PROBE)]
+        while sizes[0] >= 4 * SMALLEST_PROBE:
+            sizes.insert(0, sizes[0] // 4)
+        self.outer.rehearse(sizes[0], dtype)  # connections, first allocations
+        times = [(0, 0.0, 0.0)]
+        for numbers in sizes:
             timed = torch.tensor(min(self.outer.rehearse(numbers, dtype) for _ in range(2)), dtype=torch.float64)
             dist.all_reduce(timed, op=dist.ReduceOp.MAX)
             times.append((numbers, *timed.tolist()))
-            if numbers == most or timed[0] > PROBE_SECONDS:
+            if timed[0] > PROBE_SECONDS:
                 break
-            numbers = min(4 * numbers, most)
-        more, slow, computing = times[-1]
-        # The slope to the largest that is half as large at most: what lies closer together differs by noise.
-        fewer, quick, _ = next((time for time in reversed(times) if 2 * time[0] <= more), (0, 0.0, 0.0))
+        (fewer, quick, _), (more, slow, computing) = times[-2:]
         per_number = max(slow - quick, 0.1 * slow) / (more - fewer)
         return max(0.0, slow - per_number * more), per_number, computing / more
 
@@ -139,9 +138,10 @@ class Plan:
     def table(self):
         """Lines of text."""
         mine = self.outer.dtype
-        rates = [f'{8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1]):,.0f} Mbit/s']
+        rate = 8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1])
         lines = [
-            f'plan: {1000 * self.step_seconds:.1f} ms per inner step; exchanges in {mine} run at {rates[0]} per rank',
+            f'plan: {1000 * self.step_seconds:.1f} ms per inner step; exchanges in {mine} run at {rate:,.0f} Mbit/s '
+            'per rank',
             '  exchange   MB sent per rank   seconds   share of the time spent on inner steps, by inner_steps',
             ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in ROUNDS),
         ]
@@ -150,10 +150,8 @@ class Plan:
             size, seconds = self.outer.round_bytes(dtype) / 1e6, self.exchange_seconds(dtype)
             lines.append(f'  {dtype:9}{size:18.2f}{seconds:10.3f} {shares}')
         best = next((n for n in ROUNDS if self.utilisation(mine, n) >= ENOUGH), ROUNDS[-1])
-        lines.append(
-            f'  recommended: --inner_steps={best}, the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
-        )
-        return lines
+        said = f'the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
+        return [*lines, f'  recommended: --inner_steps={best}, {said}']
 
     def compare(self):
         """Say how the run went beside what had been predicted for it."""
@@ -178,7 +176,7 @@ def advice(steps, inner_steps, outer_momentum):
 
     The momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they
     went in a round: 7 times with 0.7 and 0.9. How many rounds it takes to work off what the first ones gave it grows
-    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (see docs/diloco.md).
+    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (docs/diloco.md).
     """
     rounds = steps / inner_steps
     if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
@@ -204,24 +202,29 @@ def verify(parameters, backward, make_outer, half_precision, say):
     half_precision: whether the computation is, which rounds 1000 times coarser.
     """
     steps, passed = 3, []
-    locals_ = {name: parameter.detach() for name, parameter in parameters.items()}
-    locals_ = {name: getattr(tensor, '_local_tensor', tensor) for name, tensor in locals_.items()}
-    start = {name: tensor.clone() for name, tensor in locals_.items()}
+    weights = [local(parameter.detach()) for parameter in parameters.values()]
+    start = [tensor.clone() for tensor in weights]
 
-    def gradients():
-        taken = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    def gradients_of(step):
         for parameter in parameters.values():
             parameter.grad = None
-        return {name: getattr(gradient, '_local_tensor', gradient) for name, gradient in taken.items()}
+        backward(step)
+        return [torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)
+                for weight, parameter in zip(weights, parameters.values(), strict=True)]  # fmt: skip
 
-    def reset():
-        for name, tensor in locals_.items():
-            tensor.copy_(start[name])
-
-    def norm(tensors):
-        square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
-        dist.all_reduce(square)
-        return square.sqrt().item()
+    def train(outer, steps):
+        """(collectives between replicas within inner steps, whether replicas agree to the bit after each outer step)"""
+        calls, equal = 0, True
+        for step in range(steps):
+            with TrafficBetweenReplicas(outer) as traffic:
+                torch._foreach_sub_(weights, gradients_of(step), alpha=rate)
+            calls += traffic.calls
+            last = step + 1 == steps
+            for fragment in outer.to_send(step + 1, last):
+                outer.send(fragment, step + 1, last=last)
+            if not outer.is_mid_round(step + 1):
+                equal &= len(set(everybodys(outer.checksums(), outer.group))) == 1
+        return calls, equal
 
     def check(name, holds, detail):
         passed.append(all(everybodys(holds)))
@@ -232,63 +235,49 @@ def verify(parameters, backward, make_outer, half_precision, say):
 
     # Data parallelism by hand: gradients averaged over the replicas in every step, plain SGD.
     outer = make_outer(update=average, inner_steps=1, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32')
-    rate = None
     for step in range(steps):
-        backward(step)
-        for gradient in (taken := gradients()).values():
+        gradients = gradients_of(step)
+        for gradient in gradients:
             dist.all_reduce(gradient, group=outer.group)
-            gradient /= outer.replicas
-        rate = rate or 0.01 * norm(start.values()) / max(norm(taken.values()), 1e-30)  # moves the weights by 1%
-        for name, gradient in taken.items():
-            locals_[name].sub_(gradient, alpha=rate)
-    reference = {name: tensor.clone() for name, tensor in locals_.items()}
-    moved = norm([reference[name] - start[name] for name in start])
-    reset()
+        torch._foreach_div_(gradients, outer.replicas)
+        if step == 0:
+            rate = 0.01 * norm(start) / max(norm(gradients), 1e-30)  # moves the weights by 1%
+        torch._foreach_sub_(weights, gradients, alpha=rate)
+    reference = [tensor.clone() for tensor in weights]
+    moved = norm(torch._foreach_sub(reference, start))
+    torch._foreach_copy_(weights, start)
 
     # The same steps as DiLoCo with rounds of one step.
-    sent, equal = 0, True
-    for step in range(steps):
-        with TrafficBetweenReplicas(outer) as traffic:
-            backward(step)
-            for name, gradient in gradients().items():
-                locals_[name].sub_(gradient, alpha=rate)
-        sent += traffic.calls
-        for fragment in outer.to_send(step + 1):
-            outer.send(fragment, step + 1)
-        equal &= replicas_agree(outer)
-    difference = norm([locals_[name] - reference[name] for name in reference]) / max(moved, 1e-30)
+    calls, equal = train(outer, steps)
+    difference = norm(torch._foreach_sub(weights, reference)) / max(moved, 1e-30)
+    torch._foreach_copy_(weights, start)
     limit = 1e-2 if half_precision else 1e-4
-    reset()
-    check(
-        'rounds of one step, averaged, are data-parallel SGD',
-        difference <= limit and moved > 0,
-        f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}',
-    )
+    detail = f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}'
+    check('rounds of one step, averaged, are data-parallel SGD', difference <= limit and moved > 0, detail)
     check('all replicas hold the same bits after each outer step', equal, f'{steps} outer steps, float32')
-    check('no inner step has a collective between replicas', sent == 0, f'{sent} in {steps} steps')
+    check('no inner step has a collective between replicas', calls == 0, f'{calls} in {steps} steps')
 
     # Rounds with the run's own outer settings, shortened.
     rounds, fragments = 2, len(make_outer().fragments)
     outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0, mix=0.0)
-    for step in range(rounds * outer.inner_steps):
-        backward(step)
-        for name, gradient in gradients().items():
-            locals_[name].sub_(gradient, alpha=rate)
-        last = step + 1 == rounds * outer.inner_steps
-        for fragment in outer.to_send(step + 1, last):
-            outer.send(fragment, step + 1, last=last)
-    detail = f'{rounds} rounds, {outer.dtype}, {len(outer.fragments)} fragments'
-    check('all replicas hold the same bits with the outer settings of this run', replicas_agree(outer), detail)
-    reset()
+    _, equal = train(outer, rounds * outer.inner_steps)
+    torch._foreach_copy_(weights, start)
+    detail = f'{rounds} rounds, {outer.dtype}, {fragments} fragments'
+    check('all replicas hold the same bits with the outer settings of this run', equal, detail)
     say(f'verify: {"passed" if all(passed) else "FAILED"}')
     return all(passed)
 
 
-def replicas_agree(outer):
-    """Whether anchors and parameters of this rank's shard are the same bits in all replicas."""
-    checksums = [None] * outer.replicas
-    dist.all_gather_object(checksums, outer.checksums(), group=outer.group)
-    return all(theirs == checksums[0] for theirs in checksums)
+def local(tensor):
+    """This rank's part of a tensor or DTensor."""
+    return getattr(tensor, '_local_tensor', tensor)
+
+
+def norm(tensors):
+    """Of all numbers of all ranks."""
+    square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
+    dist.all_reduce(square)
+    return square.sqrt().item()
 
 
 class TrafficBetweenReplicas(TorchDispatchMode):

@@ -5,15 +5,15 @@ Colours are Okabe and Ito's, told apart with every kind of colour blindness; lin
 distinction. Every function writes a PNG for a page of 800 to 1000 pixels and returns the figure.
 """
 
-import json
 import statistics
 import textwrap
-from dataclasses import dataclass, field
-from pathlib import Path
+
+from comparison.results import read_rows
+from runtime import PHASES
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 LINE_STYLES = ('-', '--', '-.', ':')
-PHASES = {'data': '#F0E442', 'forward': '#56B4E9', 'backward': '#0072B2', 'update': '#009E73', 'outer': '#CC79A7'}
+OF_PHASES = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
 REST = '#BBBBBB'
@@ -23,42 +23,12 @@ EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a log
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Curve:
-    """Loss over a run: equally long lists of tokens seen, training time in seconds, and nats per token."""
-
-    tokens: list = field(default_factory=list)
-    seconds: list = field(default_factory=list)
-    loss: list = field(default_factory=list)
-
-
-def read_rows(run):
-    """
-    The rows of a run's metrics.jsonl; the last line of a running one may be half-written and is left out.
-
-    Raises FileNotFoundError for a folder without that file, ValueError for a damaged one or one without a row in it.
-    """
-    path = Path(run) / 'metrics.jsonl'
-    if not path.exists():
-        raise FileNotFoundError(f'{path} does not exist: expected the out_dir of a run, such as out/quickstart')
-    rows = []
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith('\n'):
-                try:
-                    rows.append(json.loads(line))
-                    rows[-1]['step'] + 0
-                except (ValueError, TypeError, KeyError):
-                    said = f'{path} is damaged: expected a JSON object with its step in line {number}'
-                    raise ValueError(f'{said}, given {line[:40]!r}') from None
-    if not rows:
-        raise ValueError(f'{path} has no row yet: wait until the run has logged its first step')
-    return rows
-
-
 def loss_curves(rows):
-    """{'loss': Curve, 'val_loss': Curve} of a run. Time is that of training, without evaluations and checkpoints."""
-    curves = {'loss': Curve(), 'val_loss': Curve()}
+    """
+    {'loss': curve, 'val_loss': curve} of a run; a curve is equally long lists 'tokens' (seen), 'seconds' and 'loss'
+    (nats per token). Time is that of training, without evaluations and checkpoints.
+    """
+    curves = {key: {'tokens': [], 'seconds': [], 'loss': []} for key in ('loss', 'val_loss')}
     seconds, last_step, step_ms = 0.0, 0, 0.0
     for row in rows:
         step_ms = row.get('time/total', step_ms)  # an evaluation between two logged steps has no time of its own
@@ -66,9 +36,9 @@ def loss_curves(rows):
         last_step = row['step']
         for key, curve in curves.items():
             if key in row and 'tokens' in row:
-                curve.tokens.append(row['tokens'])
-                curve.seconds.append(seconds)
-                curve.loss.append(float(row[key]))  # 'nan' and 'inf' are strings in JSON
+                curve['tokens'].append(row['tokens'])
+                curve['seconds'].append(seconds)
+                curve['loss'].append(row[key])
     return curves
 
 
@@ -79,10 +49,15 @@ def running_mean(values, window):
 
 def plot_losses(runs, output):
     """The runs' training loss (lines, lightly smoothed) and validation loss (circles). runs: their out_dirs."""
-    curves = {str(run): loss_curves(read_rows(run)) for run in runs}
+    curves = {str(run): loss_curves(read_rows(run, is_running=True)) for run in runs}
     figure, (by_tokens, by_time) = _panels(1, 2, height=4.5, sharey=True)
-    _draw_losses(by_tokens, by_time, curves)
-    if any(curve['val_loss'].loss for curve in curves.values()):
+    unit_s = _draw_losses(by_tokens, by_time, {label: pair['loss'] for label, pair in curves.items()})
+    for number, pair in enumerate(curves.values()):
+        val = pair['val_loss']
+        circles = {'color': COLOURS[number % len(COLOURS)], 'marker': 'o', 'markeredgecolor': 'white', 'linestyle': ''}
+        by_tokens.plot(val['tokens'], val['loss'], **circles)
+        by_time.plot([seconds / unit_s for seconds in val['seconds']], val['loss'], **circles)
+    if any(pair['val_loss']['loss'] for pair in curves.values()):
         by_tokens.plot([], [], 'o', color='grey', label='validation')
     return _save(figure, output, by_tokens)
 
@@ -96,21 +71,16 @@ def plot_comparison(rows, output, limit=1e-4):
     rows = [row for row in rows if row.get('curve', {}).get('loss')]
     if not rows:
         raise ValueError('no run has logged a loss: expected at least one that has trained, see runs/*/*/console.txt')
-    curves = {row['label']: {'loss': Curve(**row['curve']), 'val_loss': Curve()} for row in rows}
     figure, ((by_tokens, by_time), (apart, legend)) = _panels(2, 2, height=7.5)
-    _draw_losses(by_tokens, by_time, curves)
+    _draw_losses(by_tokens, by_time, {row['label']: row['curve'] for row in rows})
     by_time.sharey(by_tokens)
 
     first = dict(zip(rows[0]['curve']['tokens'], rows[0]['curve']['loss'], strict=True))
-    for number, row in enumerate(rows):
-        of_both = [
-            (at, loss) for at, loss in zip(row['curve']['tokens'], row['curve']['loss'], strict=True) if at in first
-        ]
-        away = [abs(float(loss) / float(first[at]) - 1) for at, loss in of_both]
-        away = [EQUAL if relative < EQUAL else relative for relative in away]  # a loss that is NaN leaves a gap
-        if number > 0:
-            style = _line(number, len(rows)) | {'linewidth': 1.3}
-            apart.plot([at for at, _ in of_both], away, **style, label=row['label'])
+    for number, row in enumerate(rows[1:], start=1):
+        losses = dict(zip(row['curve']['tokens'], row['curve']['loss'], strict=True))
+        away = {at: abs(loss / first[at] - 1) for at, loss in losses.items() if at in first}
+        drawn = [EQUAL if relative < EQUAL else relative for relative in away.values()]  # a loss that is NaN: a gap
+        apart.plot(list(away), drawn, **{**_line(number, len(rows)), 'linewidth': 1.3}, label=row['label'])
     apart.axhline(limit, color='grey', linewidth=0.8)
     apart.annotate(f' {limit:g}', (1, limit), xycoords=('axes fraction', 'data'), va='center', color='grey')
     apart.set_yscale('log')
@@ -120,9 +90,8 @@ def plot_comparison(rows, output, limit=1e-4):
     apart.set_ylabel('relative difference, log\n(1e-9: that or less)')
     apart.grid(alpha=0.25)
     legend.axis('off')
-    legend.legend(
-        *by_tokens.get_legend_handles_labels(), loc='center', title='training loss', fontsize=9, handlelength=3
-    )
+    named = by_tokens.get_legend_handles_labels()
+    legend.legend(*named, loc='center', title='training loss', fontsize=9, handlelength=3)
     return _save(figure, output)
 
 
@@ -140,21 +109,16 @@ def _tokens_axis(axes):
 
 
 def _draw_losses(by_tokens, by_time, curves):
-    """curves: {label: {'loss': Curve, 'val_loss': Curve}}."""
+    """curves: {label: curve of loss_curves()}. Returns the seconds in the unit of the axis of time."""
     from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
-    longest = max((max(curve.seconds, default=0) for pair in curves.values() for curve in pair.values()), default=0)
-    units = {'hours': 3600, 'minutes': 60, 'seconds': 1}
-    unit = next(name for name, length in units.items() if longest > 3 * length or length == 1)
-    for number, (label, pair) in enumerate(curves.items()):
-        train, val = pair['loss'], pair['val_loss']
-        smooth = running_mean(list(map(float, train.loss)), window=1 + len(train.loss) // 50)
-        line = _line(number, len(curves))
-        circles = {'color': line['color'], 'marker': 'o', 'markeredgecolor': 'white', 'linestyle': 'none'}
-        by_tokens.plot(train.tokens, smooth, **line, label=label)
-        by_tokens.plot(val.tokens, val.loss, **circles)
-        by_time.plot([seconds / units[unit] for seconds in train.seconds], smooth, **line)
-        by_time.plot([seconds / units[unit] for seconds in val.seconds], val.loss, **circles)
+    longest = max(second for curve in curves.values() for second in (0, *curve['seconds']))
+    units = ((3600, 'hours'), (60, 'minutes'), (1, 'seconds'))
+    unit_s, unit = next(unit for unit in units if longest > 3 * unit[0] or unit[0] == 1)
+    for number, (label, curve) in enumerate(curves.items()):
+        smooth = running_mean(curve['loss'], window=1 + len(curve['loss']) // 50)
+        by_tokens.plot(curve['tokens'], smooth, **_line(number, len(curves)), label=label)
+        by_time.plot([seconds / unit_s for seconds in curve['seconds']], smooth, **_line(number, len(curves)))
     _tokens_axis(by_tokens)
     by_time.set_xlabel(f'training time ({unit}, evaluation left out)')
     by_tokens.set_ylabel('loss (nats per token, log)')
@@ -167,6 +131,7 @@ def _draw_losses(by_tokens, by_time, curves):
             axes.yaxis.set_major_locator(MaxNLocator(7))
             axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
+    return unit_s
 
 
 # --- bars -------------------------------------------------------------------------------------------------------------
@@ -175,20 +140,16 @@ def _draw_losses(by_tokens, by_time, curves):
 def plot_phases(rows, output):
     """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
     figure, (axes,) = _panels(1, 1, height=_height(rows, 0.55))
-    for place, row in enumerate(rows):
-        end = 0.0
-        for phase, colour in PHASES.items():
-            if width := row.get(f'time/{phase}'):
-                axes.barh(
-                    place - 0.12, width, 0.5, left=end, color=colour, edgecolor='white', linewidth=0.5, label=phase
-                )
-                end += width
-        rest = max(0, row.get('time/total', end) - end)
-        axes.barh(place - 0.12, rest, 0.5, left=end, color=REST, edgecolor='white', linewidth=0.5, label='rest')
-        waited = row.get('time/comm_exposed', 0)
-        style = {'color': 'white', 'edgecolor': WAITED, 'hatch': '/////', 'label': 'waiting for communication'}
-        axes.barh(place + 0.26, waited, 0.2, **style)
-        _write(axes, end + rest, place - 0.12, f'{end + rest:.1f} ms' if end + rest else 'not measured')
+    bars, rest = [], [row.get('time/total', 0) for row in rows]
+    for phase, colour in zip(PHASES, OF_PHASES, strict=True):
+        lengths = [row.get(f'time/{phase}', 0) for row in rows]
+        bars.append((phase, lengths, {'color': colour}))
+        rest = [left - length for left, length in zip(rest, lengths, strict=True)]
+    bars.append(('rest', [max(0, left) for left in rest], {'color': REST}))
+    ends = _stack(axes, -0.12, 0.5, bars)
+    _write(axes, ends, -0.12, [f'{end:.1f} ms' if end else 'not measured' for end in ends])
+    style = {'color': 'white', 'edgecolor': WAITED, 'hatch': '/////'}
+    _stack(axes, 0.26, 0.2, [('waiting for communication', [row.get('time/comm_exposed', 0) for row in rows], style)])
     axes.set_xlabel('milliseconds per optimizer step')
     _finish_bars(axes, rows)
     return _save(figure, output, axes, columns=7)
@@ -196,93 +157,100 @@ def plot_phases(rows, output):
 
 def plot_memory(rows, output):
     """Two bars per row, predicted (pale) and measured, of what a rank holds; and the largest peak of any rank."""
-    held = [_held(row) for row in rows]
-    sizes = [sum(values.values()) for pair in held for values in pair]
-    peaks = [row.get('mem/rank_max_gb', 0) for row in rows]
-    totals = [row.get('predicted', {}).get('total_gb', 0) for row in rows]
     figure, (state, peak) = _panels(1, 2, height=_height(rows, 0.55), sharey=True, ratios=(3, 2))
-    scale, unit = _unit(sizes)
-    for place, pair in enumerate(held):
-        for side, values in zip((-1, 1), pair, strict=True):
-            end, word = 0.0, 'predicted' if side < 0 else 'measured'
-            for name, size in values.items():
-                style = {'alpha': 0.45, 'hatch': '....'} if side < 0 else {}
-                said = f'{name}, {word}'
-                state.barh(place + side * 0.19, size * scale, 0.35, left=end, color=HELD[name], edgecolor='white',
-                           linewidth=0.5, label=said, **style)  # fmt: skip
-                end += size * scale
-            _write(state, end, place + side * 0.19, f'{end:.3g}' if values else f'not {word}')
+    predicted = [{name: row.get('predicted', {}).get(f'{name}_gb') for name in HELD} for row in rows]
+    measured = [{name: row.get(f'mem/{name}_gb') for name in HELD} for row in rows]
+    totals = [sum(size or 0 for size in held.values()) for held in (*predicted, *measured)]
+    scale, unit = _unit(totals)
+    pale = {'alpha': 0.45, 'hatch': '....'}
+    for offset, word, held, style in ((-0.19, 'predicted', predicted, pale), (0.19, 'measured', measured, {})):
+        bars = []
+        for name, colour in HELD.items():
+            lengths = [(sizes[name] or 0) * scale for sizes in held]
+            bars.append((f'{name}, {word}', lengths, {'color': colour, **style}))
+        ends = _stack(state, offset, 0.35, bars)
+        _write(state, ends, offset, [f'{end:.3g}' if end else f'not {word}' for end in ends])
     state.set_xlabel(f'weights, gradients and optimizer state of a rank ({unit})')
+
+    peaks = [row.get('mem/rank_max_gb') for row in rows]
+    totals = [row.get('predicted', {}).get('total_gb') for row in rows]
     scale, unit = _unit([*peaks, *totals])
-    for place, (measured, predicted) in enumerate(zip(peaks, totals, strict=True)):
-        if measured:
-            peak.plot(measured * scale, place, 'D', color=WAITED, label='measured peak')
-        if predicted:
-            peak.plot(predicted * scale, place, '|', color='black', markersize=14, markeredgewidth=2,
-                      label='predicted, tensors alone')  # fmt: skip
-        said = f'{measured * scale:.3g}' if measured else 'not measured'
-        at = ((measured or predicted) * scale, place)
-        peak.annotate(said, at, (0, -13), textcoords='offset points', ha='center', va='center', fontsize=8)
+    _mark(peak, peaks, scale, 'measured peak', marker='D', color=WAITED)
+    line = {'marker': '|', 'color': 'black', 'markersize': 14, 'markeredgewidth': 2}
+    _mark(peak, totals, scale, 'predicted, tensors alone', **line)
+    for place, (size, total) in enumerate(zip(peaks, totals, strict=True)):
+        said, at = f'{size * scale:.3g}' if size else 'not measured', (size or total or 0) * scale
+        peak.annotate(said, (at, place), (0, -13), textcoords='offset points', ha='center', va='center', fontsize=8)
     peak.set_xlabel(f'peak of the largest rank ({unit})')
     _finish_bars(state, rows)
     _finish_bars(peak, rows)
-    return _save(figure, output, state, peak, columns=4)
+    return _save(figure, output, state, peak)
 
 
 def plot_communication(rows, output):
     """The share of a step's time in communication, waited for or beside compute; and MB that a rank sends per step."""
     figure, (share, sent) = _panels(1, 2, height=_height(rows, 0.45), sharey=True)
-    for place, row in enumerate(rows):
-        if row.get('time/total') and 'time/comm' in row:
-            exposed = 100 * row.get('time/comm_exposed', 0) / row['time/total']
-            hidden = max(0, 100 * row['time/comm'] / row['time/total'] - exposed)
-            share.barh(place, exposed, 0.6, color=WAITED, hatch='/////', edgecolor='white', label='compute waits')
-            share.barh(place, hidden, 0.6, left=exposed, color=HIDDEN, edgecolor='white', label='beside compute')
-            outer = ' (outer step)' if 'outer_is_comm' in row else ''
-            _write(share, exposed + hidden, place, f'{exposed:.1f} of {exposed + hidden:.1f} %{outer}')
-        else:
-            _write(share, 0, place, _unknown(row))
+    unknown = ['none: one process' if row.get('world_size') == 1 else 'not measured' for row in rows]
+    exposed, hidden, said = [], [], []
+    for row, nothing in zip(rows, unknown, strict=True):
+        percent = 100 / row['time/total'] if row.get('time/total') and 'time/comm' in row else 0
+        exposed.append(percent * row.get('time/comm_exposed', 0))
+        hidden.append(max(0, percent * row.get('time/comm', 0) - exposed[-1]))
+        outer = ' (outer step)' if 'outer_is_comm' in row else ''
+        said.append(f'{exposed[-1]:.1f} of {exposed[-1] + hidden[-1]:.1f} %{outer}' if percent else nothing)
+    waits = ('compute waits', exposed, {'color': WAITED, 'hatch': '/////'})
+    ends = _stack(share, 0, 0.6, [waits, ('beside compute', hidden, {'color': HIDDEN})])
+    _write(share, ends, 0, said)
     share.set_xlabel("share of a step's time (%)")
+
     measured = [row.get('comm/sent_gb') for row in rows]
     predicted = [row.get('predicted_sent_gb') for row in rows]
-    scale, unit = _unit([size or 0 for size in [*measured, *predicted]])
-    for place, (size, expected) in enumerate(zip(measured, predicted, strict=True)):
-        if size is not None:
-            sent.barh(place, size * scale, 0.6, color=HELD['weights'], label='measured')
-        if expected is not None:
-            sent.plot(expected * scale, place, 'D', color=HELD['gradients'], markeredgecolor='black', label='predicted')
-        said = f'{size * scale:.3g}' if size is not None else _unknown(rows[place])
-        _write(sent, max(size or 0, expected or 0) * scale, place, said, 8)
+    scale, unit = _unit([*measured, *predicted])
+    _stack(sent, 0, 0.6, [('measured', [(size or 0) * scale for size in measured], {'color': HELD['weights']})])
+    _mark(sent, predicted, scale, 'predicted', marker='D', color=HELD['gradients'], markeredgecolor='black')
+    ends = [max(size or 0, total or 0) * scale for size, total in zip(measured, predicted, strict=True)]
+    sizes = zip(measured, unknown, strict=True)
+    _write(sent, ends, 0, [nothing if size is None else f'{size * scale:.3g}' for size, nothing in sizes], points=8)
     sent.set_xlabel(f'sent by a rank per step ({unit})')
     _finish_bars(share, rows, room=1.5)
     _finish_bars(sent, rows, room=1.45)
-    return _save(figure, output, share, sent, columns=4)
-
-
-def _unknown(row):
-    return 'none: one process' if row.get('world_size') == 1 else 'not measured'
-
-
-def _held(row):
-    """({what: predicted GB}, {what: measured GB}) of HELD, as far as known."""
-    predicted = {name: row.get('predicted', {}).get(f'{name}_gb') for name in HELD}
-    measured = {name: row.get(f'mem/{name}_gb') for name in HELD}
-    return tuple({name: size for name, size in pair.items() if size is not None} for pair in (predicted, measured))
+    return _save(figure, output, share, sent)
 
 
 def _unit(sizes):
-    """(factor, name) of the unit in which the largest of these GB is 1 or more."""
-    units = ((1, 'GB'), (1e3, 'MB'), (1e6, 'kB'))
-    return next((unit for unit in units if max(sizes, default=0) * unit[0] >= 1), (1e3, 'MB'))
+    """(factor, name) of the unit in which the largest of these GB is 1 or more; None is unknown."""
+    largest = max(size or 0 for size in sizes)
+    return next((unit for unit in ((1, 'GB'), (1e3, 'MB'), (1e6, 'kB')) if largest * unit[0] >= 1), (1e3, 'MB'))
 
 
 def _height(rows, inches):
     return 1.6 + inches * max(1, len(rows))
 
 
-def _write(axes, end, place, text, points=4):
-    """A value this far from the end of its bar, outside."""
-    axes.annotate(text, (end, place), (points, 0), textcoords='offset points', va='center', fontsize=8)
+def _stack(axes, offset, height, bars):
+    """Draw bars (label, length for each row, style) end to end in each row; returns where the rows' bars end."""
+    ends = [0.0] * len(bars[0][1])
+    for label, lengths, style in bars:
+        if any(lengths):
+            places = [place + offset for place in range(len(lengths))]
+            style = {'edgecolor': 'white', 'linewidth': 0.5, **style}
+            axes.barh(places, lengths, height, left=ends, label=label, **style)
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    return ends
+
+
+def _mark(axes, sizes, scale, label, **style):
+    """A marker in each row whose size is known."""
+    known = {place: size * scale for place, size in enumerate(sizes) if size is not None}
+    if known:
+        axes.plot(list(known.values()), list(known), linestyle='', label=label, **style)
+
+
+def _write(axes, ends, offset, texts, points=4):
+    """Values beside the ends of the rows' bars."""
+    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        at = (end, place + offset)
+        axes.annotate(text, at, (points, 0), textcoords='offset points', va='center', fontsize=8)
 
 
 def _finish_bars(axes, rows, room=1.2):

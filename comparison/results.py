@@ -9,15 +9,18 @@ model or optimizer, with the first of their kind. Speed-ups are ratios within a 
 after the other, so that a machine that is slow for a while is slow for all of them.
 """
 
+import contextlib
 import json
 import math
-import os
 import re
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PHASES = ('data', 'forward', 'backward', 'update', 'outer')
+from runtime import PHASES, estimate
+from runtime.files import write_file
+
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
 # Keys that decide on the losses. What is not here, as the sharding and the size of a micro-step, must not change them.
 MATHEMATICS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size')
@@ -102,15 +105,26 @@ def read_run(folder, world_size):
     return run
 
 
-def read_rows(folder):
-    """The rows of metrics.jsonl, with 'nan' and 'inf' as numbers. Raises ValueError for a damaged file."""
-    path = folder / 'metrics.jsonl'
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
-        rows = [{key: float(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
-        rows[-1]['step']
-    except (ValueError, AttributeError, LookupError):
-        raise ValueError(f'{path} is damaged: delete {folder}, and start again') from None
+def read_rows(folder, is_running=False):
+    """
+    The rows of metrics.jsonl, with 'nan' and 'inf' as numbers. is_running: leave out a last line that is half-written.
+
+    Raises FileNotFoundError without that file, ValueError for a damaged one or one without a row in it.
+    """
+    path = Path(folder) / 'metrics.jsonl'
+    if not path.exists():
+        raise FileNotFoundError(f'{path} does not exist: expected the out_dir of a run, such as out/quickstart')
+    text, rows = path.read_text(encoding='utf-8', errors='replace'), []
+    for number, line in enumerate(text.split('\n')[:-1] if is_running else text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append({key: float(value) if isinstance(value, str) else value for key, value in row.items()})
+            row['step'] + 0
+        except (ValueError, TypeError, AttributeError, KeyError):
+            said = f'{path} is damaged: expected a JSON object with its step in line {number}'
+            raise ValueError(f'{said}, given {line[:40]!r}') from None
+    if not rows:
+        raise ValueError(f'{path} has no row yet: expected one for each logged step')
     return rows
 
 
@@ -123,28 +137,19 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Numbers that are not finite become strings, as in metrics.jsonl: JSON has none."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(one) for one in value]
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    write(path, json.dumps(plain(value), indent=1, allow_nan=False) + '\n')
+    """Numbers that are not finite become 'nan', 'inf' or '-inf', as in metrics.jsonl: JSON has none."""
+    valid = json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))
+    write(path, json.dumps(valid, indent=1) + '\n')
 
 
 def write(path, text):
-    """Replace a file as a whole. Raises OSError with the path and the reason."""
+    """Write a file in full or not at all, with its folder. Raises OSError with the path and the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + '.tmp')
-        temporary.write_text(text, encoding='utf-8')
-        os.replace(temporary, path)
+        write_file(path, text)
     except OSError as error:
-        free = '' if isinstance(error, FileExistsError) else 'free the disk, or '
-        raise OSError(f'{path} cannot be written: {error.strerror}; {free}give another --out_dir') from None
+        said = f'{path} cannot be written: {error.strerror}'
+        raise OSError(f'{said}; free the disk, or give another --out_dir') from None
 
 
 def last_error(console):
@@ -165,7 +170,7 @@ def summarise(plan, runs, baseline):
 
     runs: {label: {repeat: Run}}. What failed counts for nothing but the line that says why.
     """
-    rows = []
+    rows = {}
     measured = {label: good for label, every in runs.items() if (good := finished(every))}
     for entry in plan['runs']:
         label, good = entry['label'], measured.get(entry['label'], {})
@@ -175,23 +180,25 @@ def summarise(plan, runs, baseline):
             row |= of_repeats(good) | against(label, reference_of(label, baseline, measured), measured)
         if failures := [run.failure for run in runs[label].values() if run.failure]:
             row |= {'failed': failures[0], 'failures': len(failures)}
-        rows.append(row)
-    return rows
+        rows[label] = row
+    for row in rows.values():
+        row |= with_range('speedup', ratios(row, rows[row['reference']])) if 'reference' in row else {}
+    return list(rows.values())
 
 
 def of_repeats(runs):
     """Of {repeat: Run}: the median of each repeat's median after warm-up. Losses are those of the first repeat."""
     first = next(iter(runs.values()))
-    last = first.rows[-1]
     row = {key: first.config.get(key) for key in ('dtype', 'compile')}
-    row |= {key: last.get(key) for key in ('loss', 'val_loss')}
-    keys = ('tokens_per_sec', 'mfu', *(f'time/{phase}' for phase in PHASES), 'time/total', 'time/comm')
-    for key in (*keys, 'time/comm_exposed', 'comm/sent_gb', 'mem/weights_gb', 'mem/gradients_gb', 'mem/optimizer_gb'):
-        known = {repeat: median_of_run(run.rows, key, run.round_steps) for repeat, run in runs.items()}
-        known = {repeat: value for repeat, value in known.items() if value is not None}
+    row |= {key: first.rows[-1].get(key) for key in ('loss', 'val_loss')}
+    keys = ('mfu', *(f'time/{phase}' for phase in PHASES), 'time/total', 'time/comm', 'time/comm_exposed')
+    keys += ('tokens_per_sec', 'comm/sent_gb', 'mem/weights_gb', 'mem/gradients_gb', 'mem/optimizer_gb')
+    for key in keys:
+        medians = {repeat: median_of_run(run.rows, key, run.round_steps) for repeat, run in runs.items()}
+        known = {repeat: value for repeat, value in medians.items() if value is not None}
         row[key] = statistics.median(known.values()) if known else None
-        if key == 'tokens_per_sec' and known:
-            row |= {f'{key}_min': min(known.values()), f'{key}_max': max(known.values()), f'{key}_repeats': known}
+        if key == 'tokens_per_sec':
+            row |= {**with_range(key, known.values()), f'{key}_repeats': known}
     peaks = [value['mem/rank_max_gb'] for run in runs.values() for value in run.rows if 'mem/rank_max_gb' in value]
     row['mem/rank_max_gb'] = max(peaks, default=None)
     if first.config.get('num_replicas', 1) > 1 and row['time/outer'] is not None:
@@ -200,6 +207,18 @@ def of_repeats(runs):
             row[key] = (row[key] or 0) + row['time/outer']
         row['outer_is_comm'] = True
     return {key: value for key, value in row.items() if value is not None}
+
+
+def with_range(key, values):
+    """Keys of a row: the median of these numbers and, of several, the smallest and the largest."""
+    row = {key: statistics.median(values)} if values else {}
+    return row | ({f'{key}_min': min(values), f'{key}_max': max(values)} if len(values) > 1 else {})
+
+
+def ratios(row, other):
+    """Tokens per second of one run divided by those of another, in each repeat that both have."""
+    mine, theirs = (one.get('tokens_per_sec_repeats', {}) for one in (row, other))
+    return [mine[repeat] / theirs[repeat] for repeat in mine if repeat in theirs]
 
 
 def median_of_run(rows, key, round_steps=1):
@@ -263,26 +282,18 @@ def reference_of(label, baseline, measured):
 
 
 def against(label, reference, measured):
-    """The keys of a row that compare it with its reference, repeat by repeat."""
+    """The keys of a row that compare its losses with its reference's, repeat by repeat."""
+    if label == reference:
+        return {'reference': reference}
     mine, theirs = measured[label], measured[reference]
-    compared = {'reference': reference}
-    both = [(mine[repeat], theirs[repeat]) for repeat in mine if repeat in theirs]
-    if label != reference:
-        # Losses do not depend on the repeat.
-        pairs = both or [(next(iter(mine.values())), next(iter(theirs.values())))]
-        why = why_apart(*pairs[0])
-        compared |= {'apart': why} if why else {}
-        for key in ('loss', 'val_loss'):
-            differences = [difference(a.rows, b.rows, key) for a, b in pairs]
-            compared[f'{key}_diff'] = max((one for one in differences if one is not None), default=None)
-        compared['loss_diff_first'] = difference(pairs[0][0].rows[:1], pairs[0][1].rows[:1], 'loss')
-    ratios = []
-    for a, b in both:
-        pair = [median_of_run(run.rows, 'tokens_per_sec', run.round_steps) for run in (a, b)]
-        ratios += [pair[0] / pair[1]] if all(pair) else []
-    if ratios:
-        compared |= {'speedup': statistics.median(ratios), 'speedup_min': min(ratios), 'speedup_max': max(ratios)}
-    return {key: value for key, value in compared.items() if value is not None} | {'pairs': len(ratios)}
+    pairs = [(mine[repeat], theirs[repeat]) for repeat in mine if repeat in theirs]
+    pairs = pairs or [(next(iter(mine.values())), next(iter(theirs.values())))]  # losses do not depend on the repeat
+    compared = {'reference': reference, 'apart': why_apart(*pairs[0]) or None}
+    for key in ('loss', 'val_loss'):
+        differences = [difference(a.rows, b.rows, key) for a, b in pairs]
+        compared[f'{key}_diff'] = max((one for one in differences if one is not None), default=None)
+    compared['loss_diff_first'] = difference(pairs[0][0].rows[:1], pairs[0][1].rows[:1], 'loss')
+    return {key: value for key, value in compared.items() if value is not None}
 
 
 def why_apart(run, reference):
@@ -321,3 +332,28 @@ def difference(rows, reference, key):
         return None
     relative = [abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs]
     return math.inf if any(map(math.isnan, relative)) else max(relative)
+
+
+# --- PREDICTION -------------------------------------------------------------------------------------------------------
+
+
+def predict(config, row, gpu_gb):
+    """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
+    world_size = row['world_size']
+    strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
+    predicted = {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
+        gb = Counter()  # deepspeed's offload has weights in both places
+        for part, size in estimate.estimate(config, config, world_size, strategy).items():
+            gb[part.removeprefix('host ')] += size / 1e9
+        predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
+        predicted['predicted']['total_gb'] = sum(gb.values())
+        if world_size > 1:
+            every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
+            sent = estimate.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
+            predicted['predicted_sent_gb'] = sent['sent'] / 1e9
+        if gpu_gb:
+            on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
+            parts = estimate.estimate(on_gpu, on_gpu, world_size, strategy)
+            predicted['gpu_gb'] = sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
+    return predicted

@@ -1,312 +1,235 @@
 """
-What a comparison of runs says, from the rows of results.json: two Markdown tables, and a verdict in words.
+What a comparison of runs says, from the rows of results.json: two Markdown tables and a list of facts.
 
-    print(verdict.table(rows), verdict.memory_table(rows), verdict.sentences(rows), sep='\n\n')
+    print(verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows), sep='\n\n')
 
-A key that a row lacks is unknown: its cell stays empty, and no sentence is made of it.
+A key that a row lacks is unknown: its cell stays empty, and no fact is made of it.
 """
 
-import math
+import itertools
 import statistics
 
-PHASES = ('data', 'forward', 'backward', 'update', 'outer')
+from comparison.results import ratios
+from runtime import PHASES
+
 # Largest relative difference of a logged loss that counts as agreement; half precision keeps 8 or 11 bits of a number.
 AGREEMENT = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}
-OUTER_NOTE = 'and that of the inner steps where a replica has several ranks'
-
 
 # --- TABLES -----------------------------------------------------------------------------------------------------------
 
 
 def table(rows):
-    """The Markdown table of the comparison; columns that no run has a value for are left out."""
-    columns = {
-        'run': lambda row: row['label'],
-        'ranks': lambda row: str(row['world_size']),
-        'loss': lambda row: number(row, 'loss', '{:.4f}') or (f'failed: {row["failed"]}' if 'failed' in row else ''),
-        'val loss': lambda row: number(row, 'val_loss', '{:.4f}'),
-        'largest difference': largest_difference(rows),
-        'resumed': lambda row: small(row, 'resume_diff'),
-        'tokens/s': lambda row: spread(row, 'tokens_per_sec', '{:,.0f}'),
-        'speed-up': lambda row: spread(row, 'speedup', '{:.2f}') if row.get('reference') != row['label'] else '1.00',
-        'ms per step': lambda row: number(row, 'time/total', '{:.1f}'),
-        f'= {" + ".join(phases(rows))}': lambda row: ' + '.join(
-            number(row, f'time/{phase}', '{:.1f}') for phase in phases(rows) if f'time/{phase}' in row
-        ),
-        'comm ms': lambda row: number(row, 'time/comm', '{:.1f}'),
-        'exposed': lambda row: number(row, 'time/comm_exposed', '{:.1f}') + share_of_step(row),
-        'MB sent (predicted)': lambda row: predicted_beside(row, 'comm/sent_gb', row.get('predicted_sent_gb'), 1e3),
-        'peak GB': lambda row: number(row, 'mem/rank_max_gb', '{:.2f}'),
-        'MFU': lambda row: number(row, 'mfu', '{:.1%}'),
-    }
-    lines = {title: [text(row) for row in rows] for title, text in columns.items()}
-    text = markdown({title: cells for title, cells in lines.items() if any(cells)})
-    outer = ', '.join(row['label'] for row in rows if 'outer_is_comm' in row)
-    return f'{text}\n\n{outer}: communication is the outer step, exchange and update, {OUTER_NOTE}.' if outer else text
-
-
-def largest_difference(rows):
-    """Text of a row's loss_diff, with what it is compared with when that is not the same for all."""
-    references = {row.get('reference') for row in rows if 'loss_diff' in row}
-
-    def text(row):
-        named = f' from {row["reference"]}' if len(references) > 1 and 'loss_diff' in row else ''
-        return small(row, 'loss_diff') + named
-
-    return text
+    """The Markdown table of the comparison."""
+    phases = [phase for phase in PHASES if any(f'time/{phase}' in row for row in rows)]
+    has_references = len({row.get('reference') for row in rows if 'loss_diff' in row}) > 1
+    cells = []
+    for row in rows:
+        exposed = row.get('time/comm_exposed', 0) / row.get('time/total', 1)
+        share = f' ({exposed:.0%})' if 0 < exposed <= 1 else ''  # above 1: the profiled step was slower than the others
+        failed = f'failed: {row["failed"]}' if 'failed' in row else ''
+        times = [number(row, f'time/{phase}', '{:.1f}') for phase in phases if f'time/{phase}' in row]
+        cells.append({
+            'run': row['label'],
+            'ranks': str(row['world_size']),
+            'loss': number(row, 'loss', '{:.4f}') or failed,
+            'val loss': number(row, 'val_loss', '{:.4f}'),
+            'compared with': row.get('reference', '') if has_references else '',
+            'largest difference': number(row, 'loss_diff', '{:.2g}'),
+            'resumed': number(row, 'resume_diff', '{:.2g}'),
+            'tokens/s': with_range(row, 'tokens_per_sec', '{:,.0f}'),
+            'speed-up': '1.00' if row.get('reference') == row['label'] else with_range(row, 'speedup', '{:.2f}'),
+            'ms per step': number(row, 'time/total', '{:.1f}'),
+            f'= {" + ".join(phases)}': ' + '.join(times),
+            'comm ms': number(row, 'time/comm', '{:.1f}'),
+            'exposed': number(row, 'time/comm_exposed', '{:.1f}') + share,
+            'MB sent (predicted)': megabytes(row.get('comm/sent_gb'), row.get('predicted_sent_gb')),
+            'peak GB': number(row, 'mem/rank_max_gb', '{:.2f}'),
+            'MFU': number(row, 'mfu', '{:.1%}'),
+        })  # fmt: skip
+    lines = [markdown(cells)]
+    if outer := names([row for row in rows if 'outer_is_comm' in row]):
+        also = 'and that of the inner steps where a replica has several ranks'
+        lines += ['', f'{outer}: communication is the outer step, exchange and update, {also}.']
+    return '\n'.join(lines)
 
 
 def memory_table(rows):
     """What a rank holds in MB, measured and, in brackets, predicted and their ratio; '' if nothing was measured."""
-    columns = {'run': [row['label'] for row in rows]}
-    for part in ('weights', 'gradients', 'optimizer'):
-        columns[f'{part} MB (predicted)'] = [
-            predicted_beside(row, f'mem/{part}_gb', row.get('predicted', {}).get(f'{part}_gb'), 1e3) for row in rows
-        ]
-    measured = any(cell for cells in list(columns.values())[1:] for cell in cells)
-    return markdown(columns) if measured else ''
-
-
-def phases(rows):
-    return [phase for phase in PHASES if any(f'time/{phase}' in row for row in rows)]
+    cells = []
+    for row in rows:
+        cells.append({'run': row['label']})
+        for part in ('weights', 'gradients', 'optimizer'):
+            predicted = row.get('predicted', {}).get(f'{part}_gb')
+            cells[-1][f'{part} MB (predicted)'] = megabytes(row.get(f'mem/{part}_gb'), predicted)
+    return markdown(cells) if any(cell for row in cells for cell in list(row.values())[1:]) else ''
 
 
 def number(row, key, form):
     return form.format(row[key]) if key in row else ''
 
 
-def small(row, key):
-    """A relative difference; '0' for bit-equal."""
-    return number(row, key, '{:.1e}' if row.get(key) else '0')
-
-
-def spread(row, key, form):
+def with_range(row, key, form):
     """'1,234 (1,200 to 1,300)', the range of the repeats, if there are several."""
-    if key not in row or (row['pairs'] if key == 'speedup' else row['rows']) < 2:
-        return number(row, key, form)
-    return f'{form.format(row[key])} ({form.format(row[f"{key}_min"])} to {form.format(row[f"{key}_max"])})'
+    several = f' ({form.format(row[f"{key}_min"])} to {form.format(row[f"{key}_max"])})' if f'{key}_min' in row else ''
+    return number(row, key, form) + several
 
 
-def share_of_step(row):
-    share = row.get('time/comm_exposed', 0) / row.get('time/total', math.inf)
-    return f' ({share:.0%})' if 0 < share <= 1 else ''  # above 1: the profiled step was slower than the median one
+def megabytes(measured, predicted):
+    """'12.3 (12.1, 1.02x)' of GB: measured, predicted, and the first divided by the second."""
+    if measured is None or predicted is None:
+        return '' if measured is None else f'{measured * 1e3:.4g}'
+    ratio = f', {measured / predicted:.2f}x' if predicted else ''
+    return f'{measured * 1e3:.4g} ({predicted * 1e3:.4g}{ratio})'
 
 
-def predicted_beside(row, key, predicted, scale):
-    """'12.3 (12.1, 1.02x)': measured, predicted, and how often the one is in the other."""
-    if key not in row:
-        return ''
-    text = f'{row[key] * scale:.4g}'
-    if predicted is None:
-        return text
-    ratio = f', {row[key] / predicted:.2f}x' if predicted else ''
-    return f'{text} ({predicted * scale:.4g}{ratio})'
+def markdown(rows):
+    """A Markdown table of rows {title: cell}, without empty columns, padded so that it can be read as text, too."""
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    widths = [max(len(title), *(len(row[title]) for row in rows)) for title in titles]
+    lines = [titles, ['-' * width for width in widths], *([row[title] for title in titles] for row in rows)]
+    lines = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
 
 
-def markdown(columns):
-    """A Markdown table of {title: cells}, padded so that it can be read as text, too."""
-    widths = [max(map(len, [title, *cells])) for title, cells in columns.items()]
-    lines = [list(columns), ['-' * width for width in widths], *map(list, zip(*columns.values(), strict=True))]
-    return '\n'.join(
-        '| ' + ' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + ' |' for line in lines
-    )
+# --- FACTS ------------------------------------------------------------------------------------------------------------
 
 
-# --- VERDICT ----------------------------------------------------------------------------------------------------------
-
-
-def sentences(rows, gpu_gb=0):
-    """What the tables say, in sentences; row['gpu_gb']: predicted GB on a GPU that has gpu_gb (0 = do not ask)."""
+def facts(rows, gpu_gb=0):
+    """What the tables say, a line each; row['gpu_gb']: predicted GB on a GPU that has gpu_gb (0 = do not ask)."""
     good = [row for row in rows if row['rows']]
-    lines = [*agreement(good), *apart(good), *resumption(good)]
+    lines = resumption(good)
     for reference in dict.fromkeys(row['reference'] for row in good):
-        lines += fastest([row for row in good if row['reference'] == reference], reference)
-    lines += [*beside_deepspeed(good), *recomputation(good)]
-    if any(row['rows'] < 2 and 'tokens_per_sec' in row for row in good) and len(good) > 1:
-        lines.append('One repeat says nothing about noise: --repeats=3 shows what a difference in speed is worth.')
+        compared = [row for row in good if row['reference'] == reference]
+        lines += agreement(compared, reference) + fastest(compared, reference)
+    lines += one_key_apart(good)
+    if len(good) > 1 and any(row['rows'] == 1 and 'tokens_per_sec' in row for row in good):
+        lines.append('noise: one repeat cannot show it; --repeats=3 can')
     lines += fitting(rows, gpu_gb) if gpu_gb else []
     for row in rows:
         if 'failed' in row:
-            which = f': {row["failures"]} of {row["failures"] + row["rows"]} repeats' if row['rows'] else ''
-            lines.append(f'{row["label"]}{which} failed: {row["failed"]}')
+            share = f' ({row["failures"]} of {row["failures"] + row["rows"]} repeats)' if row['rows'] else ''
+            lines.append(f'failed: {row["label"]}{share}: {row["failed"]}')
         elif not row['rows']:
-            lines.append(f'{row["label"]} has not finished yet.')
+            lines.append(f'not finished: {row["label"]}')
     return '\n'.join(f'- {line}' for line in lines)
 
 
-def agreement(rows):
-    """Whether runs that should have the same losses do."""
-
-    def limit(row):
-        return AGREEMENT.get(row.get('dtype'), 1e-4)
-
-    compared = [row for row in rows if 'loss_diff' in row and 'apart' not in row]
-    if not compared:
-        return []
-    off = [row for row in compared if not row['loss_diff'] <= limit(row)]
-    lines = []
-    for allowed in dict.fromkeys(map(limit, off)):
-        named = [
-            (row, f' ({small(row, "loss_diff_first") or "unknown"} at first)') for row in off if limit(row) == allowed
-        ]
-        said = [f'{row["label"]} {row["loss_diff"]:.1e} from {row["reference"]}{at_first}' for row, at_first in named]
-        lines.append(f'They do NOT agree within {allowed:g}, relatively: {", ".join(said)}.')
-    if off:
-        return lines
-    worst = max(compared, key=lambda row: row['loss_diff'] / limit(row))
-    said = f'largest relative difference of a loss {worst["loss_diff"]:.1e} ({worst["label"]} from '
-    said += f'{worst["reference"]}), within {limit(worst):g}'
-    return [f'{len(compared)} of {len(compared)} agree with what they are compared with: {said}.']
-
-
-def apart(rows):
-    """What may differ, and by how much it does."""
-    lines = []
+def agreement(rows, reference):
+    """Which of the runs with one reference have its losses, and what those that may differ end with."""
+    same = [row for row in rows if 'loss_diff' in row and 'apart' not in row]
+    good = [row for row in same if row['loss_diff'] <= limit(row)]
+    lines = [f'agree: {reference}, {names(good)} ({worst(good, "loss_diff")})'] if good else []
     for row in rows:
+        if row in same and row not in good:
+            first = number(row, 'loss_diff_first', ', of the first loss {:.2g}')
+            lines.append(f'do NOT agree: {row["label"]} and {reference} ({worst([row], "loss_diff")}{first})')
         if 'apart' in row:
             key = 'val_loss' if 'val_loss_diff' in row else 'loss'
-            reference = next((other.get(key) for other in rows if other['label'] == row['reference']), None)
-            numbers = f': {key} {row[key]:.4f} against {reference:.4f}' if reference and key in row else ''
-            lines.append(f'{row["label"]} may differ ({row["apart"]}){numbers}.')
+            theirs = next(one for one in rows if one['label'] == reference)
+            ends = f', {key} {row[key]:.4f} and {theirs[key]:.4f}' if key in row and key in theirs else ''
+            lines.append(f'may differ: {row["label"]} and {reference} ({row["apart"]}){ends}')
     return lines
 
 
 def resumption(rows):
     """How the resumed runs went on."""
-    lines = [f'{row["label"]} was NOT resumed: {row["resume_failed"]}' for row in rows if 'resume_failed' in row]
     resumed = [row for row in rows if 'resume_diff' in row]
-    off = [row['label'] for row in resumed if not row['resume_diff'] <= AGREEMENT.get(row.get('dtype'), 1e-4)]
-    if off:
-        lines.append(f'Resumed half-way, these do NOT go on as without the stop: {", ".join(off)}.')
-    elif resumed:
-        equal = [row['label'] for row in resumed if row['resume_diff'] == 0]
-        worst = max(row['resume_diff'] for row in resumed)
-        said = f'{len(equal)} with equal losses, the largest difference is {worst:.1e}'
-        said = said if worst else 'every loss is equal'
-        lines.append(f'Saved half-way and resumed, {len(resumed)} runs go on as without the stop: {said}.')
-    return lines
+    good = [row for row in resumed if row['resume_diff'] <= limit(row)]
+    lines = [f'resumed as without the stop: {names(good)} ({worst(good, "resume_diff")})'] if good else []
+    bad = [row for row in resumed if row not in good]
+    lines += [f'NOT resumed as without the stop: {names(bad)} ({worst(bad, "resume_diff")})'] if bad else []
+    return lines + [f'NOT resumed: {row["label"]}: {row["resume_failed"]}' for row in rows if 'resume_failed' in row]
 
 
 def fastest(rows, reference):
     """Which of the runs with one reference is fastest, by how much, and what that comes from."""
-    timed = [row for row in rows if 'speedup' in row]
-    exact = sorted((row for row in timed if 'apart' not in row), key=lambda row: -row['speedup'])
+    by_label = {row['label']: row for row in rows if 'speedup' in row}
+    alike = sorted((row for row in by_label.values() if 'apart' not in row), key=lambda row: -row['speedup'])
     lines = []
-    if len(exact) > 1:
-        best = exact[0]
-        other = exact[1] if best['label'] == reference else next(row for row in exact if row['label'] == reference)
-        equal = [row['label'] for row in exact if row is best or is_within_noise(best, row)]
-        if len(equal) > 1:
-            lines.append(f'Fastest are {", ".join(equal[:-1])} and {equal[-1]}; no difference between them measured.')
-        if other['label'] not in equal:
-            name = f'{best["label"]} is' if len(equal) > 1 else f'Fastest is {best["label"]}:'
-            lines.append(f'{name} {compared_in_words(best, other)}.')
-    for row in timed:
-        if 'apart' in row:
-            other = next((other for other in timed if other['label'] == reference), None)
-            words = compared_in_words(row, other) if other else ''
-            lines += [f'{row["label"]} is {words}; but see above: its losses are others.'] if other else []
+    if len(alike) > 1:
+        best = alike[0]
+        equal = [row for row in alike if row is best or not is_clear(best, row)]
+        slower = {row['label']: row for row in alike if row not in equal}
+        other = slower.get(reference) or next(iter(slower.values()), None)
+        unclear = ' (no clear difference between them)' if len(equal) > 1 else ''
+        ahead = f', {speed(best, other)}' if other else ''
+        lines.append(f'fastest: {names(equal)}{unclear}{ahead}')
+        lines += milliseconds(best, other) if other else []
+    for row in by_label.values():
+        if 'apart' in row and reference in by_label:
+            lines.append(f'speed: {row["label"]}, {speed(row, by_label[reference])}')
+            lines += milliseconds(row, by_label[reference])
     return lines
 
 
-def beside_deepspeed(rows):
-    """How fast fully_shard and fsdp_manual.py are beside DeepSpeed's same stage, with the same keys otherwise."""
+def milliseconds(row, other):
+    """Where the time between two runs lies: the phase that differs most, and the communication waited for."""
+    gain = {phase: other.get(f'time/{phase}', 0) - row.get(f'time/{phase}', 0) for phase in ('total', *PHASES)}
+    phase = max(PHASES, key=lambda phase: gain[phase] * gain['total'])
+    waiting = 'exposed communication' + (' and outer step' if 'outer_is_comm' in row else '')
     said = []
-    for theirs in rows:
-        for ours in rows if theirs['strategy'] == 'deepspeed' else []:
-            if ours['strategy'] in ('fsdp', 'fsdp_manual') and differ_in(ours, theirs, 'fsdp_impl'):
-                ratio, is_clear = ratio_in_words(ours, theirs)
-                equal = '' if is_clear else ' (no difference measured)'
-                equal += ' (compiled, DeepSpeed is not)' if ours.get('compile') and not theirs.get('compile') else ''
-                said += [f'{ours["label"]} is {ratio} as fast as {theirs["label"]}{equal}'] if ratio else []
-    return [f'Beside the same stage of DeepSpeed: {"; ".join(said)}.'] if said else []
+    for name, key in (('step', 'total'), (phase, phase), (waiting, 'comm_exposed')):
+        if f'time/{key}' in row or f'time/{key}' in other:
+            said.append(f'{name} {row.get(f"time/{key}", 0):.1f} and {other.get(f"time/{key}", 0):.1f}')
+    return [f'ms of {row["label"]} and {other["label"]}: {", ".join(said)}'] if said else []
 
 
-def recomputation(rows):
-    """What activation checkpointing saves of the peak, and costs in speed, beside the same run without it."""
-    said = []
-    for row in rows:
-        for other in rows:
-            modes = [one['overrides'].get('activation_checkpointing', 'none') for one in (row, other)]
-            if modes[0] == 'none' or modes[1] != 'none' or not differ_in(row, other, 'activation_checkpointing'):
-                continue
-            if row['strategy'] == other['strategy'] and 'mem/rank_max_gb' in row and 'mem/rank_max_gb' in other:
-                peaks = f'{row["mem/rank_max_gb"]:.2f} instead of {other["mem/rank_max_gb"]:.2f} GB per rank'
-                totals = [one.get('predicted', {}).get('total_gb') for one in (row, other)]
-                if None not in totals:
-                    peaks += f' ({totals[0]:.2f} and {totals[1]:.2f} by prediction, without the process itself)'
-                ratio, _ = ratio_in_words(row, other)
-                slower = f', {ratio} as fast as {other["label"]}' if ratio else ''
-                said.append(f'{row["label"]} peaks at {peaks}{slower}')
-    return [f'Activation checkpointing: {"; ".join(said)}.'] if said else []
-
-
-def differ_in(row, other, key):
-    """Whether two runs, on equally many ranks, differ in this key and no other; 'none' is not to be set."""
-    keys, others = row['overrides'], other['overrides']
-    return row['world_size'] == other['world_size'] and {
-        name for name in {**keys, **others} if keys.get(name, 'none') != others.get(name, 'none')
-    } == {key}
-
-
-def ratio_in_words(row, other):
-    """('1.20x (1.15 to 1.25)', whether all repeats are on one side of 1) of two runs' speed; ('', False) if unknown."""
-    ratios = ratios_of(row, other)
-    if not ratios:
-        return '', False
-    across = f' ({min(ratios):.2f} to {max(ratios):.2f})' if len(ratios) > 1 else ''
-    return f'{statistics.median(ratios):.2f}x{across}', not is_within_noise(row, other)
-
-
-def ratios_of(row, other):
-    """Tokens per second of one run in those of another, in each repeat that both have."""
-    mine, theirs = (one.get('tokens_per_sec_repeats', {}) for one in (row, other))
-    return [mine[repeat] / theirs[repeat] for repeat in mine if repeat in theirs]
-
-
-def compared_in_words(row, other):
-    """'1.20x as fast as ddp (1.15 to 1.25): ...', of the row's reference or of another row with the same one."""
-    ratio = statistics.median(ratios_of(row, other) or [row['speedup'] / other['speedup']])
-    if is_within_noise(row, other):
-        return f'as fast as {other["label"]}, as far as can be measured ({ratio:.2f}x)'
-    speeds = ', '.join(spread(one, 'tokens_per_sec', '{:,.0f}') for one in (row, other))
-    return f'{ratio:.2f}x as fast as {other["label"]} (tokens/s {speeds}){reasons(row, other)}'
-
-
-def is_within_noise(one, other):
-    """Whether neither is the faster one in all repeats. Of one repeat: whether they are equal to half a percent."""
-    ratios = ratios_of(one, other) or [one['speedup'] / other['speedup']]
-    return min(ratios) <= 1 <= max(ratios) or (len(ratios) == 1 and abs(ratios[0] - 1) < 0.005)
-
-
-def reasons(row, other):
-    """Where the milliseconds between two runs lie: the phase that differs most, and the communication waited for."""
-    gains = {phase: other.get(f'time/{phase}', 0) - row.get(f'time/{phase}', 0) for phase in PHASES}
-    total = other.get('time/total', 0) - row.get('time/total', 0)
-    phase = max(gains, key=lambda phase: gains[phase] * total)
-    text = ''
-    if gains[phase] * total > 0:
-        text = f': {row["time/total"]:.1f} instead of {other["time/total"]:.1f} ms per step, most of it in {phase} '
-        text += f'({row.get(f"time/{phase}", 0):.1f} instead of {other.get(f"time/{phase}", 0):.1f})'
-    if 'time/comm_exposed' in row and 'time/comm_exposed' in other:
-        mine, theirs = row['time/comm_exposed'], other['time/comm_exposed']
-        more = 'less' if mine <= theirs else 'more'
-        what = 'exposed communication' + (' and outer step' if 'outer_is_comm' in row else '')
-        text += f'; its {mine:.1f} ms of {what} are {abs(mine - theirs):.1f} {more}'
-    return text
+def one_key_apart(rows):
+    """Runs beside DeepSpeed's same stage with the same keys, and what activation checkpointing saves and costs."""
+    lines = []
+    for row, other in itertools.permutations(rows, 2):
+        keys = [{key: value for key, value in one['overrides'].items() if value != 'none'} for one in (row, other)]
+        different = {key for key in {**keys[0], **keys[1]} if keys[0].get(key) != keys[1].get(key)}
+        faster = f', {speed(row, other)}' if ratios(row, other) else ''
+        if row['world_size'] != other['world_size']:
+            continue
+        if different == {'fsdp_impl'} and other['strategy'] == 'deepspeed' and faster:
+            compiled = ', compiled, DeepSpeed is not' if row.get('compile') and not other.get('compile') else ''
+            lines.append(f'same stage of DeepSpeed: {row["label"]}{faster}{compiled}')
+        is_with = different == {'activation_checkpointing'} and 'activation_checkpointing' not in keys[1]
+        if is_with and row['strategy'] == other['strategy']:
+            peaks = [number(one, 'mem/rank_max_gb', '{:.2f}') for one in (row, other)]
+            predicted = [number(one.get('predicted', {}), 'total_gb', '{:.2f}') for one in (row, other)]
+            said = f', peak GB {" and ".join(peaks)}' if all(peaks) else ''
+            said += f' (predicted without the process itself: {" and ".join(predicted)})' if all(predicted) else ''
+            lines.append(f'activation checkpointing: {row["label"]} and {other["label"]}{said}{faster}')
+    return lines
 
 
 def fitting(rows, gpu_gb):
     """Which runs a GPU with gpu_gb of memory would hold, by prediction; also of those that failed, if that is known."""
     known = sorted((row for row in rows if 'gpu_gb' in row), key=lambda row: row['gpu_gb'])
-    if not known:
-        return []
-    where = f'a GPU of {gpu_gb:g} GB, by prediction and in bfloat16'
-    unknown = ', '.join(row['label'] for row in rows if 'gpu_gb' not in row)
-    unknown = f' Not known of {unknown}.' if unknown else ''
-    if known[-1]['gpu_gb'] <= gpu_gb:
-        all_ = f'{len(known)} of {len(rows)}' if unknown else 'All'
-        return [f'{all_} fit {where}: {known[-1]["label"]} needs most, {known[-1]["gpu_gb"]:.3g} GB.{unknown}']
-    fits = ', '.join(f'{row["label"]} ({row["gpu_gb"]:.3g})' for row in known if row['gpu_gb'] <= gpu_gb)
-    rest = ', '.join(f'{row["label"]} ({row["gpu_gb"]:.3g})' for row in known if row['gpu_gb'] > gpu_gb)
-    return [f'On {where}: {fits or "none"} fit; {rest} do not.{unknown}']
+    lines = []
+    for word, fits in (('fit', True), ('do NOT fit', False)):
+        if sizes := [f'{row["label"]} {row["gpu_gb"]:.3g}' for row in known if (row['gpu_gb'] <= gpu_gb) == fits]:
+            lines.append(f'{word} a GPU of {gpu_gb:g} GB (GB predicted in bfloat16): {", ".join(sizes)}')
+    unknown = [row for row in rows if 'gpu_gb' not in row]
+    return lines + ([f'memory on a GPU unknown: {names(unknown)}'] if known and unknown else [])
+
+
+def limit(row):
+    return AGREEMENT.get(row.get('dtype'), 1e-4)
+
+
+def names(rows):
+    return ', '.join(row['label'] for row in rows)
+
+
+def worst(rows, key):
+    largest = max(rows, key=lambda row: row[key])
+    return f'largest relative difference of a loss {largest[key]:.2g}, limit {limit(largest):g}'
+
+
+def speed(row, other):
+    """'1.20x ddp (1.15 to 1.25 in 3 repeats)': the median over the repeats that both have, of which there must be."""
+    found = ratios(row, other)
+    across = f' ({min(found):.2f} to {max(found):.2f} in {len(found)} repeats)' if len(found) > 1 else ''
+    unclear = '' if is_clear(row, other) else ', no clear difference'
+    return f'{statistics.median(found):.2f}x {other["label"]}{across}{unclear}'
+
+
+def is_clear(row, other):
+    """Whether one of two runs is faster in all repeats that both have; a single one decides from half a percent on."""
+    found = ratios(row, other)
+    margin = 0.005 if len(found) == 1 else 0
+    return bool(found) and (min(found) > 1 + margin or max(found) < 1 - margin)

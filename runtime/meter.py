@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-PHASES = ('data', 'forward', 'backward', 'update', 'outer')
+from runtime import PHASES
 
 # Dense bfloat16 FLOP/s (NVIDIA's data sheets). The slower PCIe and NVL boards of the H100 are not these, hence unknown.
 PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import REPO, environment, run_script
@@ -43,13 +44,14 @@ if out.parent.name != os.environ.get('STOPS'):
 """
 
 
-def spec(**changes):
-    return {knob: getattr(compare, knob) for knob in read_knobs(REPO / 'compare.py')} | changes
+def config(**changes):
+    defaults = {knob: getattr(compare.Config, knob) for knob in read_knobs(REPO / 'compare.py')}
+    return SimpleNamespace(**defaults | changes)
 
 
 def entries(train_keys=None, explicit=(), **changes):
     """{label: entry} of the plan."""
-    plan, _ = compare.expand(spec(**changes), train_keys or {}, explicit)
+    plan, _ = compare.expand(config(**changes), train_keys or {}, explicit)
     return {entry['label']: entry for entry in plan['runs']}
 
 
@@ -68,7 +70,7 @@ def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
 
 
 def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():
-    plan, notes = compare.expand(spec(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
+    plan, notes = compare.expand(config(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
     assert [entry['label'] for entry in plan['runs']] == ['ddp'] and notes == [
         'fsdp is left out: it has zero_stages=(2, 3) alone'
     ]
@@ -151,14 +153,14 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
     with pytest.raises(ValueError) as refused:
-        compare.expand(spec(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
+        compare.expand(config(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
     assert all(words in str(refused.value) for words in said) and '\n' not in str(refused.value)
 
 
 def test_each_repeat_begins_with_another_run():
-    assert [compare.order_of(repeat, ['a', 'b', 'c']) for repeat in range(3)] == [
-        ['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'],
-    ]  # fmt: skip
+    entries = [{'label': label, 'strategy': strategy} for label, strategy in ('ax', 'bx', 'cy')]
+    queue = [f'{entry["label"]}{repeat}' for repeat, entry in compare.queue_of(entries, config(resume_check=True))]
+    assert queue == ['a0', 'b0', 'c0', 'b1', 'c1', 'a1', 'c2', 'a2', 'b2', 'aresumed', 'cresumed']
 
 
 def test_a_config_file_of_a_train_script_and_its_keys_are_handed_on(tmp_path):
@@ -201,17 +203,21 @@ def test_one_rank_has_no_link(monkeypatch):
     monkeypatch.delenv('RANK', raising=False)
     monkeypatch.setattr(compare.subprocess, 'call', lambda *_, **__: pytest.fail('something was started'))
     with pytest.raises(ValueError, match='1 rank has no link to another: expected --nproc=2 or more'):
-        compare.measure_links(spec(nproc=[1]), {})
+        compare.measure_links(config(nproc=[1]), {})
     monkeypatch.setattr(compare.subprocess, 'call', lambda command, env: command)
-    command = compare.measure_links(spec(nproc=[2], launcher='srun -n {nproc} python'), {})
-    assert command[-2:] == ['--bench_links', '--nproc=1'], 'a rank without RANK does not start ranks of its own'
+    command = compare.measure_links(config(nproc=[2], launcher='srun -n {nproc} python'), {'device': 'cpu'})
+    assert command == ['srun', '-n', '2', 'python', f'{REPO}/benchmarks/links.py', '--device=cpu']
+    monkeypatch.setenv('RANK', '0')
+    with pytest.raises(ValueError, match='start benchmarks/links.py'):
+        compare.measure_links(config(), {})
 
 
 def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(compare.importlib.util, 'find_spec', lambda name: None)
     variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
-    left = compare.without_missing(spec(strategies=['ddp', 'deepspeed'], variants=variants))
-    assert left['strategies'] == ['ddp'] and list(left['variants']) == ['other']
+    left = config(strategies=['ddp', 'deepspeed'], variants=variants)
+    compare.leave_out_missing(left)
+    assert left.strategies == ['ddp'] and list(left.variants) == ['other']
     assert capsys.readouterr().out.count('\n') == 1
 
 
@@ -259,7 +265,7 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     assert 'holds another comparison: ddp has' in errors and '--out_dir' in errors
     process = start('--analyze', '--baseline=fsdp')
     said, _ = process.communicate()
-    assert process.returncode == 0 and 'Fastest is ddp: 2.00x as fast as fsdp' in said
+    assert process.returncode == 0 and 'fastest: ddp, 2.00x fsdp (2.00 to 2.00 in 2 repeats)' in said
 
 
 def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start):
@@ -339,16 +345,16 @@ def test_the_lines_of_runs_sh_do_what_compare_does(start):
     subprocess.run(['bash', script], env=env, check=True)
     assert start.calls() == ['ddp rep0', 'fsdp rep0', 'fsdp_manual rep0'], errors
     said, _ = start('--analyze').communicate()
-    assert 'fsdp failed: [1] error: no such thing; use another\n' in said
+    assert 'failed: fsdp: [1] error: no such thing; use another\n' in said
     subprocess.run(['bash', script], env={**env, 'FAILS': ''}, check=True)
     assert start.calls()[3:] == ['fsdp rep0'] and not (start.out / 'runs/fsdp/rep0/FAILED').exists()
 
 
 def test_runs_sh_resumes_the_half(tmp_path, capsys):
-    plan, _ = compare.expand(spec(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
+    plan, _ = compare.expand(config(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
     for entry in plan['runs']:
         compare.halves(tmp_path, entry)[0].mkdir(parents=True)
-    compare.write_runs(tmp_path, plan, 1, 'true', True)
+    compare.write_runs(tmp_path, plan, config(repeats=1, launcher='true', resume_check=True))
     lines = (tmp_path / 'runs.sh').read_text().splitlines()
     assert len(lines) == 3 + 4 and all(shlex.split(line) for line in lines[3:])
     assert lines[5].count(' --resume=must; }') == 1 and f'--out_dir={tmp_path}/runs/ddp/resumed' in lines[5]
@@ -360,7 +366,7 @@ def test_a_run_without_a_checkpoint_half_way_cannot_be_resumed(start):
     process = start('--resume_check', '--repeats=1', strategies='ddp,fsdp')
     said, _ = process.communicate()
     assert process.returncode == 1 and said.count('resumed: failed: the run has left no') == 2
-    assert 'ddp was NOT resumed: the run has left no' in said
+    assert 'NOT resumed: ddp: the run has left no' in said
 
 
 @pytest.mark.parametrize(('arguments', 'said'), [(['--analyze'], 'no plan.json'), (['--plot', 'nowhere'], 'nowhere')])
@@ -370,7 +376,7 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
 
 
 def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
-    plan, _ = compare.expand(spec(strategies=['ddp']), {})
+    plan, _ = compare.expand(config(strategies=['ddp']), {})
     results.keep_plan(tmp_path, plan)
     with pytest.raises(ValueError, match='no run has finished'):
         compare.analyse(tmp_path, plan, 0)
@@ -434,8 +440,8 @@ def test_one_failed_repeat_and_one_that_is_not_finished_leave_the_others_paired_
     assert (rows['b']['speedup_min'], rows['b']['speedup_max']) == (1.1, 1.2) and rows['b']['rows'] == 2
     assert (rows['c']['speedup'], rows['c']['rows'], rows['c']['failed']) == (1.0, 2, 'error: lost')
     assert rows['d']['rows'] == 0 and rows['e']['speedup'] == 0.5 and rows['e']['loss_diff'] == 0
-    text = verdict.sentences(list(rows.values()))
-    assert 'c: 1 of 3 repeats failed: error: lost' in text and 'd failed: error: lost' in text
+    text = verdict.facts(list(rows.values()))
+    assert 'failed: c (1 of 3 repeats): error: lost' in text and 'failed: d: error: lost' in text
     assert summary({'a': {0: run()}, 'b': {1: run()}})['b'].get('speedup') is None, 'never side by side'
 
 
@@ -460,29 +466,30 @@ def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_t
     config = {**defaults_of('train_fsdp.py'), **resolved, 'dtype': 'float32', 'cpu_offload': 'params'}
     on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
     parts = estimate.estimate(on_gpu, on_gpu, 2, 'fsdp')
-    predicted = compare.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
+    predicted = results.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
     host = sum(size for part, size in parts.items() if part.startswith('host'))
     assert host > 0 and predicted['gpu_gb'] == pytest.approx((sum(parts.values()) - host) / 1e9)
     assert predicted['predicted']['weights_gb'] == pytest.approx(parts['host weights'] / 1e9)
-    assert 'gpu_gb' not in compare.predict(config, {'world_size': 2, 'strategy': 'fsdp'}, 0)
-    assert compare.predict({}, {'world_size': 2, 'strategy': 'fsdp'}, 80) == {}, 'a run without config.json'
+    assert 'gpu_gb' not in results.predict(config, {'world_size': 2, 'strategy': 'fsdp'}, 0)
+    assert results.predict({}, {'world_size': 2, 'strategy': 'fsdp'}, 80) == {}, 'a run without config.json'
 
 
 def defaults_of(script):
     """The defaults of a script's knobs."""
-    lines = [
-        node for node in ast.parse((REPO / script).read_text()).body if isinstance(node, (ast.Assign, ast.AnnAssign))
-    ]
+    tree = ast.parse((REPO / script).read_text())
+    (knobs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == 'Config')
+    lines = [node for node in knobs.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     names = [(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], node.value) for node in lines]
-    return {target.id: literal(value) for target, value in names if isinstance(target, ast.Name)}
+    return {target.id: literal(value) for target, value in names}
 
 
 def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
     rows = [{'label': 'a', 'rows': 1, 'gpu_gb': 1.0}, {'label': 'big', 'rows': 0, 'gpu_gb': 90.0, 'failed': 'memory'}]
-    assert 'a (1) fit; big (90) do not.' in verdict.fitting(rows, 80)[0]
+    fit, too_large = verdict.fitting(rows, 80)
+    assert fit == 'fit a GPU of 80 GB (GB predicted in bfloat16): a 1'
+    assert too_large == 'do NOT fit a GPU of 80 GB (GB predicted in bfloat16): big 90'
     rows[1].pop('gpu_gb')
-    assert '1 of 2 fit a GPU of 80 GB' in verdict.fitting(rows, 80)[0]
-    assert 'Not known of big.' in verdict.fitting(rows, 80)[0]
+    assert verdict.fitting(rows, 80) == [fit, 'memory on a GPU unknown: big']
     (tmp_path / 'FAILED').write_text('out of memory')
     (tmp_path / 'config.json').write_text('{"config": {"n_layer": 2}}')
     failed = results.read_run(tmp_path, 2)
@@ -492,11 +499,14 @@ def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
 def test_damaged_files_are_a_failed_run(tmp_path):
     for name, text in (('DONE', '1'), ('config.json', '{}'), ('metrics.jsonl', '{"step": 1}\n{"st')):
         (tmp_path / name).write_text(text)
-    assert 'metrics.jsonl is damaged: delete' in results.read_run(tmp_path, 2).failure
+    assert (
+        'metrics.jsonl is damaged: expected a JSON object with its step in line 2'
+        in results.read_run(tmp_path, 2).failure
+    )
     (tmp_path / 'metrics.jsonl').write_text('')
-    assert 'metrics.jsonl is damaged' in results.read_run(tmp_path, 2).failure
+    assert 'metrics.jsonl has no row' in results.read_run(tmp_path, 2).failure
     (tmp_path / 'metrics.jsonl').unlink()
-    assert 'No such file' in results.read_run(tmp_path, 2).failure
+    assert 'metrics.jsonl does not exist' in results.read_run(tmp_path, 2).failure
     (tmp_path / 'config.json').write_text('{')
     assert 'config.json is damaged' in results.read_run(tmp_path, 2).failure
 
@@ -535,8 +545,10 @@ def test_what_has_other_mathematics_is_compared_with_its_own_kind():
     }  # fmt: skip
     assert 'every 4 steps' in rows['H4']['apart'] and rows['half']['apart'] == 'bfloat16 against float32'
     assert 'apart' not in rows['H1'] and rows['H1']['loss_diff'] == 0, 'averaging after each step of SGD is exact'
-    text = verdict.sentences(list(rows.values()))
-    assert '1 of 1 agree' in text and 'H4 may differ (DiLoCo: 2 replicas meet every 4 steps): loss 3.3' in text
+    text = verdict.facts(list(rows.values()))
+    assert 'agree: sgd, H1 (largest relative difference of a loss 0, limit 0.0001)' in text
+    assert 'may differ: H4 and a (DiLoCo: 2 replicas meet every 4 steps), loss 3.3000 and 3.0000' in text
+    assert 'may differ: half and a (bfloat16 against float32)' in text and 'agree: a' not in text
 
 
 @pytest.mark.parametrize('key', ['rope_theta', 'lr_decay_iters', 'kappa', 'wd_ts', 'lora_alpha', 'freeze', 'heads'])
@@ -637,18 +649,21 @@ def test_communication_of_diloco_is_its_outer_step_and_said_so():
     assert (row['time/comm'], row['time/comm_exposed']) == (8, 6), 'of replicas of several ranks'
     other = {**row, 'time/comm_exposed': 7, 'time/total': 99}
     other.pop('outer_is_comm')
-    assert 'its 6.0 ms of exposed communication and outer step are 1.0 less' in verdict.reasons(row, other)
+    assert 'exposed communication and outer step 6.0 and 7.0' in verdict.milliseconds(row, other)[0]
 
 
 def test_the_verdict_says_what_disagrees_and_what_was_not_resumed_well():
     rows = summary({'a': [run(3.0)], 'b': [run(3.001)], 'c': [run(3.0)], 'd': [results.Run(failure='error: no')]})
     rows['c']['resume_diff'] = 0.5
     rows['half'] = {**rows['b'], 'label': 'half', 'dtype': 'bfloat16', 'loss_diff': 0.5, 'loss_diff_first': 0.0}
-    text = verdict.sentences(list(rows.values()))
-    assert 'They do NOT agree within 0.0001, relatively: b 3.3e-04 from a (3.3e-04 at first).' in text
-    assert 'They do NOT agree within 0.01, relatively: half 5.0e-01 from a (0 at first).' in text
-    assert 'do NOT go on as without the stop: c.' in text and 'd failed: error: no' in text
-    assert 'One repeat says nothing about noise' in text
+    text = verdict.facts(list(rows.values()))
+    said = 'largest relative difference of a loss 0.00033, limit 0.0001, of the first loss 0.00033'
+    assert f'do NOT agree: b and a ({said})' in text
+    said = 'largest relative difference of a loss 0.5, limit 0.01, of the first loss 0'
+    assert f'do NOT agree: half and a ({said})' in text
+    assert 'agree: a, c (largest relative difference of a loss 0, limit 0.0001)' in text
+    assert 'NOT resumed as without the stop: c (largest relative difference of a loss 0.5, ' in text
+    assert 'failed: d: error: no' in text and 'noise: one repeat cannot show it; --repeats=3 can' in text
 
 
 def test_the_verdict_explains_speed_by_phases_and_is_honest_about_noise():
@@ -659,11 +674,10 @@ def test_the_verdict_explains_speed_by_phases_and_is_honest_about_noise():
         'b': [run(tokens_per_sec=speed, **fast) for speed in (1000, 1020)],
         'c': [run(tokens_per_sec=speed, **fast) for speed in (990, 1030)],
     })  # fmt: skip
-    text = verdict.sentences(list(rows.values()))
-    assert 'Fastest are b and c; no difference between them measured.' in text
-    assert 'b is 2.00x as fast as a (tokens/s 1,010 (1,000 to 1,020), 505 (500 to 510))' in text
-    assert '20.0 instead of 40.0 ms per step, most of it in backward (12.0 instead of 30.0)' in text
-    assert 'its 3.0 ms of exposed communication are 12.0 less' in text
+    text = verdict.facts(list(rows.values()))
+    assert 'fastest: b, c (no clear difference between them), 2.00x a (2.00 to 2.00 in 2 repeats)' in text
+    said = 'step 20.0 and 40.0, backward 12.0 and 30.0, exposed communication 3.0 and 15.0'
+    assert f'ms of b and a: {said}' in text
 
 
 def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_deepspeed():
@@ -679,20 +693,20 @@ def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_
         manual3=entry('fsdp_manual', 3), manual1=entry('fsdp_manual', 1), deep3=entry('deepspeed', 3),
         other=entry('fsdp_manual', 3, prefetch=0), fsdp3=entry('fsdp', 3, fsdp_impl='torch'),
     )  # fmt: skip
-    text = verdict.sentences(list(rows.values()))
-    assert 'Fastest is manual3: 1.28x as fast as a (tokens/s 128 (125 to 131), 100 (100 to 100))' in text
-    assert 'Beside the same stage of DeepSpeed: manual3 is 1.28x (1.25 to 1.31) as fast as deep3; ' in text
-    assert 'other is' not in text and 'manual1 is' not in text, 'with other keys, or of another stage'
-    assert text.endswith('fsdp3 is 1.00x (0.98 to 1.03) as fast as deep3 (no difference measured).')
+    text = verdict.facts(list(rows.values()))
+    assert 'fastest: manual3, 1.28x a (1.25 to 1.31 in 2 repeats)' in text
+    assert 'same stage of DeepSpeed: manual3, 1.28x deep3 (1.25 to 1.31 in 2 repeats)\n' in text
+    assert text.count('same stage') == 2, 'none with other keys, or of another stage'
+    assert text.endswith('same stage of DeepSpeed: fsdp3, 1.00x deep3 (0.98 to 1.03 in 2 repeats), no clear difference')
 
 
 def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
     speeds = {'a': (1000, 1000, 1000), 'b': (1100, 1300, 1500), 'c': (1050, 1240, 1430)}  # b is 1.05x c each time
     rows = summary({label: [run(tokens_per_sec=speed) for speed in every] for label, every in speeds.items()})
-    assert 'Fastest is b: 1.30x as fast as a' in verdict.sentences(list(rows.values()))
+    assert 'fastest: b, 1.30x a (1.10 to 1.50 in 3 repeats)' in verdict.facts(list(rows.values()))
     rows = summary({'a': [run(tokens_per_sec=1000)], 'b': [run(tokens_per_sec=1001)], 'c': []})
-    text = verdict.sentences(list(rows.values()))
-    assert 'Fastest are b and a; no difference between them measured.' in text and 'c has not finished yet.' in text
+    text = verdict.facts(list(rows.values()))
+    assert 'fastest: b, a (no clear difference between them)\n' in text and 'not finished: c' in text
 
 
 def test_the_verdict_compares_only_runs_that_differ_in_one_key():
@@ -704,15 +718,16 @@ def test_the_verdict_compares_only_runs_that_differ_in_one_key():
         }  # fmt: skip
 
     plain, full = row(activation_checkpointing='none'), row(activation_checkpointing='full')
-    assert len(verdict.recomputation([plain, full])) == 1 and 'fsdp_manual-full peaks' in str(
-        verdict.recomputation([row(), full])
-    )
-    assert not verdict.recomputation([row('ddp'), full]) and not verdict.recomputation([row(world_size=4), full])
-    assert not verdict.recomputation([full, row(activation_checkpointing='selective')])
+    (said,) = verdict.one_key_apart([plain, full])
+    assert said.startswith('activation checkpointing: fsdp_manual-full and fsdp_manual-none, peak GB 1.00 and 1.00, ')
+    assert len(verdict.one_key_apart([row(), full])) == 1
+    assert not verdict.one_key_apart([row('ddp'), full]) and not verdict.one_key_apart([row(world_size=4), full])
+    assert not verdict.one_key_apart([full, row(activation_checkpointing='selective')])
     pairs = {1: 100.0, 2: 200.0}, {0: 50.0, 1: 50.0, 2: 80.0}
     one, other = ({**row(), 'tokens_per_sec_repeats': speeds} for speeds in pairs)
-    assert verdict.ratio_in_words(one, other) == ('2.25x (2.00 to 2.50)', True), 'repeat 0 has no partner'
-    assert verdict.ratio_in_words(plain, plain) == ('1.00x (1.00 to 1.00)', False)
+    said = verdict.speed(one, other)
+    assert said == '2.25x fsdp_manual (2.00 to 2.50 in 2 repeats)', 'repeat 0 has no partner'
+    assert verdict.speed(plain, plain).endswith('(1.00 to 1.00 in 2 repeats), no clear difference')
 
 
 def test_the_verdict_says_what_recomputing_activations_saves():
@@ -729,18 +744,18 @@ def test_the_verdict_says_what_recomputing_activations_saves():
     rows = summary(runs, **entries)
     for label, gb in {'plain': 1.5, 'full': 0.6}.items():
         rows[label]['predicted'] = {'total_gb': gb}
-    text = verdict.sentences(list(rows.values()))
-    assert 'full peaks at 1.00 instead of 2.00 GB per rank (0.60 and 1.50 by prediction, without the process it' in text
-    assert '), 0.80x (0.80 to 0.80) as fast as plain.' in text
-    assert 'thin peaks' not in text, 'it differs in another key, too'
+    text = verdict.facts(list(rows.values()))
+    predicted = '(predicted without the process itself: 0.60 and 1.50)'
+    assert f'full and plain, peak GB 1.00 and 2.00 {predicted}, 0.80x plain (0.80 to 0.80 in 2 repeats)' in text
+    assert 'thin and' not in text, 'it differs in another key, too'
 
 
 def test_the_verdict_says_what_fits_a_gpu():
     rows = [{'label': label, 'rows': 0, 'gpu_gb': size} for label, size in (('ddp', 100.0), ('fsdp', 30.0))]
-    assert 'On a GPU of 80 GB, by prediction and in bfloat16: fsdp (30) fit; ddp (100) do not.' in verdict.sentences(
-        rows, 80
-    )
-    assert 'All fit a GPU of 120 GB' in verdict.sentences(rows, 120)
+    said = 'a GPU of 80 GB (GB predicted in bfloat16)'
+    assert verdict.fitting(rows, 80) == [f'fit {said}: fsdp 30', f'do NOT fit {said}: ddp 100']
+    text = verdict.facts(rows, 120)
+    assert 'fit a GPU of 120 GB (GB predicted in bfloat16): fsdp 30, ddp 100' in text and 'NOT' not in text
 
 
 def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
@@ -757,7 +772,7 @@ def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
     assert head == ['run', 'ranks', 'loss', 'largest difference', 'tokens/s', 'speed-up', 'MB sent (predicted)']
     assert cells == [
         ['a', '2', '3.0000', '', '1,000', '1.00', '3 (1.5, 2.00x)'],
-        ['b', '2', '3.0003', '1.0e-04', '1,000 (1,000 to 1,000)', '1.00', ''],
+        ['b', '2', '3.0003', '0.0001', '1,000 (1,000 to 1,000)', '1.00', ''],
         ['c', '2', 'failed: error: no', '', '', '', ''],
     ]
     assert '| a   | 2 (2, 1.00x)           | 2 (1, 2.00x)             | 0 (0)' in verdict.memory_table(
@@ -809,6 +824,6 @@ def test_all_strategies_train_agree_save_and_resume(tmp_path):
             assert 0.9 < row['comm/sent_gb'] / row['predicted_sent_gb'] < 1.1, label
     assert rows['fsdp']['mem/weights_gb'] == pytest.approx(rows['ddp']['mem/weights_gb'] / 2, rel=0.05)
     table = (tmp_path / 'table.md').read_text()
-    assert 'agree with what they are compared with' in table and table.strip() in result.stdout
+    assert '- agree: single, ddp, fsdp, fsdp_manual, ' in table and table.strip() in result.stdout
     for picture in ('loss', 'phases', 'memory', 'communication'):
         assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')

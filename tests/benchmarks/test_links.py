@@ -94,5 +94,10 @@ def test_one_rank_has_no_link(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE'):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match='one rank has no link .* torchrun --nproc_per_node=2') as raised:
-        links.main(torch.device('cpu'))
+        links.measure_links(torch.device('cpu'))
     assert '\n' not in str(raised.value)
+
+
+def test_it_runs_as_a_script_which_says_a_mistake_in_one_line():
+    said = run_script('benchmarks/links.py', check=False).stderr
+    assert said.startswith('[0] error: one rank has no link') and said.count('\n') == 1

@@ -80,14 +80,14 @@ def test_time_of_a_curve_is_training_time():
         row(10, **{'time/total': 100.0}),
         {'step': 15, 'tokens': 1500, 'val_loss': 3.5},  # an evaluation between two logged steps
         row(20, **{'time/total': 100.0, 'val_loss': 3.0}),
-        row(40, **{'time/total': 200.0, 'loss': 'nan'}),
+        row(40, **{'time/total': 200.0, 'loss': math.nan}),
     ]
     curves = plots.loss_curves(rows)
-    assert curves['loss'].seconds == pytest.approx([1, 2, 6])
-    assert curves['loss'].tokens == [1000, 2000, 4000]
-    assert math.isnan(curves['loss'].loss[-1])
-    assert curves['val_loss'].seconds == pytest.approx([1.5, 2])
-    assert curves['val_loss'].loss == [3.5, 3.0]
+    assert curves['loss']['seconds'] == pytest.approx([1, 2, 6])
+    assert curves['loss']['tokens'] == [1000, 2000, 4000]
+    assert math.isnan(curves['loss']['loss'][-1])
+    assert curves['val_loss']['seconds'] == pytest.approx([1.5, 2])
+    assert curves['val_loss']['loss'] == [3.5, 3.0]
 
 
 def test_running_mean_forgets_what_left_its_window():
@@ -117,7 +117,7 @@ def without_numbers(label):
 
 
 def widths(axes, label):
-    """Lengths of the bars with this name in the legend."""
+    """Lengths of the bars with this name in the legend, one for each row."""
     return [bar.get_width() for bars in axes.containers if bars.get_label() == label for bar in bars]
 
 
@@ -126,7 +126,7 @@ def written(axes):
 
 
 def markers(axes, label):
-    return [line.get_xdata()[0] for line in axes.lines if line.get_label() == label]
+    return [at for line in axes.lines if line.get_label() == label for at in line.get_xdata()]
 
 
 def check_page(figure, path):
@@ -149,7 +149,7 @@ def test_phases_add_up_to_the_step_and_the_wait_is_beside_them(tmp_path):
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ['ddp', 'diloco', 'deepspeed']
     assert axes.yaxis_inverted() and 'milliseconds' in axes.get_xlabel()
-    assert widths(axes, 'forward') == [30, 30] and widths(axes, 'outer') == [5]
+    assert widths(axes, 'forward') == [30, 30, 0] and widths(axes, 'outer') == [0, 5, 0]
     assert widths(axes, 'rest') == [5, 0, 0]  # 104 - 99 of the first
     assert widths(axes, 'waiting for communication') == [13, 7, 0]
     assert written(axes) == ['104.0 ms', '104.0 ms', 'not measured']
@@ -159,10 +159,10 @@ def test_memory_as_predicted_and_as_measured(tmp_path):
     figure = plots.plot_memory([result('ddp'), without_numbers('deepspeed')], tmp_path / 'memory.png')
     check_page(figure, tmp_path / 'memory.png')
     state, peak = figure.axes
-    assert widths(state, 'gradients, predicted') == [10] and widths(state, 'gradients, measured') == [20]
-    assert widths(state, 'weights, measured') == [20] and widths(state, 'optimizer, measured') == [40]
+    assert widths(state, 'gradients, predicted') == [10, 0] and widths(state, 'gradients, measured') == [20, 0]
+    assert widths(state, 'weights, measured') == [20, 0] and widths(state, 'optimizer, measured') == [40, 0]
     assert '(MB)' in state.get_xlabel() and '(MB)' in peak.get_xlabel()
-    assert written(state) == ['70', '80', 'not predicted', 'not measured'] and written(peak) == ['500', 'not measured']
+    assert written(state) == ['70', 'not predicted', '80', 'not measured'] and written(peak) == ['500', 'not measured']
     assert markers(peak, 'measured peak') == [500] and markers(peak, 'predicted, tensors alone') == [400]
 
     large = plots.plot_memory([result('ddp', **{'mem/rank_max_gb': 5, 'mem/weights_gb': 2})], tmp_path / 'memory.png')
@@ -175,9 +175,9 @@ def test_communication_waited_for_and_hidden_and_what_it_sent(tmp_path):
     figure = plots.plot_communication(rows, tmp_path / 'communication.png')
     check_page(figure, tmp_path / 'communication.png')
     share, sent = figure.axes
-    assert widths(share, 'compute waits') == [12.5, 12.5] and widths(share, 'beside compute') == [12.5, 12.5]
+    assert widths(share, 'compute waits') == [12.5, 0, 12.5] and widths(share, 'beside compute') == [12.5, 0, 12.5]
     assert written(share) == ['12.5 of 25.0 %', 'none: one process', '12.5 of 25.0 %']
-    assert widths(sent, 'measured') == [21, 1] and markers(sent, 'predicted') == [20, 0]
+    assert widths(sent, 'measured') == [21, 0, 1] and markers(sent, 'predicted') == [20, 0]
     assert written(sent) == ['21', 'none: one process', '1'] and '(MB)' in sent.get_xlabel()
     rows[2]['outer_is_comm'] = True
     figure = plots.plot_communication(rows, tmp_path / 'communication.png')
@@ -197,7 +197,7 @@ def test_losses_that_agree_and_one_that_does_not(tmp_path):
     assert list(ddp.get_ydata()) == [plots.EQUAL] * 3
     assert list(diloco.get_xdata()) == [100, 300] and list(diloco.get_ydata()) == pytest.approx([plots.EQUAL, 0.01])
     assert limit.get_ydata()[0] == 1e-4 and difference.get_title() == 'difference from single'
-    below = {'tokens': [100, 200, 300], 'seconds': [1, 2, 3], 'loss': [4.0, 'nan', 1.98]}
+    below = {'tokens': [100, 200, 300], 'seconds': [1, 2, 3], 'loss': [4.0, math.nan, 1.98]}
     figure = plots.plot_comparison([result('single'), result('diverged', curve=below)], tmp_path / 'loss.png')
     away = list(figure.axes[2].lines[0].get_ydata())
     assert away[0] == plots.EQUAL and math.isnan(away[1]) and away[2] == pytest.approx(0.01)
