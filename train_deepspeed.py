@@ -148,7 +148,7 @@ if config.init_from != 'scratch':
     check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
-model_config, notes = setup.fill_in(config, explicit, world_size, train_data, pretrained)
+model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
@@ -237,10 +237,8 @@ processes.on_rank_0(files.write_file, path, json.dumps(engine_config, indent=1))
 # --- LOG --------------------------------------------------------------------------------------------------------------
 flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
 log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
-log.say(f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
-log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, config.block_size))
-log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
+log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
@@ -281,14 +279,12 @@ train_batches = data.batches(
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
+goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval,
-    go_on=config.save_errors == 'continue',
-)  # fmt: skip
-meter = Meter(
-    device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at,
-    trace_step=config.trace_step - step, out_dir=config.out_dir,
-)  # fmt: skip
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
+)
+tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
+meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step

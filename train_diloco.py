@@ -169,7 +169,7 @@ if config.init_from != 'scratch':
     check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
-model_config, notes = setup.fill_in(config, explicit, world_size, train_data, pretrained)
+model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
@@ -185,9 +185,8 @@ notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
 setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
 found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
-mesh_lines = diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
-alike = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
-diloco_check.refuse_differences({**alike, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
+notes += diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
+diloco_check.refuse_differences(config, train_data, val_data)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
@@ -266,12 +265,11 @@ outer = make_outer()
 identity = setup.identity_of(config, model_config, train_data)
 step, saved = 0, {}
 if found is not None:
-    saved, there = checkpoint.read_state(found), checkpoint.read_index(found)
+    saved = checkpoint.read_state(found)
     checkpoint.check_identity(saved['identity'], identity)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
-    step = outer.resume(  # what there is besides; train_ddp.py and train_fsdp.py save no more than that
-        saved, lambda tensors: checkpoint.read_tensors(found, {key: tensors[key] for key in tensors if key in there})
-    )
+    # And what there is besides: train_ddp.py and train_fsdp.py save no more than that.
+    step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
     if step >= config.max_iters and outer.is_mid_round(step):
@@ -284,14 +282,11 @@ diloco_check.refuse_different_weights(outer)
 started_at = saved['step'] if found and (config.eval_only or config.verify) else step  # those two cut no rows
 flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
 log = Log(config.out_dir, rank, started_at, config.max_iters, vars(config), explicit, flops_per_token)
-log.say(f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens')
-log.say(scaling.batch_line(batch_size, accumulation_steps, world_size, config.block_size))
-log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say('\n'.join(notes))
+log.say(f'{model_config.arch}: {n_parameters:,} parameters on {world_size} x {device.type}')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-log.say('\n'.join(mesh_lines))
 log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 
@@ -319,27 +314,22 @@ def evaluate():
     return row
 
 
-def share_of(at):
-    """(first sample, number of samples) of this replica in step `at`."""
-    return at * global_batch_size + replica * (global_batch_size // num_replicas), global_batch_size // num_replicas
+def batches_from(at):
+    """This rank's micro-batches from step `at` on."""
+    first = at * global_batch_size
+    return data.batches(train_data, config.seed, first, global_batch_size, batch_size, rank, world_size, device)
 
 
-def backward(at):
-    """The gradient of this replica's share of step `at`, for --verify."""
-    batches = data.batches(
-        train_data, config.seed, at * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-    )
-    for micro_step in range(accumulation_steps):
-        model.set_requires_gradient_sync(config.accumulate == 'sharded' or micro_step == accumulation_steps - 1)
-        model.set_is_last_backward(micro_step == accumulation_steps - 1)
-        (model(*next(batches))[0] * shard_size / data.count_targets(train_data, config.seed, *share_of(at))).backward()
-    batches.close()
+def targets_of(at):
+    """Targets in this replica's share of step `at`: all its tokens, or of conversations those that are learned."""
+    share = global_batch_size // num_replicas
+    return data.count_targets(train_data, config.seed, at * global_batch_size + replica * share, share)
 
 
 if config.verify:
     watchdog.close()
     outer.restart_from_anchors()
-    passed = diloco_check.verify(trained, backward, make_outer, compute_dtype != torch.float32, log.say)
+    passed = diloco_check.verify(model, trained, batches_from, targets_of, make_outer, config, log.say)
     processes.leave(0 if passed else 1)
 if config.eval_only:
     with outer.outer_parameters():
@@ -352,20 +342,16 @@ if config.eval_only:
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 if config.cpu_offload == 'optimizer':
     opt = optim.StateOnHost(opt)
-train_batches = data.batches(
-    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+train_batches = batches_from(step)
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
+goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval,
-    go_on=config.save_errors == 'continue',
-)  # fmt: skip
-meter = Meter(
-    device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at,
-    trace_step=config.trace_step - step, out_dir=config.out_dir,
-)  # fmt: skip
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
+)
+tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
+meter = Meter(device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
 numbers = health.Numbers(
     config.max_bad_steps, config.loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)]
@@ -374,8 +360,7 @@ numbers = health.Numbers(
 
 def save():
     """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
-    states = [None] * num_replicas
-    dist.all_gather_object(states, (scaler.state_dict(), numbers.state()), group=whole_mesh.get_group('replica'))
+    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
     scalers, of_numbers = zip(*states, strict=True)
     state = {'tokens': step * tokens_per_step, 'identity': identity, 'config': vars(config)}
     state |= {'scaler': scalers[0], 'numbers': of_numbers[0], 'scalers': scalers, 'numbers_of_replicas': of_numbers}
@@ -407,7 +392,7 @@ while step < config.max_iters and not must_stop:
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # model() returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica: this makes
     # it the mean of the replica's targets.
-    targets = data.count_targets(train_data, config.seed, *share_of(step))
+    targets = targets_of(step)
     loss_scale = shard_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up

@@ -39,9 +39,10 @@ def mesh_lines(num_replicas, local_world_size):
     return lines
 
 
-def refuse_differences(values):
-    """Raises ValueError on every rank if some rank has other `values` than rank 0: {key: anything with ==}."""
-    of_ranks = everybodys(values)
+def refuse_differences(config, train_data, val_data):
+    """Raises ValueError on every rank if some rank has other keys or data than rank 0, but for its device and paths."""
+    values = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
+    of_ranks = everybodys({**values, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
     for rank, theirs in enumerate(of_ranks):
         for key, value in of_ranks[0].items():
             if theirs[key] != value:
@@ -193,14 +194,15 @@ def advice(steps, inner_steps, outer_momentum):
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def verify(parameters, backward, make_outer, half_precision, say):
+def verify(model, parameters, batches_from, targets_of, make_outer, config, say):
     """Check on the real model, data, machines and process groups what DiLoCo promises; True if all holds. Collective.
 
     parameters: {name: parameter} that train; they are put back at the end.
-    backward: function of a step that leaves this replica's gradient of that step's batch in .grad, without clipping.
+    batches_from(step): this rank's micro-batches from that step on. targets_of(step): targets in its replica's share.
     make_outer: function (**settings) that makes a diloco.Outer with these in place of the run's own.
-    half_precision: whether the computation is, which rounds 1000 times coarser.
     """
+    micro_steps = config.global_batch_size // (config.batch_size * dist.get_world_size())
+    shards = dist.get_world_size() // config.num_replicas
     steps, passed = 3, []
     weights = [local(parameter.detach()) for parameter in parameters.values()]
     start = [tensor.clone() for tensor in weights]
@@ -208,7 +210,13 @@ def verify(parameters, backward, make_outer, half_precision, say):
     def gradients_of(step):
         for parameter in parameters.values():
             parameter.grad = None
-        backward(step)
+        batches = batches_from(step)
+        for micro_step in range(micro_steps):
+            last = micro_step == micro_steps - 1
+            model.set_requires_gradient_sync(config.accumulate == 'sharded' or last)
+            model.set_is_last_backward(last)
+            (model(*next(batches))[0] * shards / targets_of(step)).backward()
+        batches.close()
         return [torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)
                 for weight, parameter in zip(weights, parameters.values(), strict=True)]  # fmt: skip
 
@@ -251,7 +259,7 @@ def verify(parameters, backward, make_outer, half_precision, say):
     calls, equal = train(outer, steps)
     difference = norm(torch._foreach_sub(weights, reference)) / max(moved, 1e-30)
     torch._foreach_copy_(weights, start)
-    limit = 1e-2 if half_precision else 1e-4
+    limit = 1e-4 if config.dtype == 'float32' else 1e-2  # half precision rounds that much coarser
     detail = f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}'
     check('rounds of one step, averaged, are data-parallel SGD', difference <= limit and moved > 0, detail)
     check('all replicas hold the same bits after each outer step', equal, f'{steps} outer steps, float32')

@@ -498,8 +498,15 @@ def read_index(path):
     return {key: torch.empty(entry.size, dtype=entry.properties.dtype, device='meta') for key, entry in entries.items()}
 
 
-def read_tensors(path, targets, alone=False):
-    """Fill the targets, on all ranks together or in this process alone. Raises OSError."""
+def read_tensors(path, targets, alone=False, missing_ok=False):
+    """
+    Fill the targets, {key: tensor}, on all ranks together or in this process alone; missing_ok: those that are there.
+
+    Raises OSError.
+    """
+    if missing_ok:
+        there = read_index(path)
+        targets = {key: tensor for key, tensor in targets.items() if key in there}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # which is what `alone` asks for

@@ -35,7 +35,7 @@ def start_process(config):
     return rank, world_size, device, compute_dtype
 
 
-def fill_in(config, explicit, world_size, train_data, pretrained=None):
+def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None):
     """
     Fill in every key that is None or follows from others: batch, epochs, published rules, model; check that all fits.
 
@@ -44,7 +44,11 @@ def fill_in(config, explicit, world_size, train_data, pretrained=None):
     too. Raises ValueError where keys contradict each other or the data.
     """
     config.global_batch_size = config.global_batch_size or config.batch_size * world_size
-    scaling.accumulation_steps(config.global_batch_size, config.batch_size, world_size)  # refuses what does not divide
+    micro_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, world_size)
+    notes = [
+        f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens',
+        scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size),
+    ]
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.is_packed
     if config.packed and not pretrained:
@@ -55,9 +59,9 @@ def fill_in(config, explicit, world_size, train_data, pretrained=None):
         config.max_iters = scaling.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
-    filled, notes = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
+    filled, of_rules = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
     assign(config, filled)
-    notes += scaling.cautions(vars(config), train_data.n_windows)
+    notes += of_rules + scaling.cautions(vars(config), train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
