@@ -6,9 +6,13 @@ Token shards on disk, the order in which a run sees them, and batches made ahead
 
 A split is the concatenation of its shards, cut into windows: window w has the inputs tokens[w*T : w*T + T] with
 T = block_size, and as targets the same shifted by one. Sample i of a run is one window, a pure function of (seed, i)
-whatever the number of ranks: there is no loader state to save, the step in a checkpoint says where to go on. Files are
-shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy rows; what
-they hold is in prepare_data.py's meta.json. With masks (chats) windows hold whole conversations and batches positions.
+whatever the number of ranks: there is no loader state to save, the step in a checkpoint says where to go on. With masks
+(chats) windows hold whole conversations and batches positions.
+
+Files are shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy
+rows; what they hold is in prepare_data.py's meta.json. To read another format of token files, add the end of their
+names to ENDINGS below, and their layout to read_shard() in text/shards.py: it returns the tokens of a file, anything
+with a length that gives a row of integers when it is sliced. To read another format of texts, see text/sources.py.
 """
 
 import bisect
@@ -29,6 +33,7 @@ import torch
 
 from text.shards import read_shard
 
+ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
 # The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
@@ -197,17 +202,10 @@ class PackedDataset(TokenDataset):
     """
 
     def _cut(self, facts):
-        """Read the masks (what is learned stays in memory, 1 byte per token) and pack."""
-        name, end = self.name, 0
-        mask = np.zeros(self.n_tokens + 1, dtype=np.uint8)  # one more: an end in reduceat has to be an index
-        for shard, next_end in zip(facts['shards'], self._ends, strict=True):
-            piece = np.fromfile(path := f'{name}/{shard["mask_file"]}', dtype=np.uint8)
-            if len(piece) != next_end - end or piece.max(initial=0) > 3:
-                sizes = f'its size is {len(piece):,} bytes, expected are {next_end - end:,} of 0 to 3, one per token'
-                raise ValueError(f'{path}: {sizes}; copy or prepare it again')
-            mask[end:next_end], end = piece, next_end
+        """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
+        name, mask = self.name, self._read_masks(facts)
         starts = np.flatnonzero(mask >= 2)
-        self._learned = mask & 1
+        self._learned = mask & 1  # stays in memory, 1 byte per token
         whole = np.diff(starts, append=self.n_tokens)
         lengths = np.minimum(whole, self.block_size + 1)
         spans = np.stack((starts + 1, starts + lengths), axis=1).ravel()  # first target, end of the targets
@@ -227,6 +225,19 @@ class PackedDataset(TokenDataset):
         self._starts, self._lengths = starts[kept], lengths[kept]
         self._borders = np.searchsorted(np.sort(windows), np.arange(self.n_windows + 1))
         self.n_targets = np.add.reduceat(learned[kept], self._borders[:-1])
+
+    def _read_masks(self, facts):
+        """The masks of all shards, uint8 (n_tokens + 1,): an end in reduceat has to be an index."""
+        mask, begin = np.zeros(self.n_tokens + 1, dtype=np.uint8), 0
+        for shard, end in zip(facts['shards'], self._ends, strict=True):
+            path = f'{self.name}/{shard["mask_file"]}'
+            piece = np.fromfile(path, dtype=np.uint8)
+            if len(piece) != end - begin or piece.max(initial=0) > 3:
+                sizes = f'its size is {len(piece):,} bytes, expected are {end - begin:,} of 0 to 3, one per token'
+                raise ValueError(f'{path}: {sizes}; copy or prepare it again')
+            mask[begin:end] = piece
+            begin = end
+        return mask
 
     def read(self, windows):
         """Inputs, targets and positions of some windows: int64 (3, len(windows), block_size); see batches()."""
@@ -282,7 +293,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None):
         return TokenDataset(dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
     folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
     if not folder.is_dir():
-        found = sorted({path.parent.name for end in ('bin', 'npy') for path in Path(data_dir).glob(f'*/*.{end}')})
+        found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})
         holds = f'{data_dir} holds: {", ".join(found) or "no dataset"}'
         raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; make it with {command}; {holds}')
     meta = _read_meta(folder)
@@ -337,7 +348,7 @@ def _find_shards(folder, split, meta):
             raise FileNotFoundError(f'{listed}, first {absent[0]}; copy or prepare the dataset again')
     else:
         word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
-        names = [name for name in os.listdir(folder) if name.endswith(('.bin', '.npy')) and word.search(name.lower())]
+        names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
         # Digits compare as numbers: train_10 comes after train_9.
         names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
     if not names:

@@ -245,6 +245,32 @@ def gradients(engine):
     return [tensor for group in zero.averaged_gradients.values() for tensor in group]
 
 
+def step(engine, optimizer, is_good):
+    """Clip, update this rank's slices, gather the weights, free the gradients; for a bad step all but the update.
+
+    An engine cannot be told to drop a gradient. But an optimizer leaves alone what has none: for a bad step the
+    gradients are taken away when the engine calls optimizer.step(), and put back for the engine to free or use again.
+    """
+    gradients = {}
+
+    def take_away(*_):
+        for group in optimizer.param_groups:
+            for flat in group['params']:
+                gradients[flat], flat.grad = flat.grad, None
+
+    def put_back(*_):
+        while gradients:
+            flat, gradient = gradients.popitem()
+            flat.grad = gradient
+
+    hooks = []
+    if not is_good:
+        hooks = [optimizer.register_step_pre_hook(take_away), optimizer.register_step_post_hook(put_back)]
+    engine.step()
+    for hook in hooks:
+        hook.remove()
+
+
 def dtypes(engine, compute):
     """The log's line: what a user's deepspeed_config may have made of them. compute: the key dtype, resolved."""
     flats = [flat for flat, _, _, _ in places_in_zero(engine).values()]

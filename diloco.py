@@ -24,7 +24,8 @@ How a bucket is averaged over M replicas (rank i of each replica exchanges with 
     all-to-all   replica m sends the j-th part of its delta to replica j, encoded; j decodes all, and averages in fp32
     all-gather   replica j sends that average to all, encoded again; everybody decodes the same bytes
 
-So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in the dtype of the exchange.
+So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in the dtype of the exchange. For 4 replicas
+of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round.
 """
 
 import math
@@ -45,13 +46,15 @@ LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its blo
 
 TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
 
+# A stretch of a fragment's numbers, first to end; pieces: [(parameter, first, end)], the parts of parameters in it.
+Bucket = namedtuple('Bucket', 'first end pieces')
+
 # What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), their weights (M,), bytes
 # that this rank sent, and [(kind, begin, end)] of what it did when.
 Told = namedtuple('Told', 'gram weights bytes spans')
 
 # torch 2.13 has a new name for the collective and warns about the old one, the only one that 2.11 has.
 all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-
 
 SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
 
@@ -143,24 +146,30 @@ class Fragment:
     def __init__(self, index, parameters, offset, home, pinned, with_error, bucket):
         """parameters: {name: parameter}. offset: sent after the steps that leave this rest modulo inner_steps."""
         self.index, self.parameters, self.offset = index, parameters, offset
-        self.equal_at, self.lands_at, self.flights = 0, None, []  # equal_at: step at which parameters were the anchors
-        self.sent_at = self.anchored_at = 0  # step of the last send, and of the one that the anchors are of
-        self.places, self.buckets, size = {}, [], 0  # places: name -> (first, end) among the fragment's numbers
+        self.places, size = {}, 0  # name -> (first, end) among the fragment's numbers
         for name, parameter in parameters.items():
             self.places[name] = (size, size + local(parameter).numel())
             size = self.places[name][1]
+        self.buckets = [self.bucket(first, min(first + bucket, size)) for first in range(0, size, bucket)]
         self.anchor = torch.empty(size, device=home, pin_memory=pinned)
         self.momentum = torch.zeros(size, device=home, pin_memory=pinned)
         self.error = torch.zeros(size, device=home, pin_memory=pinned) if with_error else None
-        self.delta = None  # while in flight: this replica's pseudo-gradient, then the average
-        for first in range(0, size, bucket):
-            end = min(first + bucket, size)
-            pieces = [  # (parameter, first, end) of what lies in the bucket
-                (parameter, max(first, start) - start, min(end, stop) - start)
-                for parameter, (start, stop) in zip(parameters.values(), self.places.values(), strict=True)
-                if start < end and stop > first
-            ]
-            self.buckets.append((first, end, pieces))
+        self.begin_at(step=0)
+        self.lands_at = None  # step after which the exchange in flight is to be applied; None: nothing is in flight
+        self.flights = []  # [(bucket, its delta, handle)] of that exchange
+        self.delta = None  # of a fragment in flight: this replica's pseudo-gradient, then the average
+
+    def begin_at(self, step):
+        """At this step the parameters are the anchors, and these know all that was learned until then."""
+        self.equal_at = self.sent_at = self.anchored_at = step
+
+    def bucket(self, first, end):
+        """The bucket of the numbers first to end."""
+        pieces = []
+        for parameter, (start, stop) in zip(self.parameters.values(), self.places.values(), strict=True):
+            if start < end and stop > first:
+                pieces.append((parameter, max(first, start) - start, min(end, stop) - start))
+        return Bucket(first, end, pieces)
 
     def views(self, flat):
         """{name: the part of a flat tensor that belongs to a parameter, as a tensor or DTensor like it}."""
@@ -288,13 +297,13 @@ class Outer:
         fragment.sent_at, fragment.lands_at = step, step + self.overlap_steps
         if self.overlap_steps and not last:
             fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
-            fragment.flights = [self._launch(fragment, bucket, weight) for bucket in fragment.buckets]
+            fragment.flights = [self._start_exchange(fragment, bucket, weight) for bucket in fragment.buckets]
             return
         mix = 0.0 if last else self.mix
-        for bucket in fragment.buckets:
-            fragment.flights.append(self._launch(fragment, bucket, weight))
+        for bucket in fragment.buckets:  # one is exchanged while the one before it is applied
+            fragment.flights.append(self._start_exchange(fragment, bucket, weight))
             if len(fragment.flights) == 2:
-                self._apply(*fragment.flights.pop(0), fragment, mix)
+                self._outer_step(*fragment.flights.pop(0), fragment, mix)
         self.land(fragment, step, mix)
 
     @torch.no_grad()
@@ -305,20 +314,19 @@ class Outer:
         """
         mix = self.mix if mix is None else mix
         for flight in fragment.flights:
-            self._apply(*flight, fragment, mix)
+            self._outer_step(*flight, fragment, mix)
         fragment.flights, fragment.delta, fragment.lands_at = [], None, None
         fragment.anchored_at = fragment.sent_at
         if mix == 0:
             fragment.equal_at = step
 
-    def _launch(self, fragment, bucket, weight):
+    def _start_exchange(self, fragment, bucket, weight):
         """(bucket, its delta, handle): the exchange turns the delta, in place, into the average over the replicas."""
         first, end, pieces = bucket
-        with self._timed('compute'):
-            delta = (
-                torch.empty(end - first, device=self.device) if fragment.delta is None else fragment.delta[first:end]
-            )
-            torch._foreach_copy_(delta.split([stop - start for _, start, stop in pieces]), parts_of(pieces))
+        with self._timed('compute'):  # the pseudo-gradient: anchor - theta
+            flat = fragment.delta  # of a fragment that lands later
+            delta = torch.empty(end - first, device=self.device) if flat is None else flat[first:end]
+            torch._foreach_copy_(cut(delta, pieces), parts_of(pieces))
             torch.sub(fragment.anchor[first:end].to(self.device, non_blocking=True), delta, out=delta)
         if self.replicas == 1:
             return bucket, delta, None
@@ -330,18 +338,16 @@ class Outer:
             told = self._average(delta, error, weight)
             return bucket, delta, (self.stream.record_event(), told)
 
-    def _apply(self, bucket, delta, handle, fragment, mix):
-        """The outer step on one bucket."""
+    def _outer_step(self, bucket, delta, handle, fragment, mix):
+        """Wait for the average of a bucket, take the outer step with it, and let the parameters go on from there."""
         first, end, pieces = bucket
         with self._timed('wait'):
             told = self._wait(handle)
         if told is not None:
             self.gram += told.gram
-            self.weights, self.bytes_sent, self.spans = (
-                told.weights,
-                self.bytes_sent + told.bytes,
-                self.spans + told.spans,
-            )
+            self.weights = told.weights
+            self.bytes_sent += told.bytes
+            self.spans += told.spans
         with self._timed('compute'):
             anchor, momentum = fragment.anchor[first:end], fragment.momentum[first:end]
             here = [state.to(self.device, non_blocking=True) for state in (anchor, momentum)]  # themselves, mostly
@@ -349,8 +355,8 @@ class Outer:
             if self.on_host:
                 anchor.copy_(here[0], non_blocking=True)
                 momentum.copy_(here[1], non_blocking=True)
-            anchors = here[0].split([stop - start for _, start, stop in pieces])
-            if mix:
+            anchors = cut(here[0], pieces)
+            if mix:  # theta = mix * theta + (1 - mix) * anchor
                 torch._foreach_lerp_(parts_of(pieces), anchors, 1 - mix)
             else:
                 torch._foreach_copy_(parts_of(pieces), anchors)
@@ -375,17 +381,17 @@ class Outer:
                 delta.add_(error.to(self.device, non_blocking=True))
             padded = torch.zeros(replicas * part, device=self.device)
             padded[:n] = delta
-            encoded = encode(padded.view(replicas, part), self.dtype)
+            encoded = encode(padded.view(replicas, part), self.dtype)  # (replicas, bytes)
             header = torch.full((replicas, 1), weight, dtype=torch.float64, device=self.device).view(torch.uint8)
-            to_send = torch.cat((header, encoded), dim=1)
+            to_send = torch.cat((header, encoded), dim=1)  # 8 bytes before each part
             received = torch.empty_like(to_send)
-        with self._timed('transfer', spans):
+        with self._timed('transfer', spans):  # row j goes to replica j, and row m comes from replica m
             all_to_all(received, to_send, self.group)
         with self._timed('compute', spans):
             theirs = decode(received[:, 8:], self.dtype)  # (replicas, part)
             weights = received[:, :8].contiguous().view(torch.float64).flatten()
             shares = (weights / weights.sum()).float()
-            mine = theirs[0] * shares[0]
+            mine = theirs[0] * shares[0]  # (part), of the average
             for replica in range(1, replicas):
                 mine.addcmul_(theirs[replica], shares[replica])
             encoded_mine = encode(mine[None], self.dtype)
@@ -430,7 +436,7 @@ class Outer:
         for fragment in self.fragments:
             assert fragment.lands_at is None, 'a fragment is in flight'
             fragment.momentum.zero_()
-            fragment.equal_at = fragment.sent_at = fragment.anchored_at = step
+            fragment.begin_at(step)
             for name, (first, end) in fragment.places.items():
                 fragment.anchor[first:end] = local(self.parameters[name]).flatten()
 
@@ -442,7 +448,7 @@ class Outer:
                 self.land(fragment, fragment.sent_at)
         step = self.step_of_anchors()
         for fragment in self.fragments:
-            fragment.equal_at = fragment.sent_at = fragment.anchored_at = step
+            fragment.begin_at(step)
         self._go_on_from_anchors()
         return step
 
@@ -465,20 +471,20 @@ class Outer:
         model.NAME: the anchors. outer.NAME.momentum. In the middle of a round also replica3.model.NAME, and
         outer.NAME.average of fragments in flight. replica3.NAME.error with error feedback.
         """
-        tensors = {}
+        tensors, own = {}, f'replica{self.replica}'
         for fragment in self.fragments:
             for *_, handle in fragment.flights:
                 self._wait(handle)
-            tensors |= {f'model.{name}': view for name, view in fragment.views(fragment.anchor).items()}
-            tensors |= {f'outer.{name}.momentum': view for name, view in fragment.views(fragment.momentum).items()}
-            if fragment.delta is not None:
-                tensors |= {f'outer.{name}.average': view for name, view in fragment.views(fragment.delta).items()}
-            if fragment.error is not None:
-                views = fragment.views(fragment.error)
-                tensors |= {f'replica{self.replica}.{name}.error': view for name, view in views.items()}
+            for form, flat in (
+                ('model.{}', fragment.anchor),
+                ('outer.{}.momentum', fragment.momentum),
+                ('outer.{}.average', fragment.delta),
+                (own + '.{}.error', fragment.error),
+            ):
+                if flat is not None:
+                    tensors |= {form.format(name): view for name, view in fragment.views(flat).items()}
             if mid_round:
-                parameters = fragment.parameters.items()
-                tensors |= {f'replica{self.replica}.model.{name}': tensor.detach() for name, tensor in parameters}
+                tensors |= {f'{own}.model.{name}': tensor.detach() for name, tensor in fragment.parameters.items()}
         if self.on_host:
             torch.cuda.synchronize()  # who saves them reads them on the host
         return tensors
@@ -506,11 +512,9 @@ class Outer:
             for number, fragment in enumerate(self.fragments):
                 for key in TIMES:
                     setattr(fragment, key, state[key][number])
-                if fragment.lands_at is not None:
-                    fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
-                    fragment.flights = [
-                        (bucket, fragment.delta[slice(*bucket[:2])], None) for bucket in fragment.buckets
-                    ]
+                if fragment.lands_at is not None:  # its average is in the checkpoint: nothing to wait for
+                    fragment.delta = delta = torch.empty_like(fragment.anchor, device=self.device)
+                    fragment.flights = [(bucket, delta[bucket.first : bucket.end], None) for bucket in fragment.buckets]
         tensors = self.tensors(mid_round=state['mid_round'] and same_replicas)
         read({key: tensor for key, tensor in tensors.items() if not key.startswith('model.')})
         if state['mid_round'] and not same_replicas:
@@ -529,11 +533,9 @@ class Outer:
         """(of the anchors, of the parameters) on this rank: equal on all ranks of its group after an outer step."""
         if self.on_host:
             torch.cuda.synchronize()
-        parameters = [local(parameter).flatten().float() for parameter in self.parameters.values()]
         anchors = [fragment.anchor for fragment in self.fragments]
-        return tuple(
-            sum((number + 1) * checksum(part) for number, part in enumerate(parts)) for parts in (anchors, parameters)
-        )
+        parameters = [local(parameter).flatten().float() for parameter in self.parameters.values()]
+        return tuple(sum((i + 1) * checksum(part) for i, part in enumerate(parts)) for parts in (anchors, parameters))
 
     # --- health -----------------------------------------------------------------------------------------------------
 
@@ -574,27 +576,15 @@ class Outer:
         """
         if self.on_cuda:
             torch.cuda.current_stream().synchronize()  # not with what is in flight
-        parts = [part for fragment in self.fragments for part in fragment.momentum.split(BUCKET)]
-        squares = sum(
-            (part.square().sum().double().cpu() for part in parts), start=torch.zeros((), dtype=torch.float64)
-        )
-        sums = torch.cat((self.gram.flatten().cpu(), squares.reshape(1) / self.replicas))
-        dist.all_reduce(sums)
-        gram, weights = sums[:-1].view(self.replicas, self.replicas), self.weights.cpu() / self.weights.sum().cpu()
-        norms = gram.diagonal().sqrt()
-        mean_square = (weights @ gram @ weights).item()
+        square = torch.zeros((), dtype=torch.float64)  # of the outer momentum, in pieces: no copy of all of it
+        for fragment in self.fragments:
+            for part in fragment.momentum.split(BUCKET):
+                square += part.square().sum().double().cpu()
+        sums = torch.cat((self.gram.flatten().cpu(), square.reshape(1) / self.replicas))
+        dist.all_reduce(sums)  # over the shards, too: each has the inner products of its part
         row = {'diloco/momentum_norm': math.sqrt(sums[-1].item())}
         if self.bytes_sent:
-            first, second = torch.triu_indices(self.replicas, self.replicas, 1)
-            cosines = gram[first, second] / (norms[first] * norms[second])
-            drift = (weights @ gram.diagonal()).item() - mean_square  # E |d - mean|^2 = E |d|^2 - |mean|^2
-            if norms.all():  # of a pseudo-gradient of zero there is no direction
-                row |= {'diloco/cosine': cosines.mean().item(), 'diloco/cosine_min': cosines.min().item()}
-            row |= {
-                'diloco/replica_norm': gram.diagonal().mean().sqrt().item(),
-                'diloco/delta_norm': math.sqrt(max(mean_square, 0.0)),  # max(nan, 0) is nan, max(0, nan) is 0
-                'diloco/drift': math.sqrt(max(drift, 0.0)),
-            }
+            row |= norms_of_replicas(sums[:-1].view(self.replicas, self.replicas), self.weights.cpu())
         row |= {f'diloco/{kind}_s': value for kind, value in self._seconds().items()}
         row |= {'diloco/bytes': self.bytes_sent, 'diloco/bytes_formula': self.round_bytes(self.dtype)}
         self.reset_health()
@@ -620,6 +610,29 @@ class Outer:
         """Bytes that this rank sends in a round by the formula 2 N b (M-1)/M."""
         numbers = sum(len(fragment.anchor) for fragment in self.fragments)
         return 2 * numbers * BYTES[dtype] * (self.replicas - 1) / self.replicas
+
+
+def norms_of_replicas(gram, weights):
+    """Metrics from the inner products (M, M) of the replicas' pseudo-gradients d and their weights (M), on the host."""
+    weights = weights / weights.sum()
+    squares, norms = gram.diagonal(), gram.diagonal().sqrt()
+    mean_square = (weights @ gram @ weights).item()  # |mean|^2, since mean = sum of w_m d_m
+    drift = (weights @ squares).item() - mean_square  # E |d - mean|^2 = E |d|^2 - |mean|^2
+    row = {
+        'diloco/replica_norm': squares.mean().sqrt().item(),
+        'diloco/delta_norm': math.sqrt(max(mean_square, 0.0)),  # max(nan, 0) is nan, max(0, nan) is 0
+        'diloco/drift': math.sqrt(max(drift, 0.0)),
+    }
+    if norms.all():  # of a pseudo-gradient of zero there is no direction
+        first, second = torch.triu_indices(len(gram), len(gram), 1)
+        cosines = gram[first, second] / (norms[first] * norms[second])
+        row |= {'diloco/cosine': cosines.mean().item(), 'diloco/cosine_min': cosines.min().item()}
+    return row
+
+
+def cut(flat, pieces):
+    """The numbers of a bucket, a flat tensor, cut into its pieces: views."""
+    return flat.split([end - first for _, first, end in pieces])
 
 
 def parts_of(pieces):

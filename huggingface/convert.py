@@ -50,6 +50,14 @@ LLAMA_MODULES = {  # of qwen3, too
 }
 
 
+# Fields of ModelConfig -> keys of their configurations, in both directions. (GPT2Config answers to these, too.)
+SHARED_KEYS = {'vocab_size': 'vocab_size', 'tie_embeddings': 'tie_word_embeddings', 'n_layer': 'num_hidden_layers'}
+SHARED_KEYS |= {'n_head': 'num_attention_heads', 'n_embd': 'hidden_size', 'block_size': 'max_position_embeddings'}
+GPT2_KEYS = SHARED_KEYS | {'mlp_hidden_dim': 'n_inner', 'norm_eps': 'layer_norm_epsilon'}
+LLAMA_KEYS = SHARED_KEYS | {'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim'}
+LLAMA_KEYS |= {'mlp_hidden_dim': 'intermediate_size', 'norm_eps': 'rms_norm_eps'}
+
+
 def from_transformers(source, model_config):
     """The state dict of GPT(model_config), from a transformers model or its state dict.
 
@@ -157,30 +165,11 @@ def config_from_transformers(hf_config):
         if needed:
             raise ValueError(f'this {arch} model has {option}, which model.py does not support')
 
-    shared = {'arch': arch, 'vocab_size': hf_config.vocab_size, 'tie_embeddings': hf_config.tie_word_embeddings}
-    if arch == 'gpt2':
-        return ModelConfig(
-            n_layer=hf_config.n_layer,
-            n_head=hf_config.n_head,
-            n_embd=hf_config.n_embd,
-            mlp_hidden_dim=hf_config.n_inner,
-            block_size=hf_config.n_positions,
-            norm_eps=hf_config.layer_norm_epsilon,
-            **shared,
-        )
-    return ModelConfig(
-        n_layer=hf_config.num_hidden_layers,
-        n_head=hf_config.num_attention_heads,
-        n_kv_head=hf_config.num_key_value_heads,
-        head_dim=hf_config.head_dim,
-        n_embd=hf_config.hidden_size,
-        mlp_hidden_dim=hf_config.intermediate_size,
-        block_size=hf_config.max_position_embeddings,
-        bias=biases == {True},
-        rope_theta=rope['rope_theta'],
-        norm_eps=hf_config.rms_norm_eps,
-        **shared,
-    )
+    names = GPT2_KEYS if arch == 'gpt2' else LLAMA_KEYS
+    keys = {ours: getattr(hf_config, theirs) for ours, theirs in names.items()}
+    if arch != 'gpt2':
+        keys |= {'bias': biases == {True}, 'rope_theta': rope['rope_theta']}
+    return ModelConfig(arch=arch, **keys)
 
 
 def config_to_transformers(model_config):
@@ -192,42 +181,17 @@ def config_to_transformers(model_config):
 
     if not is_in_transformers(model_config):
         raise ValueError(f'transformers has no model like {model_config}')
-    shared = {
-        'vocab_size': model_config.vocab_size,
-        'tie_word_embeddings': model_config.tie_embeddings,
-        'bos_token_id': None,
-        'eos_token_id': None,
-    }
-    if model_config.arch == 'gpt2':
-        return transformers.GPT2Config(
-            n_layer=model_config.n_layer,
-            n_head=model_config.n_head,
-            n_embd=model_config.n_embd,
-            n_inner=model_config.mlp_hidden_dim,
-            n_positions=model_config.block_size,
-            layer_norm_epsilon=model_config.norm_eps,
-            embd_pdrop=model_config.dropout,
-            attn_pdrop=model_config.dropout,
-            resid_pdrop=model_config.dropout,
-            **shared,
-        )
-    if model_config.arch == 'llama':
-        shared['mlp_bias'] = model_config.bias
-    kind = {'llama': transformers.LlamaConfig, 'qwen3': transformers.Qwen3Config}[model_config.arch]
-    return kind(
-        num_hidden_layers=model_config.n_layer,
-        num_attention_heads=model_config.n_head,
-        num_key_value_heads=model_config.n_kv_head,
-        head_dim=model_config.head_dim,
-        hidden_size=model_config.n_embd,
-        intermediate_size=model_config.mlp_hidden_dim,
-        max_position_embeddings=model_config.block_size,
-        attention_bias=model_config.bias,
-        attention_dropout=model_config.dropout,
-        rope_parameters={'rope_type': 'default', 'rope_theta': model_config.rope_theta},
-        rms_norm_eps=model_config.norm_eps,
-        **shared,
-    )
+    arch, dropout = model_config.arch, model_config.dropout
+    names = GPT2_KEYS if arch == 'gpt2' else LLAMA_KEYS
+    keys = {theirs: getattr(model_config, ours) for ours, theirs in names.items()}
+    keys |= {'bos_token_id': None, 'eos_token_id': None}
+    if arch == 'gpt2':
+        return transformers.GPT2Config(embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout, **keys)
+    keys |= {'attention_bias': model_config.bias, 'attention_dropout': dropout}
+    keys['rope_parameters'] = {'rope_type': 'default', 'rope_theta': model_config.rope_theta}
+    if arch == 'llama':
+        return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
+    return transformers.Qwen3Config(**keys)
 
 
 def byte_level_bpe(ranks, specials, pattern=None):
