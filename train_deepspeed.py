@@ -288,7 +288,6 @@ meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdo
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-update = opt.step
 must_stop = stop_request.agreed()  # a signal that came before there was a step
 while step < config.max_iters and not must_stop:
     # the learning rate of this step
@@ -325,9 +324,7 @@ while step < config.max_iters and not must_stop:
     # update: only if loss and gradient are finite on all ranks
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
     is_good = numbers.are_good(step + 1, step_loss, targets, own_norm, may_overflow, saver.last_good)
-    # An engine cannot be told to drop a gradient: for a bad step its update is to do nothing.
-    opt.step = update if is_good else lambda: None
-    model.step()  # clips, updates this rank's slices, gathers the weights, frees the gradients
+    deepspeed_engine.step(model, opt, is_good)  # clips, updates this rank's slices, gathers the weights
     if meter.wants_state(opt):
         meter.note_state(*deepspeed_engine.held(model, opt, gradients))
     del gradients
