@@ -15,7 +15,7 @@ a train script. The same command goes on after an interruption: what is finished
 
 import sys
 
-from configurator import Mistake, checked, configure, find, read_knobs
+from configurator import configure
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -54,9 +54,7 @@ if __name__ == '__main__':
 import contextlib
 import ctypes
 import importlib.util
-import itertools
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -66,181 +64,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import plots, results, verdict
-from runtime import errors, scaling
+from comparison import planning, plots, results, verdict
+from runtime import errors
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
-SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py'}
-STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'deepspeed': (1, 2, 3)}
-IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
-
-# Where neither a file nor the command line says anything. A run of the small model takes some 10 seconds on 2 cores:
-# 4 layers of 128 = 0.8M parameters and 2 x 2048 x 128 of the vocabulary; fp32, so that agreement can be seen.
-SMALL = {'arch': 'llama', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': 128, 'batch_size': 4}
-SMALL |= {'dtype': 'float32', 'max_iters': 50, 'learning_rate': 3e-3, 'warmup_iters': 5}
-# Any of these given: not the small one
-OF_A_MODEL = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
-QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_iters': 10, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
-BENCH = {'dataset': 'synthetic', 'eval_iters': 0, 'keep_checkpoints': 0, 'max_iters': 30, 'warmup_iters': 5}
-BENCH |= {'log_interval': 2, 'global_batch_size': None, 'wandb_log': False, 'checkpoint_interval': 0}
-
-
-# --- PLAN -------------------------------------------------------------------------------------------------------------
-
-
-def expand(config, train_keys, explicit=()):
-    """
-    (plan, notes): every run of a comparison, and lines on what was left out.
-
-    config: has the knobs above. train_keys: of the train scripts, for all runs; explicit: those of the command line,
-    which also win over what --bench sets. plan: {'baseline': label, 'runs': [{label, strategy, script, world_size,
-    overrides}]}, the overrides being the keys given to the script. Raises ValueError for what cannot be run.
-    """
-    check(config)
-    notes, runs = [], []
-    for strategy in dict.fromkeys(config.strategies):
-        combinations = axes(strategy, config)
-        if not combinations:
-            notes.append(f'{strategy} is left out: it has zero_stages={STAGES[strategy]} alone')
-        runs += [(label, strategy, ranks, given) for ranks, given, label in combinations]
-    for label, variant in config.variants.items():
-        given = {key: value for key, value in variant.items() if key not in ('strategy', 'nproc')}
-        strategy = variant.get('strategy', (config.strategies or ['ddp'])[0])
-        runs.append((label, strategy, 1 if strategy == 'single' else variant.get('nproc', config.nproc[0]), given))
-    if not runs:
-        raise ValueError('; '.join([*notes, f'nothing to compare: expected some of --strategies={",".join(SCRIPTS)}']))
-    labels = [label for label, *_ in runs]
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f'two runs have the label {twice[0]!r}: rename the one in variants')
-
-    most_ranks = max([*config.nproc, *(variant.get('nproc', 1) for variant in config.variants.values())])
-    entries = []
-    for label, strategy, ranks, given in runs:
-        keys = keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, most_ranks)
-        entry = {'label': label, 'strategy': strategy, 'script': SCRIPTS[strategy], 'world_size': ranks}
-        entries.append({**entry, 'overrides': keys})
-    used = {key for entry in entries for key in entry['overrides']} | {'out_dir'}
-    if unused := sorted(set(train_keys) - used):
-        notes.append(f'not a key of any of these runs: {", ".join(unused)}')
-    return {'baseline': choose_baseline(config, labels, labels[0]), 'runs': entries}, notes
-
-
-def choose_baseline(config, labels, default):
-    if config.baseline not in (None, *labels):
-        raise ValueError(f'baseline={config.baseline!r} is no run of this comparison: use one of {", ".join(labels)}')
-    return config.baseline or default
-
-
-def check(config):
-    """Raises ValueError for values of knobs that no run could have."""
-    for label, variant in config.variants.items():
-        if not re.fullmatch(r'[\w.+=-]+', str(label)) or not isinstance(variant, dict):
-            raise ValueError(
-                f'variants: {label!r}: expected a label of letters, digits and _ . + = - (it names a folder), and a '
-                f'dict of keys, given {variant!r}'
-            )
-    for strategy in (*config.strategies, *(variant.get('strategy', 'ddp') for variant in config.variants.values())):
-        if strategy not in [*SCRIPTS]:
-            raise ValueError(f'strategies={strategy}: expected some of {", ".join(SCRIPTS)}')
-    ranks = [*config.nproc, *(variant['nproc'] for variant in config.variants.values() if 'nproc' in variant)]
-    numbers = {'nproc': config.nproc and ranks, 'accumulations': config.accumulations}
-    numbers |= {'inner_steps': config.inner_steps, 'zero_stages': config.zero_stages}
-    for key, values in numbers.items():
-        if not values or any(type(value) is not int or value < 1 for value in values):
-            raise ValueError(f'{key}={values}: expected whole numbers from 1 on, as in --{key}=2')
-    if config.repeats < 1:
-        raise ValueError(f'repeats={config.repeats}: expected 1 or more')
-    try:
-        shlex.split(config.launcher or '')
-    except ValueError as error:
-        raise ValueError(f'launcher={config.launcher}: {error}') from None
-
-
-def axes(strategy, config):
-    """[(ranks, keys, label)] of a strategy over the axes that it has; the label names axes with several values."""
-    points = {  # key: (its name in a label, values)
-        'nproc': ('{}ranks', [1] if strategy == 'single' else config.nproc),
-        'accumulation': ('{}micro', config.accumulations),
-        'zero_stage': ('zero{}', config.zero_stages if strategy in STAGES else []),
-        'inner_steps': ('H{}', config.inner_steps if strategy == 'diloco' else []),
-        'activation_checkpointing': ('checkpoint-{}', config.checkpointing),
-        'dtype': ('{}', config.dtypes),
-    }
-    points = {key: (name, list(dict.fromkeys(values))) for key, (name, values) in points.items() if values}
-    found = []
-    for chosen in itertools.product(*(values for _, values in points.values())):
-        keys = dict(zip(points, chosen, strict=True))
-        if keys.get('zero_stage') in (None, *STAGES.get(strategy, ())):
-            names = [name.format(keys[key]) for key, (name, values) in points.items() if len(values) > 1]
-            found.append((keys.pop('nproc'), keys, '-'.join([strategy, *names])))
-    return found
-
-
-def keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, most_ranks):
-    """The keys that a run's script is given. ValueError: one that it lacks, or a batch that does not divide."""
-    script = HERE / SCRIPTS[strategy]
-    knobs = read_knobs(script)
-    given = dict(given)
-    accumulation = given.pop('accumulation', 1)
-    try:
-        for key in given:
-            given[key] = checked(given[key], find(key, knobs, script, f'{label}: {key}'), f'{label}: {key}')
-    except Mistake as mistake:
-        raise ValueError(str(mistake)) from None
-
-    is_small = not any(key in {**train_keys, **given} for key in OF_A_MODEL)
-    data_dir = Path(train_keys.get('data_dir', 'data'))
-    dataset = 'stdlib-bpe2048' if (data_dir / 'stdlib-bpe2048').is_dir() else 'synthetic'
-    keys = {**QUIET, **(SMALL if is_small else {}), 'dataset': dataset, **train_keys}
-    if config.bench:
-        keys |= {key: value for key, value in BENCH.items() if key not in explicit}
-    # Random tokens in place of a dataset have its vocabulary, as far as that is known; otherwise GPT-2's, 50,304.
-    replaced = data_dir / train_keys.get('dataset', 'stdlib-bpe2048') / 'meta.json'
-    if keys['dataset'] == 'synthetic' and replaced.exists():
-        keys.setdefault('vocab_size', results.read_json(replaced)['vocab_size'])
-    elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not config.bench):
-        keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
-    keys |= given
-    if strategy in IMPLEMENTATIONS:
-        keys['fsdp_impl'] = IMPLEMENTATIONS[strategy]
-    if strategy == 'diloco':
-        keys.setdefault('num_replicas', ranks)  # a rank each: one per node, the script's default, would be one here
-    if config.resume_check and keys.get('max_iters', 0) < 2:
-        raise ValueError(f'{label}: resume_check stops half-way: expected --max_iters=2 or more')
-    if config.resume_check:  # rounded up: two checkpoints; permanent, so that those of interruptions push none out
-        keys |= dict.fromkeys(('checkpoint_interval', 'permanent_interval'), -(-keys['max_iters'] // 2))
-        keys['keep_checkpoints'] = 2
-    if config.trace:
-        keys['trace_step'] = min(results.WARM_UP, keys.get('max_iters', results.WARM_UP))
-    batch_size, most = keys.get('batch_size', 8), max(config.accumulations)
-    keys['global_batch_size'] = keys.get('global_batch_size') or batch_size * most_ranks * most
-    if batch_size * most % accumulation:
-        raise ValueError(
-            f'{label}: batch_size={batch_size} x {most} micro-steps cannot be split into {accumulation}: use another '
-            '--batch_size, or other accumulations'
-        )
-    keys['batch_size'] = batch_size * most // accumulation
-    try:
-        scaling.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)
-    except ValueError as error:
-        raise ValueError(f'{label}: {error}') from None
-    return {key: value for key, value in keys.items() if key in knobs and key != 'out_dir' and value is not None}
-
-
-def queue_of(entries, config):
-    """
-    [(repeat, entry)] in the order in which they run. Each repeat begins with another run: none is always first or last.
-
-    With resume_check the first run of each strategy comes once more at the end, as the repeat 'resumed'.
-    """
-    queue, of_strategies = [], {}
-    for repeat in range(config.repeats):
-        start = repeat % len(entries)
-        queue += [(repeat, entry) for entry in entries[start:] + entries[:start]]
-    for entry in entries:
-        of_strategies.setdefault(entry['strategy'], entry)
-    return queue + [('resumed', entry) for entry in of_strategies.values() if config.resume_check]
 
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
@@ -331,7 +158,7 @@ def run_one(folder, entry, repeat, launcher):
 
 def run_all(folder, plan, config):
     """Run what is not finished yet; whether all of it ended well."""
-    queue = queue_of(plan['runs'], config)
+    queue = planning.queue_of(plan['runs'], config)
     ended = [results.read_run(folder_of(folder, entry, repeat), entry['world_size']) for repeat, entry in queue]
     todo = [one for one, run in zip(queue, ended, strict=True) if not run or run.failure]
     if len(todo) < len(queue):
@@ -424,7 +251,7 @@ def measure_links(config, train_keys):
     """--bench_links: start benchmarks/links.py on the most ranks of nproc; its exit code."""
     if 'RANK' in os.environ:
         raise ValueError('bench_links starts the ranks itself: under torchrun start benchmarks/links.py')
-    check(config)
+    planning.check(config)
     ranks = max(config.nproc)
     if ranks < 2:
         raise ValueError(f'bench_links: {ranks} rank has no link to another: expected --nproc=2 or more')
@@ -439,7 +266,7 @@ def write_runs(folder, plan, config):
     """--write_only: runs.sh, one line per run; a line says by itself what is finished, as compare.py sees it."""
     lines = ['# The runs of a comparison, one a line; then: python compare.py --analyze --out_dir=...', 'set -u']
     lines += ["# OMP_NUM_THREADS: this machine's cores over the ranks; on another one set what that has"]
-    queue = queue_of(plan['runs'], config)
+    queue = planning.queue_of(plan['runs'], config)
     for repeat, entry in queue:
         threads = environment(entry['world_size'])['OMP_NUM_THREADS']
         command = shlex.join(command_of_run(folder, entry, repeat, config.launcher))
@@ -478,12 +305,14 @@ def main(config, train_keys, explicit):
         if not (folder / 'plan.json').exists():
             raise ValueError(f'{folder} holds no comparison (no plan.json): expected the --out_dir of one')
         plan = results.read_json(folder / 'plan.json')
-        plan['baseline'] = choose_baseline(config, [entry['label'] for entry in plan['runs']], plan['baseline'])
+        plan['baseline'] = planning.choose_baseline(
+            config, [entry['label'] for entry in plan['runs']], plan['baseline']
+        )
         analyse(folder, plan, config.gpu_gb)
         return 0
     if not config.write_only:
         leave_out_missing(config)
-    plan, notes = expand(config, train_keys, explicit)
+    plan, notes = planning.expand(config, train_keys, explicit)
     results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or config.bench):
         notes.append('random tokens: there is no data/stdlib-bpe2048, which `python prepare_data.py` makes')
