@@ -285,7 +285,7 @@ def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(pr
 
 @pytest.mark.parametrize('rendezvous', ['static', 'c10d'])
 def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
-    """The README's two pairs of commands, both agents on this machine."""
+    """The two pairs of commands of docs/slurm.md, both agents on this machine."""
     (port,) = free_ports(1)
     run = [
         *TINY_MODEL,
