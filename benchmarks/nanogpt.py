@@ -9,6 +9,7 @@ Both are timed from outside and in the same way: the clock starts when the line 
 and stops when that of a later step does, so data, update and logging all count, and start-up does not.
 """
 
+import argparse
 import re
 import statistics
 import subprocess
@@ -109,5 +110,8 @@ def compare_loss(nanogpt):
 
 
 if __name__ == '__main__':
-    folder = Path(sys.argv[1]).resolve()
-    compare_loss(folder) if '--loss' in sys.argv else compare_speed(folder)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('nanogpt', type=lambda path: Path(path).resolve(), help='its folder')
+    parser.add_argument('--loss', action='store_true')
+    given = parser.parse_args()
+    compare_loss(given.nanogpt) if given.loss else compare_speed(given.nanogpt)

@@ -8,6 +8,7 @@ Milliseconds of an optimizer's step beside torch.optim.AdamW(fused=True), each o
 Each round times every optimizer once; printed is the smallest of the rounds' times, and the ratio to fused AdamW's.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -33,22 +34,31 @@ def step_ms(optimizer):
     return 1e3 * (time.perf_counter() - start)
 
 
-names = [argument for argument in sys.argv[1:] if not argument.startswith('--')]
-names = ['adamw'] + (names or [name for name in optim.OPTIMIZERS if name not in ('adamw', 'muon')])
-optimizers = {}
-for name in names:
-    model = blocks()
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    keys = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.01, wd_ts=100)
-    optimizers[name] = optim.make_optimizer(model, name, **keys, compile='--compile' in sys.argv)
-    first = step_ms(optimizers[name]), step_ms(optimizers[name])
-    print(f'{name}: first step {first[0] / 1e3:.1f} s, {sum(p.numel() for p in model.parameters()):,} parameters')
-times = {name: [] for name in names}
-for _ in range(ROUNDS):
+def main():
+    others = [name for name in optim.OPTIMIZERS if name not in ('adamw', 'muon')]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('names', nargs='*', default=others, metavar='optimizer', help=', '.join(others))
+    parser.add_argument('--compile', action='store_true')
+    given = parser.parse_args()
+    names = ['adamw', *given.names]
+    optimizers = {}
     for name in names:
-        times[name].append(step_ms(optimizers[name]))
-print(f'{torch.get_num_threads()} threads')
-for name in names:
-    best = min(times[name])
-    print(f'{name:15} {best:7.1f} ms   {best / min(times["adamw"]):.2f} x fused AdamW')
+        model = blocks()
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        keys = dict(learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.01, wd_ts=100)
+        optimizers[name] = optim.make_optimizer(model, name, **keys, compile=given.compile)
+        first = step_ms(optimizers[name]), step_ms(optimizers[name])
+        print(f'{name}: first step {first[0] / 1e3:.1f} s, {sum(p.numel() for p in model.parameters()):,} parameters')
+    times = {name: [] for name in names}
+    for _ in range(ROUNDS):
+        for name in names:
+            times[name].append(step_ms(optimizers[name]))
+    print(f'{torch.get_num_threads()} threads')
+    for name in names:
+        best = min(times[name])
+        print(f'{name:15} {best:7.1f} ms   {best / min(times["adamw"]):.2f} x fused AdamW')
+
+
+if __name__ == '__main__':
+    main()

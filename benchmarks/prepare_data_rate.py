@@ -12,6 +12,7 @@ the ratios within a round are what counts. Text: Python sources, each file a doc
     datasets.map    num_proc=2 from a dataset in memory, then nanoGPT's loop that writes a memmap
 """
 
+import argparse
 import multiprocessing
 import os
 import re
@@ -134,5 +135,8 @@ def measure(megabytes, rounds):
 
 if __name__ == '__main__':
     os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
-    arguments = [int(argument) for argument in sys.argv[1:]]
-    measure(*(arguments or [40, 5]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('megabytes', type=int, nargs='?', default=40)
+    parser.add_argument('rounds', type=int, nargs='?', default=5)
+    given = parser.parse_args()
+    measure(given.megabytes, given.rounds)

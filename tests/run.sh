@@ -17,16 +17,22 @@ for argument in "$@"; do
     fi
 done
 
+SECONDS=0                       # bash counts them
 export OMP_NUM_THREADS=1        # most tests start several processes: one thread each, or they fight for the cores
 export PET_LOCAL_ADDR=127.0.0.1 # torchrun --local_addr: do not look up this machine's name, which may not resolve
 
 failed=()
 "$PYTHON" -m ruff format --check . || failed+=('format (ruff format . mends it)')
 "$PYTHON" -m ruff check . || failed+=('lint')
-"$PYTHON" -m pytest -q -rfEs --durations=10 "${pytest_arguments[@]}" || failed+=('tests')
+# Three files at a time, since much is waiting; each file by one worker, for its fixtures train models. conftest.py says
+# which come first. Another -n among the arguments counts: -n 0 is one process, for a debugger.
+"$PYTHON" -m pytest -q -rfEs --durations=10 -n 3 --dist loadgroup --no-loadscope-reorder "${pytest_arguments[@]}" ||
+    failed+=('tests')
+took=$(printf '%d:%02d minutes' $((SECONDS / 60)) $((SECONDS % 60)))
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}"
+    echo "in $took"
     exit 1
 fi
-echo 'passed: format, lint, tests'
+echo "passed: format, lint, tests in $took"

@@ -797,9 +797,10 @@ def test_the_line_that_says_why_a_run_failed(console, line):
 # --- for real ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.xdist_group('compare_smoke')
 def test_all_strategies_train_agree_save_and_resume(tmp_path):
     """config/compare_smoke.py, with ranks that are forked: torchrun would import torch three times for each run."""
-    launcher = f'{sys.executable} {REPO / "tests" / "launch.py"} 2'
+    launcher = f'{sys.executable} {REPO / "tests" / "launch.py"} {{nproc}}'
     result = run_script(
         'compare.py', 'config/compare_smoke.py', f'--out_dir={tmp_path}', f'--launcher={launcher}', timeout=3600
     )

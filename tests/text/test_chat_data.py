@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import transformers
 from launch import REPO, environment
-from test_prepare_data import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
+from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from text import chat, sources

@@ -1,0 +1,99 @@
+"""Run prepare_data.py as a user does, kill it on its way, and read what it leaves."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import SHARED, run_script, start_and_stop_behind
+
+from text import tokenizer as tokenizers
+from text.shards import read_shard
+
+CACHE = SHARED / 'tiktoken_cache'
+needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
+WORDS = [
+    'time',
+    'and',
+    'tide',
+    'wait',
+    'for',
+    'no',
+    'one',
+    'Größe',
+    '中文',
+    '🙂',
+    '12345',
+    "it's",
+    'x += 1;',
+    '\n',
+    '\n\n   ',
+]
+
+
+def make_texts(count, words=60, seed=0):
+    """Different documents of random length, with what UTF-8 and whitespace can do."""
+    generator = random.Random(seed)
+    return [
+        f'{number} ' + ' '.join(generator.choices(WORDS, k=generator.randint(1, 2 * words))) for number in range(count)
+    ]
+
+
+def prepare(folder, *arguments, check=True, **env):
+    """Run prepare_data.py with data_dir=folder/data."""
+    env.setdefault('TIKTOKEN_CACHE_DIR', str(CACHE))
+    return run_script('prepare_data.py', f'--data_dir={folder}/data', *arguments, check=check, **env)
+
+
+def error_of(folder, *arguments, **env):
+    """The one line that a failing command prints."""
+    result = prepare(folder, *arguments, check=False, **env)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 1 and len(lines) == 1 and lines[0].startswith('[0] error: '), result
+    return lines[0]
+
+
+def meta_of(dataset):
+    return json.loads((dataset / 'meta.json').read_text())
+
+
+def tokens_of(dataset, split):
+    """All tokens of a split, with a check of every shard against meta.json."""
+    meta = meta_of(dataset)
+    shards = meta['splits'][split]['shards']
+    tokens = [np.array(read_shard(dataset / shard['file'])) for shard in shards]
+    for shard, part in zip(shards, tokens, strict=True):
+        assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
+        assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']
+    tokens = np.concatenate(tokens)
+    assert len(tokens) == meta['splits'][split]['tokens'] and tokens.max() == meta['splits'][split]['max_token']
+    return tokens
+
+
+def documents_of(dataset, split):
+    """The texts of a split, decoded."""
+    tokenizer = tokenizers.tokenizer_of(dataset)
+    tokens = tokens_of(dataset, split)
+    ends = np.flatnonzero(tokens == tokenizer.eot)
+    assert ends[-1] == len(tokens) - 1, 'a document without end-of-text'
+    texts = [tokenizer.decode(part[part != tokenizer.eot]) for part in np.split(tokens, ends[:-1] + 1)]
+    facts = meta_of(dataset)['splits'][split]
+    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encode()) for text in texts)
+    return texts
+
+
+def contents(dataset):
+    """{file name: sha256} of a dataset's folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(dataset.iterdir())}
+
+
+def start_and_kill_at(shard, folder, *arguments):
+    """Start prepare_data.py and kill it with SIGKILL once that shard is there. Returns the pids of its workers."""
+    process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments)
+    workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    process.kill()
+    process.wait()
+    assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'
+    return workers
