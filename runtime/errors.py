@@ -109,6 +109,11 @@ def timed_out_after(error):
     return int(waited[1]) / 1000 if waited else None
 
 
+def one_line(error, limit=200):
+    """The message of an error in one line, with an end."""
+    return ' '.join(str(error).split())[:limit] or type(error).__name__
+
+
 def first_line(error):
     """The message without the C++ stack that torch appends."""
     lines = str(error).strip().splitlines()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.errors import one_line
 from text.shards import FIRST, LEARNED
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
@@ -125,11 +126,11 @@ class ChatEncoder:
             self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             self.renderer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
         except ImportError as error:  # an old jinja2
-            raise ValueError(' '.join(str(error).split())) from error
+            raise ValueError(one_line(error)) from error
         except Exception as error:
             if type(error).__name__ == 'TemplateSyntaxError' or not hasattr(self, 'renderer'):
-                reason = ' '.join(str(error).split())[:200]
-                raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {reason}') from error
+                reason = f'its chat template cannot be used: {one_line(error)}'
+                raise ValueError(f'tokenizer={folder}: {reason}') from error
         finally:
             transformers.logging.set_verbosity(verbosity)
 
@@ -187,8 +188,7 @@ class ChatEncoder:
             options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
             return self.renderer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template may raise anything
-            reason = ' '.join(str(error).split())[:100]
-            raise ValueError(f'rows that the chat template refuses ({reason or type(error).__name__})') from error
+            raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)})') from error
 
     def _encode(self, text, spans, add_end):
         """(ids, flags, text): learned are the tokens that lie in the spans, also in part. But not the prompt's last

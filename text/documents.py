@@ -14,6 +14,8 @@ import json
 import re
 from typing import NamedTuple
 
+from runtime.errors import one_line
+
 UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
 HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
 ROWS_AT_ONCE = 128  # of columnar files: half a MB where a document has 4 kB
@@ -229,7 +231,7 @@ def _rows(source, batches, row, offset, origin, work_per_row):
         except StopIteration:
             return
         except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
-            raise OSError(f'{origin}: cannot be read behind row {row}: {" ".join(str(error).split())[:300]}') from error
+            raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
         wanted = batch.slice(max(0, offset - row))
         row += len(batch)
         if len(wanted):
@@ -363,7 +365,7 @@ def _rows_of_yaml(data, notes, origin):
     try:
         contents = list(yaml.load_all(data, loader))
     except Exception as error:  # besides YAMLError, what int(), datetime() and deep nesting raise
-        notes[f'{origin}: not YAML, left out: {" ".join(str(error).split())[:100]}'] += 1
+        notes[f'{origin}: not YAML, left out: {one_line(error, 100)}'] += 1
         return
     for content in contents:
         yield from content if isinstance(content, list) else [content]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.errors import one_line
 from runtime.files import write_file
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
@@ -280,7 +281,7 @@ def _fields_of_columns(path, kind):
             with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
                 schema = stream.schema
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
-        raise ValueError(f'damaged: {" ".join(str(error).split())[:200]}') from error
+        raise ValueError(f'damaged: {one_line(error)}') from error
     return {field.name: _example_of(field.type) for field in schema}
 
 
@@ -446,10 +447,12 @@ def _newest_revision(repository):
 
 def _advice(dataset, error):
     """One line for an error of the hub's libraries."""
-    reason = ' '.join(str(error).split()) or type(error).__name__
     if 'NotFound' in type(error).__name__ or 'Gated' in type(error).__name__ or isinstance(error, ValueError):
-        return f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {reason[:300]}'
+        return (
+            f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error, 300)}'
+        )
+    reason = f'{type(error).__name__}: {one_line(error, 120)}'
     return (
-        f'dataset={dataset}: the Hugging Face hub cannot be reached ({type(error).__name__}: {reason[:120]}); where '
-        f'there is a network, run `python prepare_data.py --dataset={dataset} --download_only`, then this again here'
+        f'dataset={dataset}: the Hugging Face hub cannot be reached ({reason}); where there is a network, run '
+        f'`python prepare_data.py --dataset={dataset} --download_only`, then this again here'
     )
