@@ -33,6 +33,23 @@ LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
 FIXED = {'round_robin_gradients': False, 'zero_hpz_partition_size': 1, 'mics_shard_size': -1}
 FIXED |= {'cpu_offload': False, 'cpu_offload_params': False}  # old names, which the key cpu_offload would not know
 FIXED |= {f'zero_quantized_{what}': False for what in ('weights', 'nontrainable_weights', 'gradients')}
+SECTIONS_OF_KEYS = {  # that a user's file must not have: keys of the script stand for them
+    'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
+    'scheduler': '--lr_schedule, --warmup_iters, ...',
+    'amp': '--dtype',
+    'torch_autocast': '--dtype',
+}
+SETTINGS_OF_KEYS = {  # that have to agree with a key
+    'train_batch_size': 'global_batch_size',
+    'train_micro_batch_size_per_gpu': 'batch_size',
+    'gradient_accumulation_steps': 'global_batch_size',
+    'gradient_clipping': 'grad_clip',
+    'zero_optimization.stage': 'zero_stage',
+    'zero_optimization.offload_optimizer.device': 'cpu_offload',
+    'zero_optimization.offload_param.device': 'cpu_offload',
+    'bf16.enabled': 'dtype',
+    'fp16.enabled': 'dtype',
+}
 
 
 def package(device):
@@ -96,6 +113,13 @@ def configuration(config, accumulation_steps, file=None):
     }
     if file is None:
         return ours
+    theirs = read_settings(file)
+    check_settings(theirs, ours, config, file)
+    return merged(ours, theirs)
+
+
+def read_settings(file):
+    """The dict in a user's JSON file."""
     try:
         with open(file, encoding='utf-8') as opened:
             theirs = json.load(opened)
@@ -105,33 +129,23 @@ def configuration(config, accumulation_steps, file=None):
         raise ValueError(f'deepspeed_config={file} is not JSON ({error})') from error
     if not isinstance(theirs, dict):
         raise ValueError(f'deepspeed_config={file}: expected a JSON object, as in {{"zero_optimization": {{...}}}}')
-    for section, keys in {
-        'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
-        'scheduler': '--lr_schedule, --warmup_iters, ...',
-        'amp': '--dtype',
-        'torch_autocast': '--dtype',
-    }.items():
+    return theirs
+
+
+def check_settings(theirs, ours, config, file):
+    """Raise ValueError for a setting of the user's file that is unknown, or that a key of the script decides."""
+    for section, keys in SECTIONS_OF_KEYS.items():
         if section in theirs:
             raise ValueError(f'deepspeed_config={file} has "{section}": delete it, here {keys} decide')
-    for section in theirs.keys() - ours.keys():
-        if near := difflib.get_close_matches(section, ours, 1, 0.8):
-            raise ValueError(f'deepspeed_config={file}: "{section}" is unknown: did you mean "{near[0]}"?')
     for section, value in theirs.items():
+        near = () if section in ours else difflib.get_close_matches(section, ours, 1, 0.8)
+        if near:
+            raise ValueError(f'deepspeed_config={file}: "{section}" is unknown: did you mean "{near[0]}"?')
         if isinstance(ours.get(section), dict) and not isinstance(value, dict) and value not in LEFT_OUT:
             raise ValueError(
                 f'deepspeed_config={file}: "{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"'
             )
-    for path, key in {
-        'train_batch_size': 'global_batch_size',
-        'train_micro_batch_size_per_gpu': 'batch_size',
-        'gradient_accumulation_steps': 'global_batch_size',
-        'gradient_clipping': 'grad_clip',
-        'zero_optimization.stage': 'zero_stage',
-        'zero_optimization.offload_optimizer.device': 'cpu_offload',
-        'zero_optimization.offload_param.device': 'cpu_offload',
-        'bf16.enabled': 'dtype',
-        'fp16.enabled': 'dtype',
-    }.items():
+    for path, key in SETTINGS_OF_KEYS.items():
         given, expected = setting(theirs, path), setting(ours, path)
         expected = 'none' if expected is None else expected  # of offload_...: the section is left out
         if given not in (*LEFT_OUT, expected):
@@ -146,7 +160,6 @@ def configuration(config, accumulation_steps, file=None):
                 f'deepspeed_config={file}: "zero_optimization.{name}" is {json.dumps(given)}: delete it, it has to '
                 f'be {json.dumps(expected)} here'
             )
-    return merged(ours, theirs)
 
 
 def setting(settings, path):

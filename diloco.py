@@ -31,7 +31,7 @@ of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round.
 import math
 import re
 import time
-from collections import Counter, deque, namedtuple
+from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -46,8 +46,8 @@ LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its blo
 
 TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
 
-# A stretch of a fragment's numbers, first to end; pieces: [(parameter, first, end)], the parts of parameters in it.
-Bucket = namedtuple('Bucket', 'first end pieces')
+# A stretch of a fragment's numbers, first to end. pieces: [(parameter, first, end)], of which it consists; their sizes.
+Bucket = namedtuple('Bucket', 'first end pieces sizes')
 
 # What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), their weights (M,), bytes
 # that this rank sent, and [(kind, begin, end)] of what it did when.
@@ -154,7 +154,6 @@ class Fragment:
         self.anchor = torch.empty(size, device=home, pin_memory=pinned)
         self.momentum = torch.zeros(size, device=home, pin_memory=pinned)
         self.error = torch.zeros(size, device=home, pin_memory=pinned) if with_error else None
-        self.begin_at(step=0)
         self.lands_at = None  # step after which the exchange in flight is to be applied; None: nothing is in flight
         self.flights = []  # [(bucket, its delta, handle)] of that exchange
         self.delta = None  # of a fragment in flight: this replica's pseudo-gradient, then the average
@@ -169,7 +168,7 @@ class Fragment:
         for parameter, (start, stop) in zip(self.parameters.values(), self.places.values(), strict=True):
             if start < end and stop > first:
                 pieces.append((parameter, max(first, start) - start, min(end, stop) - start))
-        return Bucket(first, end, pieces)
+        return Bucket(first, end, pieces, [stop - start for _, start, stop in pieces])
 
     def views(self, flat):
         """{name: the part of a flat tensor that belongs to a parameter, as a tensor or DTensor like it}."""
@@ -322,11 +321,11 @@ class Outer:
 
     def _start_exchange(self, fragment, bucket, weight):
         """(bucket, its delta, handle): the exchange turns the delta, in place, into the average over the replicas."""
-        first, end, pieces = bucket
+        first, end, pieces, sizes = bucket
         with self._timed('compute'):  # the pseudo-gradient: anchor - theta
-            flat = fragment.delta  # of a fragment that lands later
-            delta = torch.empty(end - first, device=self.device) if flat is None else flat[first:end]
-            torch._foreach_copy_(cut(delta, pieces), parts_of(pieces))
+            kept = fragment.delta  # until the fragment lands
+            delta = torch.empty(end - first, device=self.device) if kept is None else kept[first:end]
+            torch._foreach_copy_(delta.split(sizes), parts_of(pieces))
             torch.sub(fragment.anchor[first:end].to(self.device, non_blocking=True), delta, out=delta)
         if self.replicas == 1:
             return bucket, delta, None
@@ -340,7 +339,7 @@ class Outer:
 
     def _outer_step(self, bucket, delta, handle, fragment, mix):
         """Wait for the average of a bucket, take the outer step with it, and let the parameters go on from there."""
-        first, end, pieces = bucket
+        first, end, pieces, sizes = bucket
         with self._timed('wait'):
             told = self._wait(handle)
         if told is not None:
@@ -355,7 +354,7 @@ class Outer:
             if self.on_host:
                 anchor.copy_(here[0], non_blocking=True)
                 momentum.copy_(here[1], non_blocking=True)
-            anchors = cut(here[0], pieces)
+            anchors = here[0].split(sizes)
             if mix:  # theta = mix * theta + (1 - mix) * anchor
                 torch._foreach_lerp_(parts_of(pieces), anchors, 1 - mix)
             else:
@@ -426,9 +425,8 @@ class Outer:
 
     def _go_on_from_anchors(self):
         for fragment in self.fragments:
-            for name, (first, end) in fragment.places.items():
-                parameter = local(self.parameters[name])
-                parameter.copy_(fragment.anchor[first:end].view(parameter.shape))
+            for name, anchor in fragment.views(fragment.anchor).items():
+                local(self.parameters[name]).copy_(local(anchor))
 
     @torch.no_grad()
     def restart_from_parameters(self, step):
@@ -437,8 +435,8 @@ class Outer:
             assert fragment.lands_at is None, 'a fragment is in flight'
             fragment.momentum.zero_()
             fragment.begin_at(step)
-            for name, (first, end) in fragment.places.items():
-                fragment.anchor[first:end] = local(self.parameters[name]).flatten()
+            for name, anchor in fragment.views(fragment.anchor).items():
+                local(anchor).copy_(local(self.parameters[name]))
 
     @torch.no_grad()
     def restart_from_anchors(self):
@@ -552,7 +550,7 @@ class Outer:
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def _seconds(self):
-        seconds = Counter(dict.fromkeys(('wait', 'transfer', 'compute'), 0.0))
+        seconds = {'wait': 0.0, 'transfer': 0.0, 'compute': 0.0}
         for kind, begin, end in self.spans:
             seconds[kind] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
         return seconds
@@ -576,10 +574,8 @@ class Outer:
         """
         if self.on_cuda:
             torch.cuda.current_stream().synchronize()  # not with what is in flight
-        square = torch.zeros((), dtype=torch.float64)  # of the outer momentum, in pieces: no copy of all of it
-        for fragment in self.fragments:
-            for part in fragment.momentum.split(BUCKET):
-                square += part.square().sum().double().cpu()
+        parts = [part for fragment in self.fragments for part in fragment.momentum.split(BUCKET)]
+        square = sum(part.square().sum().double().cpu() for part in parts)
         sums = torch.cat((self.gram.flatten().cpu(), square.reshape(1) / self.replicas))
         dist.all_reduce(sums)  # over the shards, too: each has the inner products of its part
         row = {'diloco/momentum_norm': math.sqrt(sums[-1].item())}
@@ -595,14 +591,13 @@ class Outer:
         scratch = {'scratch': torch.zeros(numbers, device=self.device)}
         fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
         fragment.anchor.zero_()
-        own, self.dtype = self.dtype, dtype
+        of_run, self.dtype = self.dtype, dtype
         self.reset_health()
         began = time.perf_counter()
         self.send(fragment, step=0, last=True)
         if self.on_cuda:
             torch.cuda.synchronize()
-        seconds, self.dtype = time.perf_counter() - began, own
-        computing = self._seconds()['compute']
+        seconds, computing, self.dtype = time.perf_counter() - began, self._seconds()['compute'], of_run
         self.reset_health()
         return seconds, computing
 
@@ -628,11 +623,6 @@ def norms_of_replicas(gram, weights):
         cosines = gram[first, second] / (norms[first] * norms[second])
         row |= {'diloco/cosine': cosines.mean().item(), 'diloco/cosine_min': cosines.min().item()}
     return row
-
-
-def cut(flat, pieces):
-    """The numbers of a bucket, a flat tensor, cut into its pieces: views."""
-    return flat.split([end - first for _, first, end in pieces])
 
 
 def parts_of(pieces):

@@ -81,18 +81,7 @@ if not re.fullmatch(r'\d+[KMG]B', config.max_shard_size):
 config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename(os.path.abspath(config.out_dir))))
 if os.path.isfile(config.to) or (os.path.isdir(config.to) and os.listdir(config.to)):
     raise ValueError(f'{config.to} exists: delete it, or name another folder with --to=FOLDER')
-if config.step is None:
-    path = checkpoint.choose(config.out_dir)  # a damaged one leads to the one before it, and says so
-    if path is None:
-        raise ValueError(
-            f'no checkpoint in {config.out_dir}: train one with `python train_ddp.py CONFIG --out_dir={config.out_dir}`'
-        )
-else:
-    path = os.path.join(config.out_dir, 'checkpoints', f'step_{config.step:08d}')
-    damage = checkpoint.find_damage(path) if os.path.isdir(path) else 'it is not there'
-    if damage:
-        there = [str(int(found.rpartition('_')[2])) for found in checkpoint.checkpoints_in(os.path.dirname(path))]
-        raise ValueError(f'checkpoint {path}: {damage}; take another --step, there are {", ".join(there) or "none"}')
+path = checkpoint.choose_to_read(config.out_dir, config.step)
 weights, state = checkpoint.load_weights(path)
 model_facts = state['identity']['model']
 is_fine_tuned = 'transformers' in model_facts

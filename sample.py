@@ -96,22 +96,7 @@ if config.temperature < 0 or config.top_k < 0 or not 0 <= config.top_p <= 1:
     raise ValueError(f'{given}: expected temperature and top_k of 0 or more, and top_p from 0 to 1')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
-if config.step is None:
-    path = checkpoint.choose(config.out_dir, say=say)  # a damaged one leads to the one before it, and says so
-    if path is None:
-        raise ValueError(
-            f'no checkpoint in {config.out_dir}: train one with `python train_ddp.py CONFIG --out_dir={config.out_dir}`'
-        )
-else:
-    path = os.path.join(config.out_dir, 'checkpoints', f'step_{config.step:08d}')
-    if not os.path.isdir(path):
-        there = [str(int(found.rpartition('_')[2])) for found in checkpoint.checkpoints_in(os.path.dirname(path))]
-        raise ValueError(
-            f'no checkpoint of step={config.step} in {config.out_dir}, which has those of steps: {", ".join(there)}'
-        )
-    damage = checkpoint.find_damage(path, say)
-    if damage:
-        raise ValueError(f'checkpoint {path} is damaged: {damage}; take another --step')
+path = checkpoint.choose_to_read(config.out_dir, config.step, say)
 weights, state = checkpoint.load_weights(path)
 run = state['config']
 dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])

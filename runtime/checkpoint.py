@@ -113,6 +113,24 @@ def choose(out_dir, resume='auto', say=print):
     return None
 
 
+def choose_to_read(out_dir, step=None, say=print):
+    """Path of a run's checkpoint of this step, or of its newest intact one. Raises ValueError where there is none."""
+    if step is None:
+        path = choose(out_dir, say=say)  # a damaged one leads to the one before it, and says so
+        if path is None:
+            raise ValueError(
+                f'no checkpoint in {out_dir}: train one with `python train_ddp.py CONFIG --out_dir={out_dir}`'
+            )
+        return path
+    folder = os.path.join(out_dir, 'checkpoints')
+    path = os.path.join(folder, f'step_{step:08d}')
+    damage = find_damage(path, say) if os.path.isdir(path) else 'it is not there'
+    if damage:
+        there = [str(int(found.rpartition('_')[2])) for found in checkpoints_in(folder)]
+        raise ValueError(f'checkpoint {path}: {damage}; take another --step, there are {", ".join(there) or "none"}')
+    return path
+
+
 def find_damage(path, say=print):
     """What is wrong with the files of a checkpoint, in words; None if all have the size and sha256 of manifest.json."""
     began = time.perf_counter()
