@@ -4,9 +4,8 @@
 #   sbatch --nodes=4 slurm/diloco.sh                                    # 4 replicas x 4 GPUs
 #   torchrun --nproc_per_node=4 train_diloco.py config/diloco_enoki.py --num_replicas=4 --dry_run
 #
-# (docs/diloco.md says why)
 # DiLoCo does best from a model that data parallelism has begun: train the first third with train_fsdp.py
-# and this file, then train_diloco.py in the same out_dir goes on from its checkpoint.
+# and this file, then train_diloco.py in the same out_dir goes on from its checkpoint. See docs/diloco.md.
 
 out_dir = 'out/diloco_enoki'
 dataset = 'fineweb-10BT-gpt2'
