@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from launch import run_script
 
-
 # Groups of tests that take longest come first, or one worker would end with them alone. A group is a file, or what is
 # marked as one (xdist_group).
 LONGEST = ['compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco', 'test_finetune_runs']
