@@ -10,15 +10,17 @@ a script's resolved config (dtype 'bfloat16' rather than 'auto') with the keys o
 ModelConfig.to_dict() or Pretrained.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes.
 """
 
+import contextlib
 import itertools
 import math
 import weakref
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import optim
 from huggingface import finetune
@@ -184,7 +186,7 @@ def moments(config, model, shard_size=1):
 
 
 def empty_model(config, device='meta'):
-    """The model that a train script would make, its weights without values. Raises ValueError for keys that make none."""
+    """The model that a train script would make, without values. Raises ValueError for keys that make none."""
     with torch.device(device):
         if 'transformers' in config:
             return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
@@ -216,14 +218,14 @@ def activation_bytes(config, strategy):
     on tensors without data, and after each operation the bytes of the tensors that are alive are added up.
 
     For a CPU they are fake tensors. Those of CUDA have no backward on a machine without CUDA: for it they are on the
-    meta device, with KernelsOfCUDA.
+    meta device, see kernels_of_cuda().
     """
     on_cuda, dtype = config['device'].startswith('cuda'), getattr(torch, config['dtype'])
     device, is_sharded = 'meta' if on_cuda else 'cpu', strategy != 'ddp'
     autocast_to = dtype if 'transformers' in config and not is_sharded and dtype != torch.float32 else None
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with KernelsOfCUDA(autocast_to) if on_cuda else FakeTensorMode():
+    with kernels_of_cuda(autocast_to) if on_cuda else FakeTensorMode():
         model = empty_model(config, device)
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
@@ -275,26 +277,27 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-class KernelsOfCUDA(TorchFunctionMode):
+@contextlib.contextmanager
+def kernels_of_cuda(autocast_to=None):
     """
-    One operation for what CUDA has one kernel for, which keeps less than the several ones of the meta device.
+    On the meta device, one operation for what CUDA has one kernel for, which keeps less than the several of others.
 
     autocast_to: dtype of matmuls, or None. Autocast itself leaves meta tensors alone.
     """
 
-    def __init__(self, autocast_to=None):
-        super().__init__()
-        self.autocast_to = autocast_to
+    def casting(function):
+        def cast(value):
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(autocast_to) if is_float else value
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.autocast_to and function in (F.linear, torch.addmm, F.scaled_dot_product_attention):
-            args, kwargs = tree_map(self.cast, (args, kwargs))
-        return ON_CUDA.get(function, function)(*args, **kwargs)
+        return lambda *args, **options: function(*map(cast, args), **options)
 
-    def cast(self, value):
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self.autocast_to) if is_float else value
+    attention, linear, addmm = fused_attention, F.linear, torch.addmm
+    if autocast_to:
+        attention, linear, addmm = map(casting, (attention, linear, addmm))
+    functions = {'rms_norm': fused_rms_norm, 'dropout': fused_dropout, 'scaled_dot_product_attention': attention}
+    with mock.patch.multiple(F, linear=linear, **functions), mock.patch.object(torch, 'addmm', addmm):
+        yield
 
 
 def fused_rms_norm(x, shape, weight=None, eps=None):
@@ -302,7 +305,7 @@ def fused_rms_norm(x, shape, weight=None, eps=None):
 
 
 def fused_dropout(x, p=0.5, training=True, inplace=False):
-    return torch.native_dropout(x, p, training)[0]
+    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
 
 
 def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -310,12 +313,9 @@ def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if enable_gqa:  # no kernel: scores exist whole
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
     bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(-1, q.shape[1], -1, -1)
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
-
-
-ON_CUDA = {F.rms_norm: fused_rms_norm, F.dropout: fused_dropout, F.scaled_dot_product_attention: fused_attention}
 
 
 def drop_gradient(parameter):
