@@ -12,6 +12,7 @@ ModelConfig.to_dict() or Pretrained.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes
 
 import contextlib
 import itertools
+import logging
 import math
 import weakref
 from unittest import mock
@@ -69,18 +70,17 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
-    activations, logits = activation_bytes(config, strategy)
+    activations = activation_bytes(config, strategy)
     if strategy == 'ddp':
         return {
             'weights': FP32 * whole,
             'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
             'optimizer': FP32 * moments(config, model),
-            'activations': activations,
-            'logits': logits,
+            **activations,
         }
 
     if strategy == 'deepspeed':
-        return deepspeed_states(config, model, world_size) | {'activations': activations, 'logits': logits}
+        return deepspeed_states(config, model, world_size) | activations
     if strategy == 'diloco':
         shard_size = world_size // config['num_replicas']
     shard_size = shard_size or ranks_per_shard_group(config, world_size)
@@ -113,9 +113,8 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     of_block, of_root = ((compute + FP32) * size * trainable // whole for size in (block, root))
     return parts | {
         'gathered': compute * (root + blocks_gathered * block),
-        'reduction': max(of_block, of_root - activations - logits),
-        'activations': activations,
-        'logits': logits,
+        'reduction': max(of_block, of_root - sum(activations.values())),
+        **activations,
     }
 
 
@@ -214,39 +213,48 @@ def count(parameters, shard_size=1):
 
 def activation_bytes(config, strategy):
     """
-    (activations, logits) of one micro-step, as explained at estimate(). The model's own forward, loss and backward run
-    on tensors without data, and after each operation the bytes of the tensors that are alive are added up.
+    {'activations', 'logits': bytes} of one micro-step, as explained at estimate(). The model's own forward, loss and
+    backward run on tensors without data, and after each operation the bytes of those that are alive are added up.
 
-    For a CPU they are fake tensors. Those of CUDA have no backward on a machine without CUDA: for it they are on the
-    meta device, see kernels_of_cuda().
+    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA: for it they are on the
+    meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse; then a
+    CPU stands for CUDA. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
     """
-    on_cuda, dtype = config['device'].startswith('cuda'), getattr(torch, config['dtype'])
-    device, is_sharded = 'meta' if on_cuda else 'cpu', strategy != 'ddp'
-    autocast_to = dtype if 'transformers' in config and not is_sharded and dtype != torch.float32 else None
+    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
+    for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
+        with contextlib.suppress(RuntimeError):
+            return follow_micro_step(config, device, is_sharded=strategy != 'ddp')
+    return {}
+
+
+def follow_micro_step(config, device, is_sharded):
+    """activation_bytes() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with kernels_of_cuda(autocast_to) if on_cuda else FakeTensorMode():
+    dtype = getattr(torch, config['dtype'])
+    has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
+    with kernels_of_cuda(dtype if has_autocast else None) if device == 'meta' else FakeTensorMode():
         model = empty_model(config, device)
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
         tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.long, device=device)
-        inputs = [tokens, tokens, tokens] if config.get('packed') else [tokens, tokens]  # with positions
+        inputs = [tokens, tokens] + [tokens] * bool(config.get('packed'))  # x, y, positions
         for parameter in model.parameters():
-            if is_sharded:  # weights arrive in the compute dtype, and gradients count as 'reduction'
+            if is_sharded:
                 parameter.data = parameter.data.to(dtype)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(drop_gradient)
+            if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
             elif parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
-        kept = []  # when the last block is done
+        kept = []
         model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
         with live:
             loss, _ = model(*inputs)
             peak_of_forward = live.peak
             loss.backward()
-    return kept[0] + live.peak - peak_of_forward, peak_of_forward - kept[0]
+    return {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -463,6 +471,8 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
 
     lines += ['', f'memory per rank at the peak of a step, in GB ({strategy}, {world_size} ranks, {config["dtype"]})']
     lines += [f'  {part:22}{size / 1e9:>16.3f}' for part, size in memory.items()]
+    if 'activations' not in memory:
+        lines.append('  activations           not known: this model does not run without data')
     for place in ('device', 'host'):
         sizes = [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]
         if sizes:
