@@ -216,9 +216,9 @@ def activation_bytes(config, strategy):
     {'activations', 'logits': bytes} of one micro-step, as explained at estimate(). The model's own forward, loss and
     backward run on tensors without data, and after each operation the bytes of those that are alive are added up.
 
-    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA: for it they are on the
-    meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse; then a
-    CPU stands for CUDA. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
+    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
+    the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then
+    the numbers are those of a CPU. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
     """
     logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
     for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
