@@ -37,6 +37,15 @@ ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 # The loss's chunks hold so many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens are enough for a fast matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
 
+# Of the parts of a model the first with a word that is in a parameter's name, here or in transformers, counts it.
+PARTS = {
+    'norms': ('norm', 'ln_'),
+    'embedding': ('embed', 'wte', 'wpe'),
+    'attention': ('attn', 'attention'),
+    'mlp': ('mlp',),
+    'head': ('head',),
+}
+
 # What selective activation checkpointing keeps: the results that are dear to compute.
 SAVED_OPS = [
     torch.ops.aten.mm.default,
@@ -312,7 +321,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = None
         loss_sum = ce_sum = 0.0
         matrix = weight.to(hidden.dtype)  # (V, C)
-        n = max(1, LOGITS_BYTES['cuda' if hidden.is_cuda else 'cpu'] // (4 * weight.shape[0]))  # tokens of a chunk
+        n = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * weight.shape[0]))  # tokens of a chunk
         for start in range(0, hidden.shape[0], n):
             chunk = slice(start, start + n)
             logits = hidden[chunk] @ matrix.T  # (n, V)
@@ -362,6 +371,7 @@ class GPT(nn.Module):
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
+        self.flops_of_attention = 12 * config.n_layer * config.n_head * config.head_dim * config.block_size  # per token
         self.rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
         self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.pos_embed = nn.Embedding(config.block_size, config.n_embd) if config.arch == 'gpt2' else None
@@ -464,23 +474,30 @@ class GPT(nn.Module):
         return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std
 
     def parameter_counts(self):
-        """Exact numbers of parameters, with the padding of the vocabulary and each tied weight once.
+        """{part: exact number of parameters}, with the padding of the vocabulary and each tied weight once.
 
-        embedding: the tables for tokens and positions. non_embedding: all others, so an untied head is in it.
+        A norm within the attention counts as a norm, a tied head as embedding. Also 'total', and 'trainable' of them.
         """
-        total = sum(parameter.numel() for parameter in self.parameters())
-        embedding = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Embedding))
-        return {'total': total, 'embedding': embedding, 'non_embedding': total - embedding}
+        counts = dict.fromkeys(PARTS, 0)
+        for name, parameter in self.named_parameters():
+            part = next((part for part, words in PARTS.items() if any(word in name for word in words)), 'other')
+            counts[part] = counts.get(part, 0) + parameter.numel()
+        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+        return counts | {'total': sum(counts.values()), 'trainable': trainable}
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
 
         Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
-        The head counts as a matmul, also where its weight is the embedding's.
+        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient.
         """
-        config = self.config
-        in_matmuls = self.parameter_counts()['non_embedding'] + config.tie_embeddings * self.embed.weight.numel()
-        return 6 * in_matmuls + 12 * config.n_layer * config.n_head * config.head_dim * config.block_size
+        tables, matrices = (
+            {module.weight for module in self.modules() if isinstance(module, kind)}
+            for kind in (nn.Embedding, nn.Linear)
+        )
+        in_matmuls = [parameter for parameter in self.parameters() if parameter not in tables - matrices]
+        flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
+        return flops + self.flops_of_attention
 
 
 def generator_of(seed, name, device='cpu'):

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime import PHASES, estimate
+from runtime import PHASES
 from runtime.files import write_file
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
@@ -339,21 +339,24 @@ def difference(rows, reference, key):
 
 def predict(config, row, gpu_gb):
     """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
+    from runtime import estimate  # here, since it imports torch
+
     world_size = row['world_size']
     strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
+        model = estimate.empty_model(config)
         gb = Counter()  # deepspeed's offload has weights in both places
-        for part, size in estimate.estimate(config, config, world_size, strategy).items():
+        for part, size in estimate.estimate(config, model, world_size, strategy).items():
             gb[part.removeprefix('host ')] += size / 1e9
         predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
         predicted['predicted']['total_gb'] = sum(gb.values())
         if world_size > 1:
             every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
-            sent = estimate.communication_bytes({**config, 'inner_steps': every}, config, world_size, strategy)
+            sent = estimate.communication_bytes({**config, 'inner_steps': every}, model, world_size, strategy)
             predicted['predicted_sent_gb'] = sent['sent'] / 1e9
         if gpu_gb:
             on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
-            parts = estimate.estimate(on_gpu, on_gpu, world_size, strategy)
+            parts = estimate.estimate(on_gpu, model, world_size, strategy)
             predicted['gpu_gb'] = sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
     return predicted

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import ChunkedCrossEntropy, generator_of, recomputed
+from model import GPT, ChunkedCrossEntropy, generator_of, recomputed
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -198,9 +198,6 @@ class Pretrained:
         of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        of_blocks = {name for block in model.blocks for name in names_in(model, block)}
-        first = {name: shapes[name] for name in names_in(model, model.blocks[0])}
         return {
             'arch': self.arch,
             'n_layer': len(model.blocks),
@@ -213,16 +210,13 @@ class Pretrained:
             'block_size': self.block_size,
             'dropout': self.dropout,
             'z_loss': self.z_loss,
-            'bias': any(name.endswith('bias') for name in shapes),
+            'bias': any(name.endswith('bias') for name, _ in model.named_parameters()),
             'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
             'attention_gate': False,
             'lora_rank': self.lora_rank,
             'lora_alpha': self.lora_alpha,
             'lora_targets': self.lora_targets,
             'freeze': self.freeze,
-            'trainable': sum(p.numel() for p in model.parameters() if p.requires_grad),
-            'root_shapes': {name: shape for name, shape in shapes.items() if name not in of_blocks},
-            'block_shapes': first,
             'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
 
@@ -255,8 +249,9 @@ class ForTraining:
                 options['attention_mask'] = mask_of_documents(positions)
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
-        casting = self.compute_dtype != head.weight.dtype
-        with torch.autocast(x.device.type, self.compute_dtype, enabled=casting):
+        # (For meta tensors there is none: estimate.py does what it would do.)
+        casting = self.compute_dtype != head.weight.dtype and not x.is_meta
+        with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
             if y is None or not self.has_plain_head:
                 logits = super().forward(x, **options).logits
                 if y is None:
@@ -284,21 +279,7 @@ class ForTraining:
         for block in self.blocks if mode != 'none' else ():
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
-    def parameter_counts(self):
-        """As model.GPT.parameter_counts; trainable: without frozen ones."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
-        embedding = sum(table.numel() for table in tables)
-        trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        return {'total': total, 'embedding': embedding, 'non_embedding': total - embedding, 'trainable': trainable}
-
-    def flops_per_token(self):
-        """As model.GPT.flops_per_token, but a frozen weight costs 4 and not 6: it has no gradient of its own."""
-        head = self.get_output_embeddings().weight
-        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
-        in_matmuls = {parameter for parameter in self.parameters() if parameter not in tables or parameter is head}
-        flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
-        return flops + self.flops_of_attention
+    parameter_counts, flops_per_token = GPT.parameter_counts, GPT.flops_per_token
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
@@ -354,12 +335,6 @@ def find_blocks(model):
             f'{type(model).__name__} has no list of blocks that could be sharded: train it with train_ddp.py'
         )
     return max(found, key=len)
-
-
-def names_in(model, module):
-    """Names of the parameters of one of the model's modules."""
-    own = set(module.parameters())
-    return [name for name, parameter in model.named_parameters() if parameter in own]
 
 
 def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):

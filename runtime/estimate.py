@@ -1,40 +1,38 @@
 """
 What a run takes, before it runs: memory per rank, bytes on the wire per step, FLOPs, disk. `--dry_run` prints it.
 
-    print(footprint.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
-    footprint.estimate(config, model_config.to_dict(), world_size, 'fsdp')  # {'weights': bytes, 'gradients': ...}
+    print(estimate.report(config, model_config.to_dict(), world_size, strategy='fsdp'))
+    model = estimate.empty_model(config)
+    estimate.estimate(config, model, world_size, 'fsdp')  # {'weights': bytes, 'gradients': ...}
 
-Nothing is allocated and torch is not imported: every figure follows from the keys. `config` and `model` as in
-scaling.py, which counts the parameters. Sizes are bytes, 1 GB = 1e9 bytes.
+Nothing large is allocated: parameters are counted on the meta device, activations on tensors without data. `config` is
+a script's resolved config (dtype 'bfloat16' rather than 'auto') with the keys of the model in it, those of
+ModelConfig.to_dict() or Pretrained.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes.
 """
 
+import contextlib
 import itertools
+import logging
 import math
+import weakref
+from unittest import mock
 
-from runtime.scaling import (
-    accumulation_steps,
-    batch_line,
-    block_shapes,
-    count,
-    flops_per_token,
-    has_qk_norm,
-    has_rms_norm,
-    is_from_transformers,
-    matrices,
-    padded_vocab_size,
-    parameter_parts,
-    ranks_per_shard_group,
-    root_shapes,
-    rule_rows,
-    trainable_parameters,
-)
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import optim
+from huggingface import finetune
+from model import GPT, ModelConfig
+from runtime.scaling import accumulation_steps, batch_line, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
 OPTIMIZER_MOMENTS = {'adamw': 2, 'adamw-decay': 2, 'adana': 2, 'adana-released': 2, 'dana-mk4': 2}  # fp32 per parameter
 OPTIMIZER_MOMENTS |= {'dana-star-mk4': 3, 'ademamix': 3, 'sgd': 0}
 OPTIMIZER_MOMENTS['muon'] = 2  # and 1 in the matrices of blocks, see moments()
-LOSS_CHUNK_BYTES = {'cpu': 2**26, 'cuda': 2**29}  # = model.LOGITS_BYTES, fp32 logits of one chunk of the loss
 STRATEGIES = ('ddp', 'fsdp', 'diloco', 'deepspeed')
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
 # this size stay whole, and so do larger ones if so many numbers at most are used before their turn comes again.
@@ -61,7 +59,7 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     shard_size: ranks that hold one copy of the model; None = from world_size and replicate_size.
     Under fsdp not all parts peak at once: their sum is above the peak, by up to a quarter when the batch is small. Not
     counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed; torch.compile
-    keeps less. CPU and CUDA differ in attention and norms (see kept_per_token); the tests measure the CPU.
+    keeps less. The tests measure the CPU.
     Raises ValueError for an unknown strategy, dtype or optimizer, or ranks that do not divide.
     """
     known = {'strategy': STRATEGIES, 'dtype': BYTES, 'optimizer': OPTIMIZER_MOMENTS}
@@ -70,25 +68,23 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
             raise ValueError(f'{name}={value!r}: expected one of {", ".join(known[name])}')
 
     compute = BYTES[config['dtype']]
-    n_layer, block, root = model['n_layer'], block_shapes(model), root_shapes(model)
-    whole = count(root) + n_layer * count(block)
-    trainable = trainable_parameters(model)
-    activations, logits = activation_bytes(config, model, casts_weights=strategy == 'ddp' and compute < FP32)
+    counts = model.parameter_counts()
+    whole, trainable = counts['total'], counts['trainable']
+    activations = activation_bytes(config, strategy)
     if strategy == 'ddp':
         return {
             'weights': FP32 * whole,
             'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
             'optimizer': FP32 * moments(config, model),
-            'activations': activations,
-            'logits': logits,
+            **activations,
         }
 
     if strategy == 'deepspeed':
-        return deepspeed_states(config, model, world_size) | {'activations': activations, 'logits': logits}
+        return deepspeed_states(config, model, world_size) | activations
     if strategy == 'diloco':
         shard_size = world_size // config['num_replicas']
     shard_size = shard_size or ranks_per_shard_group(config, world_size)
-    shard = count(root, shard_size) + n_layer * count(block, shard_size)
+    shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     accumulates_whole = config['accumulate'] == 'unsharded' and micro_steps > 1
@@ -108,16 +104,17 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
     # unit after it.
     at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
+    n_layer = len(model.blocks)
     blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
     blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter. The root comes last, when
     # the activations are gone.
-    of_block, of_root = ((compute + FP32) * count(shapes) * trainable // whole for shapes in (block, root))
+    block, root = count(model.blocks[0].parameters()), count(root_parameters(model))
+    of_block, of_root = ((compute + FP32) * size * trainable // whole for size in (block, root))
     return parts | {
-        'gathered': compute * (count(root) + blocks_gathered * count(block)),
-        'reduction': max(of_block, of_root - activations - logits),
-        'activations': activations,
-        'logits': logits,
+        'gathered': compute * (root + blocks_gathered * block),
+        'reduction': max(of_block, of_root - sum(activations.values())),
+        **activations,
     }
 
 
@@ -130,9 +127,9 @@ def deepspeed_states(config, model, world_size):
     In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
     """
     stage, compute = config['zero_stage'], BYTES[config['dtype']]
-    whole = parameter_parts(model)['total']
+    counts = model.parameter_counts()
+    whole, trainable = counts['total'], counts['trainable']
     small = small_parameters(model) if world_size > 1 else 0  # alone, a slice is the whole
-    trainable = trainable_parameters(model)
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
@@ -163,17 +160,11 @@ def deepspeed_states(config, model, world_size):
 def reaching_into_slices(model, world_size):
     """
     Numbers in the parameters of which rank 0's slices have a part, all being trained. ZeRO lays each group of the
-    optimizer (optim.parameter_groups()) out in the order of the modules and cuts it into equal slices, of even sizes.
+    optimizer out in its order and cuts it into equal slices, of even sizes.
     """
-    root, of_blocks = root_shapes(model), model['n_layer'] * [*block_shapes(model).values()]
-    tables = {name: shape for name, shape in root.items() if any(word in name for word in ('embed', 'wte', 'wpe'))}
-    others = [shape for name, shape in root.items() if name not in tables]
-    head = [tables.pop(next(iter(tables)))] if model['tie_embeddings'] else []  # met as the head, behind the blocks
-    decayed = [shape for shape in (*of_blocks, *others, *head) if len(shape) >= 2]
-    not_decayed = [*tables.values(), *(shape for shape in (*of_blocks, *others) if len(shape) < 2)]
     numbers = 0
-    for group in (decayed, not_decayed):
-        ends = [*itertools.accumulate(map(math.prod, group))]
+    for group in optim.parameter_groups(model, weight_decay=0.0):
+        ends = [*itertools.accumulate((parameter.numel() for parameter in group['params']), initial=0)]
         end_of_slice = 2 * math.ceil(ends[-1] / 2 / world_size)
         numbers += next((end for end in ends if end >= end_of_slice), ends[-1])
     return numbers
@@ -181,159 +172,162 @@ def reaching_into_slices(model, world_size):
 
 def small_parameters(model):
     """Numbers in parameters that DeepSpeed's stage 3 keeps whole on every rank."""
-    shapes = [*root_shapes(model).values(), *model['n_layer'] * [*block_shapes(model).values()]]
-    return sum(size for size in map(math.prod, shapes) if size <= DEEPSPEED_PERSISTENT)
+    return sum(p.numel() for p in model.parameters() if p.numel() <= DEEPSPEED_PERSISTENT)
 
 
 def moments(config, model, shard_size=1):
     """Numbers that the optimizer keeps on one rank; none of frozen weights, as if these were spread evenly."""
-    block, root = block_shapes(model), root_shapes(model)
-    n_layer, of_each = model['n_layer'], OPTIMIZER_MOMENTS[config['optimizer']]
-    numbers = of_each * (count(root, shard_size) + n_layer * count(block, shard_size))
+    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(model.parameters(), shard_size)
     if config['optimizer'] == 'muon':
-        numbers -= n_layer * count(matrices(block), shard_size)
-    return numbers * trainable_parameters(model) // (count(root) + n_layer * count(block))
+        numbers -= count(hidden_matrices(model), shard_size)
+    counts = model.parameter_counts()
+    return numbers * counts['trainable'] // counts['total']
 
 
-def activation_bytes(config, model, casts_weights):
+def empty_model(config, device='meta'):
+    """The model that a train script would make, without values. Raises ValueError for keys that make none."""
+    with torch.device(device):
+        if 'transformers' in config:
+            return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
+        return GPT(ModelConfig.from_keys(config))
+
+
+def root_parameters(model):
+    """The parameters outside of the blocks; a tied head is the embedding and counts once."""
+    in_blocks = {parameter for block in model.blocks for parameter in block.parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in in_blocks]
+
+
+def hidden_matrices(model):
+    """What Muon trains."""
+    return [parameter for block in model.blocks for parameter in block.parameters() if parameter.dim() == 2]
+
+
+def count(parameters, shard_size=1):
+    """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
+    return sum(math.ceil(p.shape[0] / shard_size) * math.prod(p.shape[1:]) for p in parameters)
+
+
+# --- ACTIVATIONS ------------------------------------------------------------------------------------------------------
+
+
+def activation_bytes(config, strategy):
     """
-    (activations, logits) of one micro-step, as explained at estimate().
+    {'activations', 'logits': bytes} of one micro-step, as explained at estimate(). The model's own forward, loss and
+    backward run on tensors without data, and after each operation the bytes of those that are alive are added up.
 
-    casts_weights: autograd keeps a copy in the compute dtype of every weight that a matmul has cast.
+    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
+    the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then
+    the numbers are those of a CPU. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
     """
-    on_cpu, compute, residual, _ = bytes_per_number(config, model, casts_weights)
-    tokens = config['batch_size'] * config['block_size']
-    width, hidden, vocab = model['n_embd'], model['mlp_hidden_dim'], padded_vocab_size(model)
-
-    weight_copies = compute * count(block_shapes(model)) if casts_weights else 0
-    all_of_block = tokens * kept_per_token(config, model, casts_weights) + weight_copies
-    kept_of_block = {
-        'none': all_of_block,
-        'selective': tokens * kept_selectively_per_token(config, model, casts_weights),
-        'full': tokens * residual * width,  # its input
-    }[config['activation_checkpointing']]
-    final_norm = tokens * norm_input_bytes(width, residual, model, on_cpu)
-    has_input_mask = model['dropout'] and not (is_from_transformers(model) and has_rms_norm(model))
-    input_mask = tokens * width * (compute if on_cpu else 1) if has_input_mask else 0
-    kept = model['n_layer'] * kept_of_block + final_norm + input_mask
-
-    # The loss (model.ChunkedCrossEntropy) takes a chunk of tokens at a time: its logits, its log-probabilities in fp32
-    # and, in half precision, the fp32 copy of the logits that log_softmax makes. From the second chunk on, two results
-    # of the one before are there, too: the gradient by its logits, and its product for the head's gradient.
-    chunk = min(tokens, max(1, LOSS_CHUNK_BYTES['cpu' if on_cpu else 'cuda'] // (FP32 * vocab)))
-    second_chunk = min(chunk, tokens - chunk)
-    per_logit = compute + FP32 + (FP32 if compute < FP32 else 0)
-    in_first = chunk * vocab * per_logit
-    in_second = second_chunk * vocab * per_logit + compute * vocab * (chunk + width)
-    weight_copy = compute * vocab * width if casts_weights else 0
-    hidden_states_and_gradient = 2 * tokens * compute * width
-    head_gradient = FP32 * vocab * width
-    logits = max(in_first, in_second if second_chunk else 0) + weight_copy + hidden_states_and_gradient + head_gradient
-
-    # Then the last block's backward: what its checkpoint dropped is there again, and beside it the gradients in the MLP
-    # (SwiGLU has two branches). It sets the peak if that is more than what the loss has left behind by then.
-    branches = 2 if has_rms_norm(model) else 1
-    in_backward = all_of_block - kept_of_block + tokens * compute * branches * (hidden + width)
-    waiting = head_gradient if model['tie_embeddings'] else 0  # tied: to be added to the embedding's
-    freed = final_norm + logits - waiting
-    return kept + max(0, in_backward - freed), logits
+    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
+    for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
+        with contextlib.suppress(RuntimeError):
+            return follow_micro_step(config, device, is_sharded=strategy != 'ddp')
+    return {}
 
 
-def bytes_per_number(config, model, casts_weights):
+def follow_micro_step(config, device, is_sharded):
+    """activation_bytes() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    dtype = getattr(torch, config['dtype'])
+    has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
+    with kernels_of_cuda(dtype if has_autocast else None) if device == 'meta' else FakeTensorMode():
+        model = empty_model(config, device)
+        model.compute_dtype = dtype
+        model.checkpoint_activations(config['activation_checkpointing'])
+        tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.long, device=device)
+        inputs = [tokens, tokens] + [tokens] * bool(config.get('packed'))  # x, y, positions
+        for parameter in model.parameters():
+            if is_sharded:
+                parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
+            elif parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
+        kept = []
+        model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
+        with live:
+            loss, _ = model(*inputs)
+            peak_of_forward = live.peak
+            loss.backward()
+    return {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of all storages that operations make, but of `others`: `now`, and at the `peak`."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in others}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.follow(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def follow(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key, size):
+        self.known.remove(key)
+        self.now -= size
+
+
+@contextlib.contextmanager
+def kernels_of_cuda(autocast_to=None):
     """
-    (on_cpu, compute, residual, attention): bytes per number in matmuls, in the residual stream and within attention.
-    On CPUs attention is in fp32. Under ddp transformers models run in autocast: there the residual stream, a sum with
-    the fp32 embedding, is, too.
+    On the meta device, one operation for what CUDA has one kernel for, which keeps less than the several of others.
+
+    autocast_to: dtype of matmuls, or None. Autocast itself leaves meta tensors alone.
     """
-    compute, on_cpu = BYTES[config['dtype']], not config['device'].startswith('cuda')
-    autocast = casts_weights and is_from_transformers(model)
-    return on_cpu, compute, FP32 if autocast else compute, FP32 if on_cpu else compute
+
+    def casting(function):
+        def cast(value):
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(autocast_to) if is_float else value
+
+        return lambda *args, **options: function(*map(cast, args), **options)
+
+    attention, linear, addmm = fused_attention, F.linear, torch.addmm
+    if autocast_to:
+        attention, linear, addmm = map(casting, (attention, linear, addmm))
+    functions = {'rms_norm': fused_rms_norm, 'dropout': fused_dropout, 'scaled_dot_product_attention': attention}
+    with mock.patch.multiple(F, linear=linear, **functions), mock.patch.object(torch, 'addmm', addmm):
+        yield
 
 
-def kept_per_token(config, model, casts_weights=False):
-    """
-    Bytes per token that one block keeps for backward when nothing is recomputed.
-
-    CUDA: attention in the compute dtype, and the flash kernel keeps q, k, v, its output and a logsumexp per row, with
-    dropout too. CPU: attention in fp32, in a flash kernel only without dropout; RMSNorm is made of several operations.
-    """
-    if is_from_transformers(model):
-        return kept_by_transformers_per_token(config, model, casts_weights)
-    on_cpu, compute, _, attention = bytes_per_number(config, model, casts_weights)
-    width, hidden = model['n_embd'], model['mlp_hidden_dim']
-    queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
-    gates = queries if model['attention_gate'] else 0
-    has_rope = model['arch'] != 'gpt2'
-
-    size = 2 * (norm_input_bytes(width, compute, model, on_cpu) + compute * width)  # two norms, input and output
-    if model['dropout'] and on_cpu:
-        # No flash kernel: scaled copies of q, k and v for each head, and scores, mask and their product for each pair.
-        size += FP32 * (3 * queries + 3 * model['n_head'] * config['block_size'])
-    else:
-        size += attention * (queries + gates + 2 * keys)  # q, k, v (and gate) in one storage
-        size += attention * (queries + keys) if has_rope else 0  # q and k rotated
-        size += attention * queries + FP32 * model['n_head']  # output, and the logsumexp of each row of scores
-    if has_qk_norm(model) and has_rms_norm(model) and on_cpu:
-        size += FP32 * (queries + keys)  # q and k divided by their norms
-    size += attention * gates  # the gate's sigmoid
-    copied = attention != compute or gates or (on_cpu and (has_rope or model['dropout']))  # to another dtype or layout
-    size += compute * queries if copied else 0  # input of the output projection
-    size += compute * hidden * (4 if has_rms_norm(model) else 2)  # gate, silu(gate), up and product, or up and gelu(up)
-    if model['dropout']:
-        size += 2 * width * (compute if on_cpu else 1)  # masks of the two residual branches
-    return size
+def fused_rms_norm(x, shape, weight=None, eps=None):
+    return F.layer_norm(x, shape, weight)  # which keeps as much
 
 
-def kept_by_transformers_per_token(config, model, casts_weights):
-    """
-    The same of a block of transformers, whose norms, RoPE and activations are several operations on CUDA, too: as
-    saved_tensors_hooks shows, in bf16 and (in autocast), with C = width,
-    RMSNorm        4 C + 4 input in fp32, 2 C (4 C) divided by its norm, 2 C result (one for each of 3 + 2 matmuls)
-    LayerNorm      2 C (4 C) input, mean and deviation, 2 C result
-    norms of q, k  as RMSNorm without the result
-    attention      rotated q and k, v, output and a logsumexp per head; where it is in fp32 the output in bf16, too
-    MLP            SwiGLU: gate, silu(gate), up, product. gelu_new: x, tanh, 1 + tanh, x / 2, product
-    Not counted: cos and sin, one for all blocks; with a mask (chats) a copy of it, and of k and v for each query head.
-    Frozen norms (LoRA) keep no numbers divided by the norm: up to a sixth less.
-    """
-    on_cpu, compute, residual, attention = bytes_per_number(config, model, casts_weights)
-    width, hidden = model['n_embd'], model['mlp_hidden_dim']
-    queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
-    results = 5 if has_rms_norm(model) and residual != compute else 2
-    size = 2 * norm_input_bytes(width, residual, model, on_cpu) + results * compute * width
-    if has_qk_norm(model):
-        size += (FP32 + compute) * (queries + keys) + FP32 * (model['n_head'] + model['n_kv_head'])
-    if model['dropout'] and on_cpu:  # no flash kernel, see kept_per_token
-        size += FP32 * (3 * queries + 3 * model['n_head'] * config['block_size']) + compute * queries
-    else:
-        size += attention * (2 * queries + 2 * keys) + FP32 * model['n_head']
-        size += compute * queries if attention != compute else 0
-    size += compute * hidden * (4 if has_rms_norm(model) else 5)
-    if model['dropout'] and not has_rms_norm(model):  # the others have it in attention alone
-        size += 2 * width * (compute if on_cpu else 1)
-    return size
+def fused_dropout(x, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
 
 
-def kept_selectively_per_token(config, model, casts_weights=False):
-    """Bytes per token that one block keeps with selective checkpointing: its input and model.SAVED_OPS' results."""
-    on_cpu, compute, residual, attention = bytes_per_number(config, model, casts_weights)
-    queries, keys = model['n_head'] * model['head_dim'], model['n_kv_head'] * model['head_dim']
-    gates = queries if model['attention_gate'] else 0
-    matmuls = queries + gates + 2 * keys + 2 * model['n_embd']  # qkv, and the projections back to the residual stream
-    matmuls += model['mlp_hidden_dim'] * (2 if has_rms_norm(model) else 1)
-    size = residual * model['n_embd'] + compute * matmuls
-    if not (model['dropout'] and on_cpu):
-        size += attention * queries + FP32 * model['n_head']
-    return size
+def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Flash attention, or the memory-efficient kernel where there is a mask or fp32."""
+    if attn_mask is None and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if enable_gqa:  # no kernel: scores exist whole
+        return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(-1, q.shape[1], -1, -1)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
 
 
-def norm_input_bytes(width, compute, model, on_cpu):
-    """Bytes per token that a norm over the residual stream, of `compute` bytes per number, keeps of its input."""
-    if has_rms_norm(model) and is_from_transformers(model):  # the input in fp32, and divided by its norm
-        return (FP32 + compute) * width + FP32
-    if has_rms_norm(model) and on_cpu:  # no fused kernel: the input in fp32, and divided by its norm
-        return 2 * FP32 * width + FP32
-    return compute * width + 2 * FP32  # the input, its mean and standard deviation
+def drop_gradient(parameter):
+    parameter.grad = None
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -354,9 +348,9 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     Raises ValueError as estimate() does.
     """
     on_gloo = not config['device'].startswith('cuda')
-    compute, n_layer = BYTES[config['dtype']], model['n_layer']
-    whole = count(root_shapes(model)) + n_layer * count(block_shapes(model))
-    trainable = trainable_parameters(model)
+    compute, n_layer = BYTES[config['dtype']], len(model.blocks)
+    counts = model.parameter_counts()
+    whole, trainable = counts['total'], counts['trainable']
     sent = dict.fromkeys(('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all'), 0)
     if strategy == 'ddp':
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
@@ -376,7 +370,8 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
 
     replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
     ranks = world_size // replicas if strategy == 'diloco' else ranks_per_shard_group(config, world_size)
-    block, root = count(block_shapes(model), ranks), count(root_shapes(model), ranks)  # numbers on a rank, with padding
+    # Numbers on a rank, with padding.
+    block, root = count(model.blocks[0].parameters(), ranks), count(root_parameters(model), ranks)
     trained = (n_layer * block + root) * trainable / whole
     reductions = micro_steps if config['accumulate'] == 'sharded' else 1
     is_manual, stage, unit = config['fsdp_impl'] == 'manual', config['zero_stage'], config['blocks_per_unit']
@@ -401,7 +396,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
-        hidden = n_layer * count(matrices(block_shapes(model)), ranks) * trainable / whole
+        hidden = count(hidden_matrices(model), ranks) * trainable / whole
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
     return sent | {'sent': sum(sent.values())}
 
@@ -415,7 +410,7 @@ def out_of_memory_advice(config, world_size):
     keys_of = {'deepspeed': 'deepspeed_config', 'diloco': 'num_replicas', 'fsdp': 'fsdp_impl'}
     strategy = next((strategy for strategy, key in keys_of.items() if key in config), 'ddp')
     try:
-        parts = estimate(config, config, world_size, strategy)
+        parts = estimate(config, empty_model(config), world_size, strategy)
     except (KeyError, TypeError, ValueError):  # not resolved yet
         return 'lower batch_size or block_size'
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
@@ -434,7 +429,7 @@ def out_of_memory_advice(config, world_size):
         state_keys += ['set --accumulate=sharded'] if config.get('accumulate', 'sharded') != 'sharded' else []
         state_keys += ['set --cpu_offload=params'] if config['cpu_offload'] == 'none' else []
     of_trained = largest in ('optimizer', 'gradients', 'accumulated')  # there are none of frozen weights
-    if of_trained and is_from_transformers(config) and not config['lora_rank']:
+    if of_trained and config.get('lora_rank') == 0:
         state_keys.insert(0, 'set --lora_rank=16')
     from_batch = largest in ('activations', 'logits')
     return f'{need}: ' + ', or '.join(batch_keys + state_keys if from_batch else state_keys + batch_keys)
@@ -443,31 +438,41 @@ def out_of_memory_advice(config, world_size):
 # --- REPORT -----------------------------------------------------------------------------------------------------------
 
 
-def report(config, model, world_size, strategy='ddp', shard_size=None):
-    """What --dry_run prints. Raises ValueError as estimate() and accumulation_steps() do."""
-    parameters = parameter_parts(model)
+def report(config, shape, world_size, strategy='ddp', shard_size=None):
+    """
+    What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
+    Raises ValueError as estimate() and accumulation_steps() do.
+    """
+    config = {**config, **shape}
+    model = empty_model(config)
+    is_fine_tuned, counts = 'transformers' in shape, model.parameter_counts()
     memory = estimate(config, model, world_size, strategy, shard_size)
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']
-    flops = flops_per_token(model)
-    trainable = trainable_parameters(model)
-    checkpoint = FP32 * (parameters['total'] + moments(config, model))
+    flops = model.flops_per_token()
+    checkpoint = FP32 * (counts['total'] + moments(config, model))
     if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
-        checkpoint = FP32 * 2 * trainable + checkpoint * config['num_replicas']
+        checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
-    lines = [f'model: {model["arch"]}' + (f' of {config.get("init_from")}' if is_from_transformers(model) else '')]
-    lines += [f'  {name:22}{model[name]:>16,}' for name in names]
+    lines = [f'model: {config["arch"]}' + (f' of {config["init_from"]}' if is_fine_tuned else '')]
+    lines += [f'  {name:22}{config[name]:>16,}' for name in names]
     if config.get('heads'):
         lines += ['', f'rules of heads={config["heads"]} (parameters without norms)']
-        lines += [f'  {name:22}{value:>16}' for name, value in rule_rows({**config, **model}).items()]
-    padding = '' if is_from_transformers(model) else f' (vocabulary padded to {padded_vocab_size(model):,})'
-    parameters |= {'trainable': trainable} if trainable < parameters['total'] else {}
-    lines += ['', f'parameters{padding}', *(f'  {part:22}{number:>16,}' for part, number in parameters.items())]
-    lines.append(f'  {"attention and mlp":22}{parameters["attention"] + parameters["mlp"]:>16,}')
+        lines += [f'  {name:22}{value:>16}' for name, value in rule_rows(config).items()]
+    padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
+    lines += ['', f'parameters{padding}']
+    lines += [
+        f'  {part:22}{number:>16,}'
+        for part, number in counts.items()
+        if part != 'trainable' or number < counts['total']
+    ]
+    lines.append(f'  {"attention and mlp":22}{counts["attention"] + counts["mlp"]:>16,}')
 
     lines += ['', f'memory per rank at the peak of a step, in GB ({strategy}, {world_size} ranks, {config["dtype"]})']
     lines += [f'  {part:22}{size / 1e9:>16.3f}' for part, size in memory.items()]
+    if 'activations' not in memory:
+        lines.append('  activations           not known: this model does not run without data')
     for place in ('device', 'host'):
         sizes = [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]
         if sizes:

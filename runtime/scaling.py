@@ -1,21 +1,15 @@
 """
-Arithmetic before a run: batches, rounds, parameters, FLOPs, and the published rules from heads to a whole run.
+Arithmetic before a run: batches, rounds, and the published rules from heads to a whole run.
 
     scaling.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
-    scaling.flops_per_token(model_config.to_dict())
     python -m runtime.scaling --heads=8 --arch=enoki  # sizes and rates by the published rules; or --ladder
 
-Nothing is allocated and torch is not imported: every figure follows from the keys. `config` is a script's resolved
-config (dtype 'bfloat16' rather than 'auto'), `model` is to_dict() of a ModelConfig, or of an hf.Pretrained, which has
-the shapes of its parameters in it. What a run takes, in memory, traffic and disk, is in estimate.py.
+`config` is a script's config as a dict. What a run takes, in memory, traffic and disk, is in estimate.py.
 """
 
 import argparse
 import math
 from fractions import Fraction
-
-VOCAB_MULTIPLE = 64  # as in ModelConfig.padded_vocab_size
-
 
 # --- BATCHES ----------------------------------------------------------------------------------------------------------
 
@@ -138,114 +132,6 @@ def check_rounds(config):
         raise ValueError(f'{given}: expected a rate above 0 and a momentum from 0 to below 1')
 
 
-# --- PARAMETERS -------------------------------------------------------------------------------------------------------
-
-
-def block_shapes(model):
-    """{name: shape} of the parameters of one block, as in model.py; C is the width, D the dimension of a head."""
-    if is_from_transformers(model):
-        return model['block_shapes']
-    C, D, hidden = model['n_embd'], model['head_dim'], model['mlp_hidden_dim']
-    query_heads = model['n_head'] * (2 if model['attention_gate'] else 1)
-    shapes = norm_shapes(model, 'attn_norm', C)
-    shapes |= linear_shapes(model, 'attn.qkv', C, (query_heads + 2 * model['n_kv_head']) * D)
-    shapes |= linear_shapes(model, 'attn.proj', model['n_head'] * D, C)
-    if has_qk_norm(model):
-        shapes |= norm_shapes(model, 'attn.q_norm', D) | norm_shapes(model, 'attn.k_norm', D)
-    shapes |= norm_shapes(model, 'mlp_norm', C)
-    for name in ('mlp.gate', 'mlp.up') if has_rms_norm(model) else ('mlp.up',):
-        shapes |= linear_shapes(model, name, C, hidden)
-    return shapes | linear_shapes(model, 'mlp.down', hidden, C)
-
-
-def root_shapes(model):
-    """{name: shape} of the parameters outside of the blocks; a tied head is the embedding and counts once."""
-    if is_from_transformers(model):
-        return model['root_shapes']
-    table = (padded_vocab_size(model), model['n_embd'])
-    shapes = {'embed.weight': table}
-    if model['arch'] == 'gpt2':
-        shapes['pos_embed.weight'] = (model['block_size'], model['n_embd'])
-    shapes |= norm_shapes(model, 'final_norm', model['n_embd'])
-    if not model['tie_embeddings']:
-        shapes['head.weight'] = table
-    return shapes
-
-
-def linear_shapes(model, name, inputs, outputs):
-    return {f'{name}.weight': (outputs, inputs)} | ({f'{name}.bias': (outputs,)} if model['bias'] else {})
-
-
-def norm_shapes(model, name, width):
-    has_bias = model['bias'] and not has_rms_norm(model)
-    return {f'{name}.weight': (width,)} | ({f'{name}.bias': (width,)} if has_bias else {})
-
-
-def is_from_transformers(model):
-    """Whether the shapes came with the model. All of them but GPT-2 are taken to compute as a Llama does."""
-    return 'root_shapes' in model
-
-
-def has_rms_norm(model):
-    """RMSNorm and SwiGLU instead of LayerNorm and GELU."""
-    return model['arch'] in ('llama', 'qwen3') or (is_from_transformers(model) and model['arch'] != 'gpt2')
-
-
-def has_qk_norm(model):
-    of_block = model.get('block_shapes')
-    return any('q_norm' in name for name in of_block) if of_block else model['arch'] in ('enoki', 'qwen3')
-
-
-def padded_vocab_size(model):
-    if is_from_transformers(model):
-        return model['vocab_size']
-    return math.ceil(model['vocab_size'] / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def count(shapes, shard_size=1):
-    """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
-    return sum(math.ceil(shape[0] / shard_size) * math.prod(shape[1:]) for shape in shapes.values())
-
-
-def matrices(shapes):
-    return {name: shape for name, shape in shapes.items() if len(shape) == 2}
-
-
-# The first part with a word that is in a parameter's name, here or in transformers, has it.
-WORDS_OF_PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
-WORDS_OF_PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
-
-
-def parameter_parts(model):
-    """{part: number of parameters}, exact, and 'total'. A norm within the attention counts as a norm."""
-    parts = dict.fromkeys(('embedding', 'attention', 'mlp', 'norms', 'head'), 0)
-    for shapes, copies in ((root_shapes(model), 1), (block_shapes(model), model['n_layer'])):
-        for name, shape in shapes.items():
-            part = next((part for part, words in WORDS_OF_PARTS.items() if any(w in name for w in words)), 'other')
-            parts[part] = parts.get(part, 0) + copies * math.prod(shape)
-    return parts | {'total': sum(parts.values())}
-
-
-def trainable_parameters(model):
-    """All, or those that LoRA and `freeze` leave to be trained."""
-    return model.get('trainable') or parameter_parts(model)['total']
-
-
-def flops_per_token(model):
-    """
-    FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
-
-    PaLM (arXiv 2204.02311, appendix B), no discount for causal attention. The head counts as a matmul, tied or not. A
-    frozen weight takes 4 instead of 6: it gets no gradient. (The embedding is taken to be among the frozen ones.)
-    """
-    parts = parameter_parts(model)
-    head = padded_vocab_size(model) * model['n_embd']
-    in_matmuls = parts['total'] - parts['embedding'] - parts['head'] + head
-    frozen = max(0, in_matmuls - trainable_parameters(model))
-    attention = 12 * model['n_layer'] * model['n_head'] * model['head_dim'] * model['block_size']
-    return 6 * in_matmuls - 2 * frozen + attention
-
-
 # --- RULES ------------------------------------------------------------------------------------------------------------
 # From a number of heads to a whole run: arXiv 2602.05298 and its code (github.com/mlexpos/adana).
 
@@ -342,12 +228,16 @@ def fill_from_heads(config, explicit):
     return filled, [f'heads={heads}, arch={arch!r} set {", ".join(values)}', *notes]
 
 
-def rule_counts(model):
+def rule_counts(run):
     """(non-embedding parameters, total), without norms as in the paper: at 8 heads 18,874,368 and 70,385,664."""
-    unset = {'n_kv_head': model['n_head'], 'vocab_size': RULE_VOCAB_SIZE}
-    parts = parameter_parts({**model, **{key: model[key] or value for key, value in unset.items()}})
-    non_embedding = parts['attention'] + parts['mlp']
-    return non_embedding, non_embedding + parts['embedding'] + parts['head']
+    import torch
+
+    from model import GPT, ModelConfig
+
+    with torch.device('meta'):
+        model = GPT(ModelConfig.from_keys({**run, 'vocab_size': run['vocab_size'] or RULE_VOCAB_SIZE}))
+    counts = model.parameter_counts()
+    return counts['attention'] + counts['mlp'], counts['total'] - counts['norms']
 
 
 def fitted_learning_rate(arch, optimizer, non_embedding, lr_rule=32, kappa=0.85):
