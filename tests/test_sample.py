@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
 @pytest.mark.parametrize(
     'arguments, expected',
     [
-        (['--step=3'], 'steps: 4, 2$'),
+        (['--step=3'], 'there are 4, 2$'),
         (['--data_dir=elsewhere'], '--data_dir=FOLDER'),
         (['--tokenizer=gpt3'], 'gpt2'),
         (['--num_samples=0'], 'num_samples=0'),
