@@ -97,11 +97,11 @@ def markdown(rows):
 def facts(rows, gpu_gb=0):
     """What the tables say, a line each; row['gpu_gb']: predicted GB on a GPU that has gpu_gb (0 = do not ask)."""
     good = [row for row in rows if row['rows']]
-    lines = resumption(good)
+    lines = []
     for reference in dict.fromkeys(row['reference'] for row in good):
         compared = [row for row in good if row['reference'] == reference]
         lines += agreement(compared, reference) + fastest(compared, reference)
-    lines += one_key_apart(good)
+    lines += resumption(good) + one_key_apart(good)
     if len(good) > 1 and any(row['rows'] == 1 and 'tokens_per_sec' in row for row in good):
         lines.append('noise: one repeat cannot show it; --repeats=3 can')
     lines += fitting(rows, gpu_gb) if gpu_gb else []
@@ -169,7 +169,8 @@ def milliseconds(row, other):
     waiting = 'exposed communication' + (' and outer step' if 'outer_is_comm' in row else '')
     said = []
     for name, key in (('step', 'total'), (phase, phase), (waiting, 'comm_exposed')):
-        if f'time/{key}' in row or f'time/{key}' in other:
+        known = [f'time/{key}' in one for one in (row, other)]
+        if all(known) or (any(known) and key == 'outer'):  # a run without that phase spends nothing on it
             said.append(f'{name} {row.get(f"time/{key}", 0):.1f} and {other.get(f"time/{key}", 0):.1f}')
     return [f'ms of {row["label"]} and {other["label"]}: {", ".join(said)}'] if said else []
 
