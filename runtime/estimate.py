@@ -233,7 +233,7 @@ def follow_micro_step(config, device, is_sharded):
 
     dtype = getattr(torch, config['dtype'])
     has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
-    with kernels_of_cuda(dtype if has_autocast else None) if device == 'meta' else FakeTensorMode():
+    with kernels_of_cuda(dtype if has_autocast else None) if device == 'meta' else FakeTensorMode(allow_non_fake_inputs=True):
         model = empty_model(config, device)
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
