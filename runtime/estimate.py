@@ -233,7 +233,11 @@ def follow_micro_step(config, device, is_sharded):
 
     dtype = getattr(torch, config['dtype'])
     has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
-    with kernels_of_cuda(dtype if has_autocast else None) if device == 'meta' else FakeTensorMode():
+    with (
+        kernels_of_cuda(dtype if has_autocast else None)
+        if device == 'meta'
+        else FakeTensorMode(allow_non_fake_inputs=True)
+    ):
         model = empty_model(config, device)
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
@@ -429,7 +433,7 @@ def out_of_memory_advice(config, world_size):
         state_keys += ['set --accumulate=sharded'] if config.get('accumulate', 'sharded') != 'sharded' else []
         state_keys += ['set --cpu_offload=params'] if config['cpu_offload'] == 'none' else []
     of_trained = largest in ('optimizer', 'gradients', 'accumulated')  # there are none of frozen weights
-    if of_trained and config.get('lora_rank') == 0:
+    if of_trained and 'transformers' in config and not config['lora_rank']:
         state_keys.insert(0, 'set --lora_rank=16')
     from_batch = largest in ('activations', 'logits')
     return f'{need}: ' + ', or '.join(batch_keys + state_keys if from_batch else state_keys + batch_keys)
@@ -445,7 +449,7 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
     """
     config = {**config, **shape}
     model = empty_model(config)
-    is_fine_tuned, counts = 'transformers' in shape, model.parameter_counts()
+    is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
     memory = estimate(config, model, world_size, strategy, shard_size)
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']

@@ -465,7 +465,7 @@ def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_t
     resolved |= {'bias': False, 'tie_embeddings': False, 'packed': False, 'global_batch_size': 16, 'device': 'cpu'}
     config = {**defaults_of('train_fsdp.py'), **resolved, 'dtype': 'float32', 'cpu_offload': 'params'}
     on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
-    parts = estimate.estimate(on_gpu, on_gpu, 2, 'fsdp')
+    parts = estimate.estimate(on_gpu, estimate.empty_model(on_gpu), 2, 'fsdp')
     predicted = results.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
     host = sum(size for part, size in parts.items() if part.startswith('host'))
     assert host > 0 and predicted['gpu_gb'] == pytest.approx((sum(parts.values()) - host) / 1e9)

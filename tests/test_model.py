@@ -572,11 +572,10 @@ def test_counts_of_parameters_and_flops_are_exact(arch, tied):
     block = (6 + 2 + 2) * 8 * C + 6 * 8 * C + (2 if gelu else 3) * C * 56 + 2 * C + qk_norms
     embedding = rows * C + (24 * C if arch == 'gpt2' else 0)
     non_embedding = 2 * block + C + (0 if tied else rows * C)
-    assert model.parameter_counts() == {
-        'total': embedding + non_embedding,
-        'embedding': embedding,
-        'non_embedding': non_embedding,
-    }
+    counts = model.parameter_counts()
+    assert (counts['embedding'], counts['total']) == (embedding, embedding + non_embedding)
+    assert counts['trainable'] == counts['total'] and counts['head'] == (0 if tied else rows * C)
+    assert counts['norms'] == 2 * (2 * C + qk_norms) + C and 'other' not in counts
     with_head = 2 * block + C + rows * C
     assert model.flops_per_token() == 6 * with_head + 12 * 2 * (6 * 8) * 24
 

@@ -1,73 +1,79 @@
-"""scaling.py, estimate.py: batch arithmetic, exact counts; memory and traffic predicted against those of real runs."""
+"""scaling.py: batches and epochs; heads decide sizes, rates and steps, and what the user sets wins."""
 
-import importlib.util
-import itertools
-import json
-import statistics
+import math
+import re
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from launch import REPO, run_many
-from outputs import column
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from launch import REPO, run_forked
 
-import deepspeed_engine
-import model as model_module
-import optim
+import configurator
+import data
 from model import GPT, ModelConfig
 from runtime import estimate, scaling
 
-SIZES = {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'vocab_size': 1000, 'block_size': 128}
-ARCHITECTURES = {
-    'gpt2': {'arch': 'gpt2'},
-    'gpt2 with dropout, untied': {'arch': 'gpt2', 'dropout': 0.1, 'tie_embeddings': False, 'bias': False},
-    'enoki': {'arch': 'enoki'},
-    'enoki with biases': {'arch': 'enoki', 'bias': True},
-    'llama with grouped queries': {'arch': 'llama', 'n_kv_head': 2},
-    'llama with biases, tied': {'arch': 'llama', 'bias': True, 'tie_embeddings': True, 'mlp_hidden_dim': 200},
-    'qwen3': {'arch': 'qwen3', 'n_kv_head': 1, 'head_dim': 48},
-    'qwen3 gated': {'arch': 'qwen3', 'attention_gate': True},
+CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
+    'heads': 8,
+    'arch': 'enoki',
+    'n_layer': 12,
+    'n_head': 12,
+    'n_kv_head': None,
+    'head_dim': None,
+    'n_embd': 768,
+    'mlp_hidden_dim': None,
+    'vocab_size': None,
+    'dropout': 0.0,
+    'bias': None,
+    'tie_embeddings': None,
+    'rope_theta': None,
+    'attention_gate': False,
+    'z_loss': 1e-4,
+    'batch_size': 8,
+    'global_batch_size': 512,
+    'block_size': 2048,
+    'optimizer': 'adana',
+    'learning_rate': 6e-4,
+    'max_iters': 10000,
+    'warmup_iters': 100,
+    'weight_decay': 0.1,
+    'wd_ts': None,
+    'lr_rule': 32,
+    'kappa': 0.85,
+    'omega': 4.0,
+    'min_lr': None,
+    'lr_schedule': 'cos_inf',
+    'lr_decay_iters': None,
 }
 
 
-def shape_of(name, **changes):
-    return ModelConfig(**{**SIZES, **ARCHITECTURES[name], **changes})
+def fill(explicit=(), **changes):
+    """The config with the filled keys; what is changed and in `explicit`, the user has set."""
+    filled, notes = scaling.fill_from_heads(CONFIG | changes, set(explicit))
+    return CONFIG | changes | filled, notes
 
 
-def config_of(shape, **changes):
-    """What a train script passes: its resolved config."""
-    config = {
-        'batch_size': 4,
-        'global_batch_size': 32,
-        'block_size': shape.block_size,
-        'dtype': 'float32',
-        'device': 'cpu',
-        'activation_checkpointing': 'none',
-        'optimizer': 'adamw',
-        'learning_rate': 6e-4,
-        'max_iters': 1000,
-        'warmup_iters': 100,
-        'lr_schedule': 'cosine',
-        'lr_decay_iters': None,
-        'min_lr': None,
-        'keep_checkpoints': 2,
-        'eval_iters': 20,
-        'eval_only': False,
-        'trace_step': 0,
-    }
-    return {**config, **changes}
+def model_of(run):
+    """The model a train script would build."""
+    return ModelConfig.from_keys({**run, 'vocab_size': run['vocab_size'] or 50304})
 
 
-FSDP = {'zero_stage': 3, 'replicate_size': 1, 'cpu_offload': 'none', 'accumulate': 'unsharded'}
-FSDP |= {'fsdp_impl': 'torch', 'blocks_per_unit': 1, 'prefetch': 1}
+def counts_of(run):
+    with torch.device('meta'):
+        return GPT(model_of(run)).parameter_counts()
+
+
+def learning_rate(optimizer, **changes):
+    return fill(optimizer=optimizer, **changes)[0]['learning_rate']
+
+
+def refused(explicit=(), **changes):
+    """The one line with which keys are refused."""
+    with pytest.raises(ValueError) as refusal:
+        fill(explicit, **changes)
+    assert '\n' not in str(refusal.value)
+    return str(refusal.value)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -93,7 +99,8 @@ def test_the_batch_line_multiplies_out():
 
 
 def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_said():
-    config = config_of(shape_of('gpt2'))
+    config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
+    config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
     assert scaling.cautions(config, n_windows=1000) == []
     for changes, said in (
         ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
@@ -108,453 +115,12 @@ def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_sa
 
 
 def test_replicas_must_divide_the_ranks():
-    assert scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 2}, 8) == 4
+    fsdp = {'zero_stage': 3, 'replicate_size': 1, 'fsdp_impl': 'torch', 'blocks_per_unit': 1}
+    assert scaling.ranks_per_shard_group({**fsdp, 'replicate_size': 2}, 8) == 4
     with pytest.raises(ValueError, match='replicate_size=3 does not divide 8 ranks: use one of 1, 2, 4, 8'):
-        scaling.ranks_per_shard_group({**FSDP, 'replicate_size': 3}, 8)
+        scaling.ranks_per_shard_group({**fsdp, 'replicate_size': 3}, 8)
     with pytest.raises(ValueError, match='zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1'):
-        scaling.ranks_per_shard_group({**FSDP, 'zero_stage': 1}, 8)
-
-
-# --- counts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('name', ARCHITECTURES)
-def test_shapes_and_flops_are_those_of_the_model(name):
-    shape = shape_of(name)
-    with torch.device('meta'):
-        model = GPT(shape)
-    predicted = scaling.root_shapes(shape.to_dict())
-    for layer in range(shape.n_layer):
-        predicted |= {f'blocks.{layer}.{key}': value for key, value in scaling.block_shapes(shape.to_dict()).items()}
-    assert predicted == {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-    counts = model.parameter_counts()
-    parts = scaling.parameter_parts(shape.to_dict())
-    assert (parts['total'], parts['embedding']) == (counts['total'], counts['embedding'])
-    assert scaling.flops_per_token(shape.to_dict()) == model.flops_per_token()
-
-
-def test_enoki_with_8_heads_has_the_published_number_of_parameters():
-    shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
-    parts = scaling.parameter_parts(shape.to_dict())
-    assert parts['attention'] + parts['mlp'] == 18_874_368
-    assert parts['total'] - parts['norms'] == 70_385_664
-    assert parts['total'] == 70_393_088
-
-
-def test_constants_shared_with_other_modules_are_equal():
-    assert estimate.LOSS_CHUNK_BYTES == model_module.LOGITS_BYTES
-    assert estimate.DEEPSPEED_BUCKET == deepspeed_engine.BUCKET
-    for vocab_size in (64, 65, 257, 50257, 50304):
-        shape = ModelConfig(vocab_size=vocab_size)
-        assert scaling.padded_vocab_size(shape.to_dict()) == shape.padded_vocab_size
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-class PeakMemory(TorchDispatchMode):
-    """Sums the bytes of all storages that are alive after each operation, and keeps the largest sum."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = 0
-        self.storages = {}  # id -> weak reference; the size is asked anew each time, since fully_shard resizes storages
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.watch(tree_iter((args, kwargs, result)))
-        alive = {key: reference() for key, reference in self.storages.items()}
-        self.storages = {key: self.storages[key] for key, storage in alive.items() if storage is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values() if storage is not None))
-        return result
-
-    def watch(self, tensors):
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):  # a DTensor's storage is a dummy
-                storage = tensor.untyped_storage()
-                self.storages[id(storage)] = weakref.ref(storage)
-
-
-def bytes_of(tensors):
-    """Bytes of the tensors, or of the local shards of DTensors, padding included."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.untyped_storage().nbytes() for tensor in local)
-
-
-def moments(optimizer):
-    return [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-
-
-def measure(shape, config):
-    """{part: bytes} of a micro-step on one process that does not shard."""
-    torch.manual_seed(0)
-    model = GPT(shape, getattr(torch, config['dtype']))
-    model.checkpoint_activations(config['activation_checkpointing'])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-    return measure_step(model, config)
-
-
-def measure_step(model, config):
-    """As measure(), of a model that is there."""
-    optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
-    tokens = torch.randint(model.config.vocab_size, (config['batch_size'], config['block_size']))
-    model(tokens, tokens)[0].backward()
-    optimizer.step()
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
-    with PeakMemory() as memory:  # gradients are there already, as in every micro-step but the first
-        memory.watch([*parameters, *gradients, *model.buffers(), tokens])
-        model(tokens, tokens)[0].backward()
-    measured = {
-        'weights': bytes_of(parameters),
-        'gradients': bytes_of(gradients),
-        'optimizer': bytes_of(moments(optimizer)),
-    }
-    others = measured['weights'] + measured['gradients'] + bytes_of([*model.buffers(), tokens])
-    return measured | {'activations with logits': memory.peak - others}
-
-
-@pytest.mark.parametrize(
-    ('name', 'dtype', 'checkpointing', 'vocab_size'),
-    [
-        ('gpt2', 'bfloat16', 'none', 1000),
-        ('gpt2', 'float32', 'full', 1000),
-        ('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000),
-        ('enoki', 'bfloat16', 'full', 1000),
-        ('enoki', 'float32', 'selective', 1000),
-        ('enoki', 'bfloat16', 'none', 40000),  # so large that the loss takes two chunks
-        ('gpt2', 'float32', 'none', 100000),  # four chunks
-        ('llama with grouped queries', 'float32', 'none', 1000),
-        ('llama with grouped queries', 'bfloat16', 'full', 1000),
-        ('llama with biases, tied', 'float32', 'selective', 1000),
-        ('qwen3', 'bfloat16', 'selective', 1000),
-        ('qwen3 gated', 'float32', 'none', 1000),
-    ],
-)
-def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab_size):
-    shape = shape_of(name, vocab_size=vocab_size)
-    config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = estimate.estimate(config, shape.to_dict(), world_size=1)
-    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
-    measured = measure(shape, config)
-    for part, size in measured.items():
-        tolerance = 0.15 if part == 'activations with logits' else 0.05
-        assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
-
-
-def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
-    shape = shape_of('llama with grouped queries')
-
-    def need(**changes):
-        return sum(estimate.estimate(config_of(shape, **changes), shape.to_dict(), 1).values())
-
-    modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
-    assert modes == sorted(modes) and len(set(modes)) == 3
-    assert need(batch_size=2) < need(batch_size=4)
-    assert need(dtype='bfloat16', device='cuda:0') < need(dtype='bfloat16', device='cpu')  # attention in fp32
-
-
-@pytest.fixture(scope='module')
-def four_ranks():
-    """A process group whose collectives do nothing: this process is rank 0 of 4."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group('fake', rank=0, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-def measure_sharded(shape, config):
-    """{part: bytes} and the peak of the first step under fully_shard, on rank 0 of 4."""
-    mesh = init_device_mesh('cpu', (config['replicate_size'], 4 // config['replicate_size']), mesh_dim_names=('r', 's'))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config['dtype']), reduce_dtype=torch.float32)
-    options = {'mesh': mesh, 'mp_policy': policy, 'reshard_after_forward': config['zero_stage'] == 3}
-    with torch.device('meta'):
-        model = GPT(shape, getattr(torch, config['dtype']))
-    model.checkpoint_activations(config['activation_checkpointing'])
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    tokens = torch.randint(shape.vocab_size, (config['batch_size'], shape.block_size))
-    micro_steps = scaling.accumulation_steps(config['global_batch_size'], config['batch_size'], 4)
-    with PeakMemory() as memory:
-        model.to_empty(device='cpu')
-        for parameter in model.parameters():
-            torch.nn.init.constant_(parameter.to_local(), 0.01)
-        for micro_step in range(micro_steps):
-            model.set_requires_gradient_sync(config['accumulate'] == 'sharded' or micro_step == micro_steps - 1)
-            model(tokens, tokens)[0].backward()
-    optimizer = optim.make_optimizer(model, config['optimizer'], config['learning_rate'], 0.9, 0.95, 0.1)
-    optimizer.step()
-    return {
-        'weights': bytes_of(model.parameters()),
-        'gradients': sum(parameter.grad.to_local().nbytes for parameter in model.parameters()),  # views of one buffer
-        'optimizer': bytes_of(moments(optimizer)),
-    }, memory.peak
-
-
-@pytest.mark.parametrize(
-    ('name', 'changes'),
-    [
-        ('gpt2', {'dtype': 'bfloat16', 'accumulate': 'sharded'}),
-        ('llama with grouped queries', {'dtype': 'float32', 'accumulate': 'unsharded'}),
-        ('llama with grouped queries', {'dtype': 'bfloat16', 'accumulate': 'unsharded', 'zero_stage': 2}),
-        ('enoki', {'dtype': 'bfloat16', 'accumulate': 'sharded', 'activation_checkpointing': 'full'}),
-        ('qwen3', {'dtype': 'float32', 'accumulate': 'sharded', 'replicate_size': 2}),
-    ],
-)
-def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak(four_ranks, name, changes):
-    shape = shape_of(name, n_embd=132, head_dim=34, mlp_hidden_dim=301)  # odd sizes: shards are padded
-    config = config_of(shape, **{**FSDP, **changes})
-    predicted = estimate.estimate(config, shape.to_dict(), world_size=4, strategy='fsdp')
-    measured, peak = measure_sharded(shape, config)
-    if config['accumulate'] == 'unsharded':  # whole ones before the last micro-step; what is left in the end is a shard
-        whole = predicted['gradients'] + predicted['accumulated']
-        assert whole == 4 * scaling.parameter_parts(shape.to_dict())['total']
-    for part, size in measured.items():
-        assert predicted[part] == pytest.approx(size, rel=0.05), part
-    without_optimizer = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
-    assert 0.95 * peak < without_optimizer < 1.3 * peak
-
-
-def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
-    shape = shape_of('llama with grouped queries')
-    diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 2}
-    diloco |= {'error_feedback': False, 'exchange_dtype': 'int8'}
-
-    def parts(**changes):
-        return estimate.estimate(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
-
-    plain = parts()
-    assert plain['outer'] == 2 * plain['weights']
-    fsdp = estimate.estimate(config_of(shape, **FSDP), shape.to_dict(), 8, 'fsdp', shard_size=4)
-    assert {part: size for part, size in plain.items() if part != 'outer'} == fsdp
-    diloco['overlap_steps'] = 1
-    assert parts()['outer'] == 2.5 * plain['weights']
-    diloco.update(error_feedback=True, outer_on_host=True)
-    assert 'outer' not in parts() and parts()['host outer'] == 3.5 * plain['weights']
-
-
-def test_offloaded_states_are_counted_on_the_host():
-    shape = shape_of('gpt2')
-    parts = estimate.estimate(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
-    plain = estimate.estimate(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
-    assert (parts['host weights'], parts['host optimizer']) == (plain['weights'], plain['optimizer'])
-    assert 'weights' not in parts and parts['gathered'] == plain['gathered']
-
-
-# --- models of transformers -------------------------------------------------------------------------------------------
-
-TINY_HF = {'hidden_size': 128, 'num_attention_heads': 4, 'num_hidden_layers': 3, 'vocab_size': 1000}
-TINY_HF |= {'max_position_embeddings': 128, 'bos_token_id': None, 'eos_token_id': None}
-WITH_GROUPS = {'num_key_value_heads': 2, 'intermediate_size': 352, 'tie_word_embeddings': False}
-HF_MODELS = {  # name: (model_type, options)
-    'llama': ('llama', WITH_GROUPS),
-    'llama, tied': ('llama', WITH_GROUPS | {'tie_word_embeddings': True}),
-    'qwen2': ('qwen2', WITH_GROUPS),
-    'qwen3': ('qwen3', WITH_GROUPS | {'head_dim': 48}),
-    'gpt2': ('gpt2', {}),
-}
-
-
-@pytest.fixture(scope='module')
-def pretrained_of(tmp_path_factory):
-    """name, options -> the Pretrained of a folder that has the configuration of a tiny model, and no weights."""
-    import transformers
-
-    from huggingface import finetune
-
-    def make(name, **options):
-        kind, changes = HF_MODELS[name]
-        folder = tmp_path_factory.mktemp('model')
-        transformers.AutoConfig.for_model(kind, **{**TINY_HF, **changes}).save_pretrained(folder)
-        return finetune.Pretrained(folder, block_size=128, **options)
-
-    return make
-
-
-def model_of(pretrained, dtype='float32', sharded=False):
-    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward."""
-    from huggingface import finetune
-
-    torch.manual_seed(0)
-    model = finetune.for_training(pretrained, getattr(torch, dtype), 'cpu')
-    model.to_empty(device='cpu')
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-            parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
-    return model
-
-
-def test_a_model_of_transformers_is_counted_by_its_shapes_without_padding():
-    import transformers
-
-    with torch.device('meta'):
-        llama = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**{**TINY_HF, **WITH_GROUPS, 'vocab_size': 1001})
-        )
-    shapes = {name: tuple(parameter.shape) for name, parameter in llama.named_parameters()}
-    model = {
-        'arch': 'llama', 'n_layer': 3, 'n_head': 4, 'n_kv_head': 2, 'head_dim': 32, 'n_embd': 128,
-        'mlp_hidden_dim': 352, 'vocab_size': 1001, 'block_size': 128, 'tie_embeddings': False, 'dropout': 0.0,
-        'bias': False, 'attention_gate': False, 'z_loss': 0.0, 'lora_rank': 0,
-        'root_shapes': {name: shape for name, shape in shapes.items() if '.layers.' not in name},
-        'block_shapes': {name: shape for name, shape in shapes.items() if '.layers.0.' in name},
-        'trainable': llama.num_parameters(),
-    }  # fmt: skip
-    assert scaling.parameter_parts(model) == {
-        'embedding': 1001 * 128,
-        'attention': 3 * (128 + 64 + 64 + 128) * 128,
-        'mlp': 3 * 3 * 352 * 128,
-        'norms': 7 * 128,
-        'head': 1001 * 128,
-        'total': llama.num_parameters(),
-    }
-    model['root_shapes'] |= {'model.gain': (5, 2)}
-    assert scaling.parameter_parts(model)['other'] == 10
-    assert scaling.parameter_parts({**model, 'arch': 'unheard-of'}) == scaling.parameter_parts(model)
-
-
-@pytest.mark.parametrize('name', HF_MODELS)
-@pytest.mark.parametrize('lora_rank', [0, 4])
-def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, name, lora_rank):
-    pretrained = pretrained_of(name, lora_rank=lora_rank)
-    shape, model = pretrained.to_dict(), model_of(pretrained)
-    counts, parts = model.parameter_counts(), scaling.parameter_parts(shape)
-    assert (parts['total'], parts['embedding']) == (counts['total'], counts['embedding'])
-    assert 'other' not in parts and (parts['head'] == 0) == shape['tie_embeddings']
-    assert scaling.trainable_parameters(shape) == counts['trainable']
-    assert (counts['trainable'] < counts['total'] / 10) == (lora_rank > 0)
-    of_model = model.flops_per_token()  # with LoRA GPT-2's table of positions is a matter of taste: no matmul reads it
-    assert scaling.flops_per_token(shape) == pytest.approx(of_model, rel=0.01 if lora_rank else 0)
-
-
-def kept_by_a_block(model, tokens):
-    """Bytes of the storages, without parameters and buffers, that autograd keeps of the second block."""
-    known = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept, inside = {}, False
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if inside and storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage  # which keeps its address from being used again
-        return tensor
-
-    def enter(*_):
-        nonlocal inside
-        inside = True
-
-    def leave(*_):
-        nonlocal inside
-        inside = False
-
-    model.blocks[1].register_forward_pre_hook(enter)
-    model.blocks[1].register_forward_hook(leave)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens, tokens)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-@pytest.mark.parametrize('name', ['llama', 'qwen2', 'qwen3', 'gpt2'])
-@pytest.mark.parametrize(('dtype', 'sharded'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
-@pytest.mark.parametrize('dropout', [0.0, 0.1])
-def test_what_a_block_of_transformers_keeps_is_predicted(pretrained_of, name, dtype, sharded, dropout):
-    pretrained = pretrained_of(name, dropout=dropout)
-    tokens = torch.randint(1000, (8, 128))
-    config = {'dtype': dtype, 'device': 'cpu', 'block_size': 128}
-    casts = dtype == 'bfloat16' and not sharded  # train_ddp.py's autocast, which keeps copies of the weights
-    predicted = tokens.numel() * estimate.kept_per_token(config, pretrained.to_dict(), casts)
-    predicted += 2 * scaling.count(pretrained.to_dict()['block_shapes']) * casts
-    measured = kept_by_a_block(model_of(pretrained, dtype, sharded), tokens)
-    assert predicted == pytest.approx(measured, rel=0.05), predicted / measured
-    on_gpu = {**config, 'device': 'cuda:0'}
-    assert estimate.kept_per_token(on_gpu, pretrained.to_dict(), casts) <= estimate.kept_per_token(
-        config, pretrained.to_dict(), casts
-    )
-
-
-@pytest.mark.parametrize(
-    ('name', 'dtype', 'checkpointing', 'lora_rank'),
-    [
-        ('llama', 'float32', 'none', 0),
-        ('llama', 'float32', 'none', 4),
-        ('llama, tied', 'bfloat16', 'full', 0),
-        ('qwen2', 'bfloat16', 'none', 0),
-        ('qwen3', 'float32', 'full', 0),
-        ('qwen3', 'float32', 'selective', 0),
-        ('gpt2', 'bfloat16', 'none', 0),
-        ('gpt2', 'float32', 'full', 0),
-    ],
-)
-def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
-    pretrained_of, name, dtype, checkpointing, lora_rank
-):
-    pretrained = pretrained_of(name, lora_rank=lora_rank)
-    config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = estimate.estimate(config, pretrained.to_dict(), world_size=1)
-    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
-    model = model_of(pretrained, dtype)
-    model.checkpoint_activations(checkpointing)
-    measured = measure_step(model, config)
-    for part, size in measured.items():
-        tolerance = (0.2 if lora_rank else 0.15) if part == 'activations with logits' else 0.05
-        assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
-
-
-def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
-    lora, full = (pretrained_of('llama', lora_rank=rank).to_dict() for rank in (4, 0))
-    frozen = {**full, 'trainable': full['trainable'] // 4}
-    config = config_of(ModelConfig(**SIZES), dtype='bfloat16', **FSDP)
-    for accumulate in ('sharded', 'unsharded'):
-        config['accumulate'] = accumulate
-        all_parts, parts = (estimate.estimate(config, model, 4, 'fsdp') for model in (full, frozen))
-        for part in ('gradients', 'optimizer', 'reduction'):
-            assert parts[part] == pytest.approx(all_parts[part] / 4, rel=0.01), part
-        assert all(parts[part] == all_parts[part] for part in ('weights', 'gathered', 'activations', 'logits'))
-    of_lora = estimate.estimate(config, lora, 1, 'ddp')
-    assert of_lora['gradients'] == 4 * lora['trainable'] and of_lora['optimizer'] == 8 * lora['trainable']
-    diloco = config | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'error_feedback': False}
-    diloco |= {'exchange_dtype': 'int8', 'num_fragments': 1}
-    outer, of_all = (estimate.estimate(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
-    assert outer == pytest.approx(of_all / 4, rel=0.01)
-
-
-def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameters(pretrained_of):
-    model = pretrained_of('qwen3', lora_rank=4).to_dict()
-    config = config_of(ModelConfig(**SIZES), init_from='models/tiny', **FSDP) | model
-    for strategy in ('ddp', 'fsdp'):
-        words = ' '.join(estimate.report(config, model, 2, strategy).split())
-        total = scaling.parameter_parts(model)['total']
-        checkpoint = 4 * (total + 2 * model['trainable']) / 1e9
-        for said in (
-            'model: qwen3 of models/tiny',
-            f'total {total:,} trainable {model["trainable"]:,}',
-            f'per checkpoint {checkpoint:.3f}',
-        ):
-            assert said in words, said
-        assert 'padded' not in words
-    full = pretrained_of('qwen3').to_dict()
-    assert 'trainable' not in estimate.report(config | full, full, 2)
-
-
-def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_most(pretrained_of):
-    def advice(strategy_keys, batch_size=1, **options):
-        model = pretrained_of('llama', **options).to_dict()
-        config = config_of(ModelConfig(**SIZES), batch_size=batch_size, init_from='models/tiny', dtype='bfloat16')
-        config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
-        return estimate.out_of_memory_advice(config | model | {'block_size': 8}, 1)
-
-    assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
-    assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP)
-    assert 'lora_rank' not in advice({}, lora_rank=4)
-    native = shape_of('gpt2', n_embd=1024, block_size=8).to_dict()
-    config = config_of(
-        shape_of('gpt2'), batch_size=1, init_from='scratch', lora_rank=0, activation_checkpointing='full'
-    )
-    assert 'lora_rank' not in estimate.out_of_memory_advice(config | native, 1)
+        scaling.ranks_per_shard_group({**fsdp, 'zero_stage': 1}, 8)
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
@@ -567,205 +133,296 @@ def test_epochs_are_rounded_up_to_whole_steps():
             scaling.iterations_of_epochs(wrong, 30, 8)
 
 
-# --- predicted and measured -------------------------------------------------------------------------------------------
-
-MEASURED = ['--device=cpu', '--dataset=synthetic', '--vocab_size=512', '--n_layer=3', '--n_head=4', '--n_embd=128']
-MEASURED += ['--mlp_hidden_dim=500', '--block_size=16', '--batch_size=2', '--log_interval=1', '--max_iters=2']
-MEASURED += ['--warmup_iters=1', '--eval_iters=0', '--keep_checkpoints=0', '--compile=False']
-ENGINES = {
-    'ddp': ('train_ddp.py',),
-    'torch': ('train_fsdp.py',),
-    'manual 1': ('train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=1'),
-    'manual 2': ('train_fsdp.py', '--fsdp_impl=manual', '--zero_stage=2'),
-    'manual 3': ('train_fsdp.py', '--fsdp_impl=manual'),
-}
-FURTHER = {  # on 2 ranks, with 2 micro-steps in fp32
-    'ZeRO 2, sharded sums': ('train_fsdp.py', '--zero_stage=2', '--accumulate=sharded'),
-    'units of 2, sharded sums': ('train_fsdp.py', '--fsdp_impl=manual', '--accumulate=sharded', '--blocks_per_unit=2'),
-    'HSDP': ('train_fsdp.py', '--replicate_size=2'),
-    'HSDP, manual': ('train_fsdp.py', '--fsdp_impl=manual', '--replicate_size=2'),
-    'Muon': ('train_fsdp.py', '--optimizer=muon'),
-    'SGD': ('train_ddp.py', '--optimizer=sgd'),
-    'DiLoCo': ('train_diloco.py', '--num_replicas=2', '--inner_steps=2', '--exchange_dtype=int8'),
-}
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-ZERO = {f'DeepSpeed {stage}': ('train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2, 3)}
-ZERO['DeepSpeed, offload'] = ('train_deepspeed.py', '--zero_stage=2', '--cpu_offload=optimizer')
+@pytest.mark.parametrize(
+    ('heads', 'n_layer', 'n_embd', 'non_embedding', 'total'),
+    [
+        (6, 4, 384, 7_077_888, 45_711_360),  # 4.5 layers are 4
+        (8, 6, 512, 18_874_368, 70_385_664),
+        (12, 9, 768, 63_700_992, 140_967_936),
+        (16, 12, 1024, 150_994_944, 254_017_536),
+        (24, 18, 1536, 509_607_936, 664_141_824),
+    ],
+)
+def test_enoki_has_the_published_sizes(heads, n_layer, n_embd, non_embedding, total):
+    run, _ = fill(heads=heads)
+    assert [run[key] for key in ('n_layer', 'n_head', 'head_dim', 'n_embd')] == [n_layer, heads, 64, n_embd]
+    assert run['mlp_hidden_dim'] == 4 * n_embd
+    assert scaling.rule_counts(run) == (non_embedding, total)
+    counts = counts_of(run)
+    assert counts['total'] - counts['norms'] == total  # what is trained is what was counted
+    assert not model_of(run).attention_gate
 
 
-@pytest.fixture(scope='module')
-def measured_runs(tmp_path_factory):
-    """{(ranks, name): out_dir} of two steps with every engine; on 3 ranks not each with each."""
-    runs, cases = {}, {2: [], 3: []}
-    folder = tmp_path_factory.mktemp('measured')
-
-    def add(ranks, name, dtype, micro_steps, script, *more):
-        runs[ranks, name] = folder / f'{ranks} {name}'
-        arguments = [*MEASURED, f'--dtype={dtype}', f'--global_batch_size={2 * ranks * micro_steps}', *more]
-        arguments.append(f'--out_dir={runs[ranks, name]}')
-        cases[ranks].append({'name': name, 'script': script, 'arguments': arguments})
-
-    for name, engine in ENGINES.items():
-        for dtype, micro_steps in itertools.product(('float32', 'bfloat16'), (1, 2)):
-            add(2, f'{name}, {dtype}, {micro_steps}', dtype, micro_steps, *engine)
-        add(3, f'{name}, float32, 2', 'float32', 2, *engine)
-        add(3, f'{name}, bfloat16, 1', 'bfloat16', 1, *engine)
-    for name, engine in FURTHER.items():
-        add(2, name, 'float32', 2, *engine)
-    for name, engine in ZERO.items() if importlib.util.find_spec('deepspeed') else ():
-        add(2, name, 'float32', 2, *engine)
-        add(3, name, 'bfloat16', 1, *engine)
-    for name in ('DeepSpeed 1', 'DeepSpeed 2') if importlib.util.find_spec('deepspeed') else ():
-        add(3, f'{name}, float32', 'float32', 1, *ZERO[name])
-    for ranks in cases:
-        run_many(cases[ranks], ranks, folder)
-    return runs
+def test_qwen3_is_counted_with_all_its_weights_and_says_so():
+    run, notes = fill(arch='qwen3', heads=6)
+    keys = ('n_layer', 'n_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'attention_gate')
+    assert [run[key] for key in keys] == [12, 6, 128, 768, 2304, True]
+    non_embedding, total = scaling.rule_counts(run)
+    assert non_embedding == 14 * 768**2 * 12
+    assert total == non_embedding + 2 * 768 * 50304
+    model = model_of(run).to_dict()
+    assert (model['n_kv_head'], model['norm_eps']) == (6, 1e-5)
+    counts = counts_of(run)
+    assert counts['total'] - counts['norms'] == total
+    assert run['learning_rate'] == pytest.approx(3.17 * (3.99e4 + non_embedding) ** -0.553)
+    (note,) = [note for note in notes if '12 n_embd^2 n_layer' in note]
+    assert '99,090,432' in note
 
 
-def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
-    for (ranks, name), out_dir in measured_runs.items():
-        about = json.loads((out_dir / 'config.json').read_text())
-        strategy = about['script'].removeprefix('train_').removesuffix('.py')
-        predicted = estimate.communication_bytes(about['config'], about['config'], ranks, strategy)
-        sent = column(out_dir, 'comm/sent_gb')
-        # A round of DiLoCo is both steps. Of the others the second counts: in its first, DeepSpeed gathers more.
-        sent = 1e9 * (statistics.mean(sent) if strategy == 'diloco' else sent[-1])
-        assert predicted['sent'] == pytest.approx(sent, rel=0.02), f'{name} on {ranks} ranks'
-        assert predicted['sent'] == sum(size for kind, size in predicted.items() if kind != 'sent')
+# --- learning rate ----------------------------------------------------------------------------------------------------
 
 
-def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
-    for (ranks, name), out_dir in measured_runs.items():
-        about = json.loads((out_dir / 'config.json').read_text())
-        strategy = about['script'].removeprefix('train_').removesuffix('.py')
-        predicted = estimate.estimate(about['config'], about['config'], ranks, strategy)
-        for part in ('weights', 'gradients', 'optimizer'):
-            (held,) = column(out_dir, f'mem/{part}_gb')
-            somewhere = predicted.get(part, 0) + predicted.get(f'host {part}', 0)
-            assert somewhere == pytest.approx(1e9 * held, rel=0.02), f'{part} of {name} on {ranks} ranks'
+@pytest.mark.parametrize(
+    ('optimizer', 'published'),
+    [
+        ('adana', 7.144e-4),
+        ('adana-released', 7.144e-4),
+        ('adamw', 2.291e-3),
+        ('dana-mk4', 6.303e-4),
+        ('dana-star-mk4', 1.104e-3),
+        ('ademamix', 9.870e-4),
+        ('muon', 2.022e-3),
+    ],
+)
+def test_8_heads_have_the_published_learning_rates(optimizer, published):
+    assert learning_rate(optimizer) == pytest.approx(published, rel=1e-3)
 
 
-def assert_reaching_into_slices(model, shape):
-    """That it is what the layout of ZeRO gives: groups as the optimizer has them, one after the other."""
-    groups = [[p.numel() for p in group['params']] for group in optim.parameter_groups(model, 0.1)]
-    for world_size in (1, 2, 3, 5):
-        expected = 0
-        for sizes in groups:
-            slice_size = 2 * -(-sum(sizes) // (2 * world_size))  # DeepSpeed pads the whole to an even number per rank
-            starts = itertools.accumulate(sizes, initial=0)
-            expected += sum(size for start, size in zip(starts, sizes, strict=False) if start < slice_size)
-        assert estimate.reaching_into_slices(shape, world_size) == expected, world_size
+@pytest.mark.parametrize(
+    ('optimizer', 'changes', 'a', 'b', 'd'),
+    [
+        ('adamw-decay', {}, 65.7, 9.83e3, -0.608),
+        ('adana', {'kappa': 0.75}, 12.7, 9.55e3, -0.624),
+        ('adana', {'kappa': 0.8}, 17.6, 3.66e4, -0.624),
+        ('adana', {'kappa': 0.9}, 68.9, 2.95e4, -0.667),
+        ('dana-mk4', {'kappa': 0.75}, 56.0, 5.71e3, -0.708),
+        ('dana-star-mk4', {'kappa': 0.75}, 41.0, 3.03e4, -0.661),
+        ('adamw', {'kappa': 0.5}, 12.8, 1.67e4, -0.515),  # has no kappa
+        ('adamw', {'lr_rule': 512}, 16.7, 1.58e7, -0.464),
+        ('adana', {'lr_rule': 512}, 85.3, 3.04e4, -0.654),
+        ('dana-mk4', {'lr_rule': 512}, 2470, 2.24e7, -0.826),
+        ('dana-star-mk4', {'lr_rule': 512}, 310, 1.40e4, -0.701),
+        ('adamw', {'arch': 'qwen3'}, 2.16e4, 7.20e4, -0.873),
+        ('dana-mk4', {'arch': 'qwen3'}, 1.20, 3.44e4, -0.501),
+        ('dana-star-mk4', {'arch': 'qwen3'}, 93.9, 1.71e4, -0.701),
+    ],
+)
+def test_each_fit_is_used_for_its_keys(optimizer, changes, a, b, d):
+    weights = 14 * 1024**2 * 16 if 'arch' in changes else 12 * 512**2 * 6
+    assert learning_rate(optimizer, **changes) == pytest.approx(a * (b + weights) ** d)
 
 
-@pytest.mark.parametrize('name', ARCHITECTURES)
-def test_deepspeeds_gradients_of_what_lies_in_two_slices_are_whole(name):
-    shape = shape_of(name, n_embd=132, head_dim=34, mlp_hidden_dim=301)  # odd sizes
-    with torch.device('meta'):
-        model = GPT(shape)
-    assert_reaching_into_slices(model, shape.to_dict())
+def test_one_warning_when_the_batch_is_not_the_fitted_one():
+    def warnings(explicit=(), **changes):
+        return [note for note in fill(explicit, **changes)[1] if note.startswith('warning')]
+
+    (warning,) = warnings()
+    assert '32 sequences x 2048 tokens' in warning and '512 x 2048' in warning and '\n' not in warning
+    assert not warnings(lr_rule=512)
+    assert not warnings(global_batch_size=32)
+    assert warnings(global_batch_size=32, lr_rule=512)
+    assert warnings(global_batch_size=32, block_size=1024)
+    assert not warnings({'learning_rate'})  # the user's own
 
 
-@pytest.mark.parametrize('name', HF_MODELS)
-def test_and_of_a_transformers_model(pretrained_of, name):
-    pretrained = pretrained_of(name)
-    assert_reaching_into_slices(model_of(pretrained), pretrained.to_dict())
+# --- run length and weight decay --------------------------------------------------------------------------------------
 
 
-def test_on_gpus_the_bytes_are_those_of_rings():
-    shape = shape_of('llama with grouped queries')
-    whole = 4 * scaling.parameter_parts(shape.to_dict())['total']
+def test_the_8_head_run():
+    run, notes = fill()
+    assert (run['max_iters'], run['warmup_iters'], run['wd_ts']) == (1342, 26, 134)
+    assert run['max_iters'] == int(20 * 70_385_664 / 1_048_576)
+    assert run['weight_decay'] == 4.0 / 134
+    assert f'{run["weight_decay"]:.4f}' == '0.0299' and f'{run["learning_rate"]:.2e}' == '7.14e-04'
+    assert 'max_iters=1342' in notes[0] and 'learning_rate=0.0007144' in notes[0]
 
-    def sent(strategy, **changes):
-        config = config_of(shape, device='cuda:0', global_batch_size=16, **FSDP | changes)
-        return estimate.communication_bytes(config, shape.to_dict(), 4, strategy)
 
-    assert sent('ddp')['sent'] == 2 * 3 / 4 * whole
-    root = 4 * scaling.count(scaling.root_shapes(shape.to_dict()))
-    parts = sent('fsdp', dtype='bfloat16')  # blocks are gathered twice, in half the bytes; one fp32 reduction
-    assert parts['all-gather'] == 3 / 4 * (2 * (whole - root) + root) / 2
-    assert parts['reduce-scatter'] == 3 / 4 * whole and parts['all-reduce'] == 0
-    assert sent('fsdp', fsdp_impl='manual', zero_stage=1)['sent'] == 2 * 3 / 4 * whole
-    assert sent('fsdp', replicate_size=2)['all-reduce'] == 2 * 1 / 2 * whole / 2
+@pytest.mark.parametrize('optimizer', [name for name in estimate.OPTIMIZER_MOMENTS if name != 'sgd'])  # has no rule
+def test_weight_decay_follows_the_form_of_the_optimizer(optimizer):
+    run, _ = fill(optimizer=optimizer, omega=3.0)
+    constant = optimizer in ('adamw', 'ademamix', 'muon')  # weight decay; the others' falls over wd_ts
+    assert run['wd_ts'] == (None if constant else 134)
+    # In a step the DANA family decays by weight_decay x lr / peak, the others by weight_decay x lr (optim.py).
+    rate = run['learning_rate'] if constant or optimizer == 'adamw-decay' else 1
+    assert run['weight_decay'] * rate * (1342 if constant else 134) == pytest.approx(3.0)
+
+
+def test_a_short_run_still_has_a_step_and_a_time_scale():
+    run, _ = fill(heads=2, global_batch_size=100_000, block_size=4096)
+    assert (run['max_iters'], run['warmup_iters'], run['wd_ts'], run['n_layer']) == (1, 0, 1, 1)
+
+
+# --- what the user sets wins ------------------------------------------------------------------------------------------
+
+
+def test_explicit_keys_are_kept_and_all_others_are_filled():
+    everything = set(scaling.fill_from_heads(CONFIG, set())[0])
+    assert {'n_layer', 'n_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'learning_rate'} < everything
+    assert {'max_iters', 'warmup_iters', 'weight_decay', 'wd_ts'} < everything
+    assert everything <= set(CONFIG)
+    given = {'head_dim': 32, 'mlp_hidden_dim': 1000, 'wd_ts': 7, 'attention_gate': False}
+    for key in everything:
+        changed = CONFIG | {key: given.get(key, CONFIG[key])}  # mostly the script's default, set on purpose
+        filled, _ = scaling.fill_from_heads(changed, {key, 'heads'})
+        assert set(filled) == everything - {key}
+
+
+def test_what_depends_on_a_given_size_follows_it():
+    run, _ = fill({'n_layer'}, n_layer=7)
+    assert run['n_layer'] == 7
+    weights = 12 * 512**2 * 7
+    assert run['learning_rate'] == pytest.approx(22.5 * (1.22e5 + weights) ** -0.618)
+    assert run['max_iters'] == 20 * (weights + 2 * 512 * 50304) // 2**20
+    assert run['warmup_iters'] == run['max_iters'] // 50
+
+    run, _ = fill({'n_embd'}, n_embd=256)
+    assert run['mlp_hidden_dim'] == 1024
+    run, _ = fill({'vocab_size', 'tie_embeddings'}, vocab_size=2048, tie_embeddings=True)
+    assert scaling.rule_counts(run) == (18_874_368, 18_874_368 + 512 * 2048)
+    assert run['max_iters'] == 20 * (18_874_368 + 512 * 2048) // 2**20
+
+
+def test_what_depends_on_a_given_length_or_rate_follows_it():
+    run, _ = fill({'max_iters'}, max_iters=500)
+    assert (run['warmup_iters'], run['wd_ts'], run['weight_decay']) == (10, 50, 4.0 / 50)
+    run, _ = fill({'wd_ts'}, wd_ts=200)
+    assert (run['wd_ts'], run['weight_decay']) == (200, 4.0 / 200)
+    run, _ = fill({'learning_rate'}, learning_rate=1e-3, optimizer='adamw')
+    assert run['learning_rate'] == 1e-3
+    assert run['weight_decay'] == pytest.approx(4.0 / (1e-3 * 1342))
+
+
+def test_a_key_set_to_none_is_filled():
+    run, _ = fill({'head_dim', 'wd_ts', 'mlp_hidden_dim'})
+    assert (run['head_dim'], run['wd_ts'], run['mlp_hidden_dim']) == (64, 134, 2048)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('heads', [-8, 0, 1])
+def test_heads_that_make_no_layer_are_refused(heads):
+    assert refused(heads=heads) == f"heads={heads}: expected 2 or more with arch='enoki'"
+    assert fill(arch='qwen3', heads=1)[0]['n_layer'] == 2
+    assert fill({'n_layer'}, heads=1, n_layer=1)[0]['n_embd'] == 64
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'arch': 'gpt2'}, "arch='gpt2': expected enoki or qwen3 with heads=8"),
+        ({'optimizer': 'sgd'}, "optimizer='sgd', .*: expected one of adamw, adamw-decay, adana 0.75,.* muon, "),
+        (
+            {'optimizer': 'muon', 'lr_rule': 512},
+            'lr_rule=512: expected one of adamw, adana 0.85, dana-mk4 0.85, dana-s',
+        ),
+        ({'kappa': 0.7}, 'kappa=0.7, .*adana 0.75, adana 0.8, adana 0.85, adana 0.9, .*or a --learning_rate'),
+        ({'kappa': 0.8, 'optimizer': 'dana-mk4'}, 'kappa=0.8, .*dana-mk4 0.75, dana-mk4 0.85'),
+        ({'lr_rule': 64}, 'lr_rule=64: expected lr_rule=32'),
+        ({'lr_rule': 512, 'arch': 'qwen3'}, 'lr_rule=512: expected lr_rule=32'),
+    ],
+)
+def test_keys_without_a_rule_are_refused_with_those_that_have_one(changes, said):
+    assert re.search(said, refused(**changes))
+
+
+@pytest.mark.parametrize('key', ['n_layer', 'n_head', 'head_dim', 'n_embd', 'max_iters', 'learning_rate', 'wd_ts'])
+def test_a_size_that_is_not_positive_is_refused(key):
+    assert refused({key}, **{key: 0}) == f'{key}=0: expected more than 0'
+
+
+def test_a_learning_rate_makes_up_for_a_missing_fit():
+    run, _ = fill({'learning_rate'}, learning_rate=1e-3, kappa=0.7, lr_rule=99)
+    assert (run['learning_rate'], run['max_iters']) == (1e-3, 1342)
 
 
 # --- what the user reads ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp', 'deepspeed'])
-def test_the_report_names_every_part_with_its_numbers(strategy):
-    shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
-    config = config_of(shape, dtype='bfloat16', device='cuda:0', batch_size=8, global_batch_size=512, max_iters=1342)
-    text = estimate.report(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
-    words = ' '.join(text.split())
-    parts = estimate.estimate(config | FSDP, shape.to_dict(), 4, strategy)
-    for part, size in parts.items():
-        assert f'{part} {size / 1e9:.3f}' in words
-    assert f'total on the device {sum(parts.values()) / 1e9:.3f}' in words
-    sent = estimate.communication_bytes(config | FSDP, shape.to_dict(), 4, strategy)['sent']
+def test_dry_run_shows_what_heads_decided():
+    run, _ = fill()
+    model = model_of(run).to_dict()
+    system = {'dtype': 'bfloat16', 'device': 'cuda:0', 'activation_checkpointing': 'none', 'keep_checkpoints': 2}
+    report = ' '.join(estimate.report(run | system | model, model, world_size=4).split())
     for said in (
-        'n_layer 6',
-        'mlp_hidden_dim 2,048',
-        'total 70,393,088',
-        'attention and mlp 18,874,368',
-        '8 sequences x 16 micro-steps x 4 ranks = 512 sequences x 2,048 tokens = 1,048,576 tokens per step',
-        '1,342 steps x 1,048,576 = 1,407,188,992 tokens',
-        'warm-up over 100 steps to learning rate 0.0006',
-        'cosine: down to 6e-05 at step 1,342',
-        f'per token {scaling.flops_per_token(shape.to_dict()):.3e}',
-        'per checkpoint 0.845',  # 70,393,088 x (4 + 4 + 4) bytes
-        'at most (3 of them) 2.534',
-        f'{sent / 1e9:.3f} GB sent per rank per step',
+        'rules of heads=8',
+        'n_head 8 n_layer 6 n_embd 512 mlp 2048 non-embedding 18,874,368 total 70,385,664',
+        'tokens per step 1,048,576 iterations 1342 warm-up 26 wd_ts 134 weight decay 0.0299 learning rate 7.14e-4',
+        '8 sequences x 16 micro-steps x 4 ranks',
     ):
-        assert said in words, said
-    none = estimate.report(config | FSDP | {'keep_checkpoints': 0}, shape.to_dict(), 4, strategy)
-    assert 'at most (0 of them) 0.000' in ' '.join(none.split())
+        assert said in report, said
+    assert 'rules' not in estimate.report(run | system | model | {'heads': None}, model, world_size=4)
 
 
-@pytest.mark.parametrize(
-    ('changes', 'strategy', 'said'),
-    [
-        ({'dtype': 'auto'}, 'ddp', "dtype='auto': expected one of float32"),
-        ({'optimizer': 'lion'}, 'ddp', "optimizer='lion': expected one of adamw"),
-        ({}, 'zero', "strategy='zero': expected one of ddp, fsdp"),
-        ({'replicate_size': 3}, 'fsdp', 'replicate_size=3 does not divide 4 ranks'),
-    ],
-)
-def test_keys_that_cannot_be_estimated_are_refused_in_one_line(changes, strategy, said):
-    shape = shape_of('gpt2')
-    with pytest.raises(ValueError, match=said):
-        estimate.report(config_of(shape, **{**FSDP, **changes}), shape.to_dict(), 4, strategy)
-
-
-def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most():
-    shape = shape_of('gpt2')
-    config = config_of(shape, batch_size=16, global_batch_size=64)
-    need = sum(estimate.estimate(config, shape.to_dict(), 4).values())
-    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4)
-    assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
-    assert '--activation_checkpointing=full' in advice and '\n' not in advice
-
-    wide = shape_of('gpt2', n_embd=2048, block_size=16)
-    config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full', **FSDP)
-    advice = estimate.out_of_memory_advice(config | wide.to_dict(), 4)
-    assert (
-        'most of it accumulated: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
+def command_line(*arguments):
+    return subprocess.run(
+        [sys.executable, '-m', 'runtime.scaling', *arguments], cwd=REPO, capture_output=True, text=True
     )
 
 
-def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
-    shape = shape_of('gpt2', n_embd=2048, block_size=16)
-    config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
-    del config['accumulate'], config['fsdp_impl']
-    advice = estimate.out_of_memory_advice(config | shape.to_dict() | {'deepspeed_config': None}, 4)
-    assert 'most of it gradients: set --zero_stage=3, or set --cpu_offload=' in advice and 'accumulate' not in advice
+def test_the_command_line_prints_the_table_and_the_ladder():
+    lines = [' '.join(line.split()) for line in command_line('--heads=8').stdout.splitlines()]
+    assert {'n_layer 6', 'non-embedding 18,874,368', 'total 70,385,664', 'iterations 1342'} < set(lines)
+    assert {'lr adana 0.85 7.144e-4', 'lr adamw 2.291e-3', 'lr dana-star-mk4 0.85 1.104e-3'} < set(lines)
+    lines = [' '.join(line.split()) for line in command_line('--ladder', '--lr_rule=512').stdout.splitlines()]
+    assert 'n_layer 4 6 9 12 18' in lines
+    assert 'total 45,711,360 70,385,664 140,967,936 254,017,536 664,141,824' in lines
+    assert any(line.startswith('lr adana 0.85 2.818e-3 1.486e-3') for line in lines)
 
 
-def test_out_of_memory_advice_works_before_the_model_is_known():
-    shape = shape_of('gpt2')
-    assert estimate.out_of_memory_advice(config_of(shape), 4) == 'lower batch_size or block_size'
+def test_the_command_line_refuses_in_one_line():
+    refusal = command_line('--heads=0')
+    assert refusal.returncode != 0
+    assert refusal.stderr.splitlines() == ["error: heads=0: expected 2 or more with arch='enoki'"]
 
 
-def test_footprint_and_scaling_import_no_torch():
-    code = 'import footprint, sys; sys.exit("torch" in sys.modules)'
-    subprocess.run([sys.executable, '-c', code], cwd=REPO, check=True)
+# --- config files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('name', 'sizes', 'steps'),
+    [
+        ('enoki_8h', (6, 8, 512, 2048), 1342),
+        ('enoki_ladder', (4, 6, 384, 1536), 871),
+        ('qwen3_6h', (12, 6, 768, 2304), 3363),
+        ('gpt2_124m', (12, 12, 768, None), 19000),
+    ],
+)
+def test_config_files_make_the_run_they_describe(name, sizes, steps):
+    values = configurator.run_config_file(str(REPO / 'config' / f'{name}.py'), {})
+    config = CONFIG | {'heads': None} | values
+    config |= scaling.fill_from_heads(config, set(values))[0]
+    assert tuple(config[key] for key in ('n_layer', 'n_head', 'n_embd', 'mlp_hidden_dim')) == sizes
+    assert config['max_iters'] == steps
+    assert config['dataset'] == 'fineweb-10BT-gpt2' and config['global_batch_size'] == 512
+    for ranks in (1, 4, 8):
+        assert scaling.accumulation_steps(512, config['batch_size'], ranks) >= 4
+
+
+def test_the_8_head_config_is_the_published_recipe():
+    values = configurator.run_config_file(str(REPO / 'config' / 'enoki_8h.py'), {})
+    recipe = {'optimizer': 'adana', 'z_loss': 1e-4, 'grad_clip': 0.5, 'lr_schedule': 'cos_inf', 'block_size': 2048}
+    recipe |= {'batch_size': 8, 'eval_interval': 200, 'checkpoint_interval': 1000, 'wandb_group': 'fsdp-experiment'}
+    assert {key: values.get(key) for key in recipe} == recipe
+    assert 'learning_rate' not in values and 'min_lr' not in values  # min_lr: a tenth of the peak, as everywhere
+
+
+def test_without_heads_decay_follows_the_length_of_the_run():
+    config = {'heads': None, 'arch': 'gpt2', 'lr_rule': 32, 'max_iters': 1500, 'omega': 4.0, 'wd_ts': None}
+    assert scaling.fill_from_heads({**config, 'optimizer': 'adamw'}, ()) == ({}, [])
+    filled, (note,) = scaling.fill_from_heads({**config, 'optimizer': 'adana'}, ())
+    assert filled == {'wd_ts': 150, 'weight_decay': 4.0 / 150} and 'wd_ts=150' in note
+    assert scaling.fill_from_heads({**config, 'optimizer': 'dana-mk4', 'wd_ts': 8}, {'weight_decay'})[0] == {'wd_ts': 8}
+    assert scaling.fill_from_heads({**config, 'optimizer': 'adamw-decay'}, ())[0] == {'wd_ts': 150}
+
+
+def test_max_iters_of_the_command_line_beats_num_epochs_of_a_file(data_dir, tmp_path):
+    (tmp_path / 'run.py').write_text('num_epochs = 0.5\nglobal_batch_size = 8\nblock_size = 32\n')
+    keys = [tmp_path / 'run.py', '--dataset=tiny', f'--data_dir={data_dir}', '--device=cpu', '--dry_run']
+    windows = data.open_dataset(data_dir, 'tiny', 'train', 32).n_windows
+    log = tmp_path / 'log'
+    assert f' {math.ceil(windows / 16):,} steps x' in run_forked('train_ddp.py', *keys, log=log)
+    assert ' 7 steps x' in run_forked('train_ddp.py', *keys, '--max_iters=7', log=log)
