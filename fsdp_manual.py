@@ -41,11 +41,12 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Function, Variable
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 from torch.cuda import Event
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
 
@@ -67,8 +68,7 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
     the meta device stays there: to_empty() and initialization follow.
     Raises ValueError, with one line, for blocks or parameters that cannot be sharded; then nothing has been changed.
     """
-    one_module = [isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList) for block in blocks]
-    blocks = [[block] if alone else [*block] for block, alone in zip(blocks, one_module, strict=True)]
+    blocks = [[*block] if isinstance(block, (list, tuple, nn.ModuleList)) else [block] for block in blocks]
     check_blocks(model, blocks)
     parameters_of_units = assign_parameters(model, blocks)
     if compute_dtype not in GATHERABLE:
@@ -105,12 +105,9 @@ def assign_parameters(model, blocks):
     A tied parameter has several places. A parameter of the root that is larger than a block, like an embedding, is a
     unit of its own; the rest of the root is one unit. Raises ValueError for a parameter that cannot be sharded.
     """
-    unit_of = {}  # module -> the unit of its parameters
     units, root = [{} for _ in blocks], {}
-    for unit, modules in zip(units, blocks, strict=True):
-        for module in modules:
-            unit_of.update(dict.fromkeys(module.modules(), unit))
-
+    of_blocks = zip(units, blocks, strict=True)
+    unit_of = {inner: unit for unit, modules in of_blocks for module in modules for inner in module.modules()}
     first_unit = {}  # parameter -> the unit in which it was met first
     for module_name, module in model.named_modules():
         unit = unit_of.get(module, root)
@@ -287,36 +284,9 @@ class Lane:
         return self.stream.record_event() if self.stream else None
 
 
-class AfterBackward(Function):
-    """Identity on a block's inputs. Its backward runs when that of the block is through."""
-
-    @staticmethod
-    def forward(ctx, callback, *tensors):
-        ctx.callback = callback
-        return tensors
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.callback()
-        return None, *gradients
-
-
-def call_after_backward(callback, args, kwargs):
-    """(args, kwargs) of a block with its inputs marked, so that callback() runs at the end of the block's backward."""
-    leaves, structure = tree_flatten((args, kwargs))
-    marked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if marked:
-        for i, tensor in zip(marked, AfterBackward.apply(callback, *(leaves[i] for i in marked)), strict=True):
-            leaves[i] = tensor
-    return tree_unflatten(leaves, structure)
-
-
-def call_before_backward(callback, output):
-    """Have callback(gradient) run when the gradient of any of a module's outputs is known; whether there are any."""
-    outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    for tensor in outputs:
-        tensor.register_hook(callback)
-    return bool(outputs)
+def differentiable(tree):
+    """The tensors among the inputs or outputs of a module that get a gradient."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 # On its way: of these weights, `unused` on this rank, the average; from what is sent (and stays in memory till then).
@@ -344,8 +314,8 @@ class ShardedModel(nn.Module):
         home = 'cpu' if offload else self.device
         self.blocks = [Unit(parameters, index, mesh, home) for index, parameters in enumerate(of_blocks)]
         self.root = [Unit(parameters, None, mesh, home) for parameters in of_root]
-        largest = max(unit.size for unit in self.blocks)
-        shared = Room(largest, compute_dtype, self.device) if zero_stage == 3 else None
+        self.largest = max(unit.size for unit in self.blocks)
+        shared = Room(self.largest, compute_dtype, self.device) if zero_stage == 3 else None
         for unit in self.blocks + self.root:
             has_own = shared is None or unit.index is None
             unit.move_into(Room(unit.size, compute_dtype, self.device) if has_own else shared, self.ranks)
@@ -353,7 +323,7 @@ class ShardedModel(nn.Module):
         self.prefetch = prefetch if self.ranks > 1 else 0  # alone, a gather is a copy on this device
         self.gather_lane, self.reduce_lane = Lane(self.device), Lane(self.device)
         buffers = max(1, self.prefetch) if self.ranks > 1 else 0
-        self.free_buffers = [torch.empty(largest, dtype=compute_dtype, device=self.device) for _ in range(buffers)]
+        self.free_buffers = [torch.empty(self.largest, dtype=compute_dtype, device=self.device) for _ in range(buffers)]
         self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
         self.reduction = None  # the one in flight, see start_reduce_scatter()
         self.reduce_buffers = {}
@@ -382,11 +352,14 @@ class ShardedModel(nn.Module):
             self.unshard(unit)
             if not self.in_backward:  # else activation checkpointing computes this forward again
                 self.prefetch_blocks(unit.index, 1)
-            if torch.is_grad_enabled():
-                return call_after_backward(lambda: self.after_backward(unit), args, kwargs)
+            if torch.is_grad_enabled() and (inputs := differentiable((args, kwargs))):
+                register_multi_grad_hook(inputs, after_backward, mode='any')
 
         def after_forward(module, args, output):
-            unit.awaits_backward = call_before_backward(before_backward, output)
+            outputs = differentiable(output)
+            for tensor in outputs:
+                tensor.register_hook(before_backward)
+            unit.awaits_backward = bool(outputs)
             if self.zero_stage == 3 and not self.in_backward:
                 self.reshard_unit(unit)
 
@@ -394,6 +367,10 @@ class ShardedModel(nn.Module):
             self.begin_backward()
             self.unshard(unit)
             self.prefetch_blocks(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
+
+        def after_backward(gradient):  # an input has its gradient: the backward of the block is through
+            if unit.awaits_backward:  # else unshard() of the block before it was here first
+                self.after_backward(unit)
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)
         last.register_forward_hook(after_forward)
@@ -411,7 +388,8 @@ class ShardedModel(nn.Module):
                 self.unshard(unit)
 
         def after_forward(module, args, output):
-            call_before_backward(before_backward, output)
+            for tensor in differentiable(output):
+                tensor.register_hook(before_backward)
 
         def before_backward(gradient):
             self.begin_backward()
@@ -487,7 +465,7 @@ class ShardedModel(nn.Module):
         occupant = unit.room.occupant
         if occupant is not None and occupant.is_whole:
             assert self.in_backward, f'block {unit.index} runs inside of block {occupant.index}'
-            self.after_backward(occupant)  # its inputs needed no gradient, so nobody has said that it is done
+            self.after_backward(occupant)  # it is done: this block's backward needs what that one's has found
         if occupant is not unit:
             if unit not in self.in_flight:
                 self.in_flight[unit] = self.start_all_gather(unit)
@@ -635,9 +613,8 @@ class ShardedModel(nn.Module):
         """Flat memory for gradients on their way: one for all blocks, and one for the root, at the end of backward."""
         if unit.index is None:
             return torch.empty(size, dtype=dtype, device=self.device)
-        largest = max(block.size for block in self.blocks)
         if (kind, dtype) not in self.reduce_buffers:
-            self.reduce_buffers[kind, dtype] = torch.empty(largest, dtype=dtype, device=self.device)
+            self.reduce_buffers[kind, dtype] = torch.empty(self.largest, dtype=dtype, device=self.device)
         return self.reduce_buffers[kind, dtype][:size]
 
     # --- count ------------------------------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ def make_optimizer(
 
     groups = parameter_groups(model, weight_decay)
     if optimizer == 'adamw':
-        # One kernel for the whole update instead of a dozen per tensor.
         fused = all(parameter.device.type in ('cpu', 'cuda') for parameter in model.parameters())
         return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
     if optimizer == 'sgd':
@@ -144,10 +143,9 @@ def assert_each_in_one_group(model, groups):
 
 def compiling_repays(steps, parameters, device):
     """Whether make_optimizer(compile=True) saves time in so many further steps of a rank with so many parameters."""
-    # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. What it saves, measured with ADANA on 19M
-    # parameters and 2 CPU threads: 18 ms - 7 ms = 11 ms a step, 0.6 ns a parameter. A GPU's eager update moves some
-    # 26 * 4 bytes a parameter, compiled 7 * 4, at about 2.5e12 bytes/s: 0.03 ns, estimated. So 19M parameters on a CPU
-    # repay after 1,800 steps, 1B parameters on a GPU after 670.
+    # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. It saves, with ADANA on 19M parameters and 2 CPU
+    # threads, 18 - 7 = 11 ms a step (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03
+    # ns (estimated). So 19M parameters on a CPU repay after 1,800 steps, 1B parameters on a GPU after 670.
     saved_s = steps * parameters * (0.6e-9 if device.type == 'cpu' else 0.03e-9)
     # Kernels for CPUs are C++; those for GPUs need a C compiler for the code that launches them.
     compiler = os.environ.get('CXX', 'g++') if device.type == 'cpu' else os.environ.get('CC', 'gcc')
@@ -163,12 +161,11 @@ def compiling_repays(steps, parameters, device):
 
 
 def adamw(scalars, theta, g, m, v):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298). One of
+    4/(learning_rate*wd_ts) decays like ADANA's of 4/wd_ts:
 
     m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * (weight_decay/(1 + t/wd_ts)*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + eps))
-
-    weight_decay = 4/(learning_rate*wd_ts) decays like ADANA with 4/wd_ts.
     """
     one_minus_beta1, one_minus_beta2, unbias1, unbias2, minus_lr, minus_decay = scalars
     m.lerp_(g, one_minus_beta1)
@@ -291,7 +288,6 @@ UPDATES = {  # name -> its tensors per parameter (the names in checkpoints), its
     'ademamix': (('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
 }
 OPTIMIZERS = ('adamw', *UPDATES, 'muon', 'sgd')
-
 
 compiled = functools.cache(torch.compile)  # a kernel is compiled once, whatever uses it
 
@@ -547,33 +543,27 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 # --- state in host memory ---------------------------------------------------------------------------------------------
 
-PART_BYTES = 2**28  # of state on the GPU at a time: large enough for full PCIe speed, small beside the model
-
 
 class StateOnHost:
     """An optimizer whose moments rest in host memory. Use it in place of the optimizer from here on.
 
-    In step() they are on the GPU, at most part_bytes of them at a time, or those of one parameter. They cross PCIe
-    twice: 16 bytes per parameter for Adam, 0.3 s per 1B at 55 GB/s. Sharded (DTensor) and plain parameters alike; the
-    state keeps its form. Scalars (`step`) stay where they are.
+    In step() they are on the GPU, at most part_bytes of them at a time, or those of one parameter: enough for full PCIe
+    speed, little beside the model. They cross PCIe twice: 16 bytes per parameter for Adam, 0.3 s per 1B at 55 GB/s.
+    Sharded (DTensor) and plain parameters alike; the state keeps its form, and scalars (`step`) stay where they are.
     """
 
-    def __init__(self, optimizer, part_bytes=PART_BYTES):
+    def __init__(self, optimizer, part_bytes=2**28):
         self.optimizer, self.part_bytes = optimizer, part_bytes
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.param_groups, self.state, self.zero_grad = optimizer.param_groups, optimizer.state, optimizer.zero_grad
         self.host = {}  # (parameter, key) -> page-locked memory, used again in every step
         for parameter in self.state:
             self.move(parameter, to_host=True)
 
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
     def step(self):
         """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient."""
-        parameters = [p for group in self.param_groups for p in group['params'] if p.grad is not None]
-        gradients = {parameter: parameter.grad for parameter in parameters}
+        gradients = {p: p.grad for group in self.param_groups for p in group['params'] if p.grad is not None}
         self.zero_grad()
-        for part in in_parts(parameters, bytes_of_moments, self.part_bytes):
+        for part in in_parts(gradients, bytes_of_moments, self.part_bytes):
             for parameter in part:
                 parameter.grad = gradients[parameter]
                 self.move(parameter, to_host=False)

@@ -344,7 +344,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
 
     On n ranks all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice that (rings of NCCL and gloo).
     On a CPU gloo's own reduce-scatter, which fully_shard uses, is an all-reduce of which most is thrown away: twice the
-    bytes. fsdp_manual.py goes without, see start_reduction() there. The exchanges of DiLoCo count as 1/inner_steps.
+    bytes. fsdp_manual.py goes without, see send_gradients() there. The exchanges of DiLoCo count as 1/inner_steps.
     DeepSpeed reduces in fp32, in stage 1 after the last micro-step and else after each; in stages 1 and 2 all-reducing.
     It gathers the updated weights, in stage 3 in each micro-step, twice what is used too far apart to be kept (that
     part is from its source, no test has such a model), and in a run's first step more.
