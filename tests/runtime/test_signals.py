@@ -5,13 +5,15 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import faults
 import pytest
+import torch.distributed as dist
 from launch import TINY_SYNTHETIC, Job
 from outputs import assert_same_weights, complete, last_step, metrics, names_of_checkpoints
 
-from runtime import checkpoint
+from runtime import checkpoint, stopping
 
 STEPS = 100_000  # a run does not reach them before it is asked to stop
 RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=40', '--eval_interval=20', '--eval_iters=40', '--lr_decay_iters=500']
@@ -158,12 +160,28 @@ def test_a_signal_to_all_ranks_at_once_is_one_request(tmp_path):
     check_stopped(job, tmp_path / 'run', r'rank \d got SIGUSR1')
 
 
-def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path):
-    end = time.time() + 14  # a job this short keeps three quarters of its time
-    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=50', SLURM_JOB_END_TIME=str(end))
+def test_a_run_whose_slurm_job_is_nearly_over_saves_and_ends(tmp_path):
+    job = start('ddp', tmp_path / 'run', '--stop_before_end_s=50', SLURM_JOB_END_TIME=str(time.time() + 1))
     check_stopped(job, tmp_path / 'run', "the job's time is nearly over")
-    assert end - 3.5 <= time.time() < end
-    assert last_step(tmp_path / 'run') > 0
+
+
+@pytest.mark.parametrize('left, leaves_at', [(1000, 950), (100, 75)])  # a short job keeps three quarters of its time
+def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path, monkeypatch, left, leaves_at):
+    clock = SimpleNamespace(now=0.0, strftime=time.strftime, localtime=time.localtime)
+    clock.time = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(stopping, 'time', clock)
+    monkeypatch.setattr(stopping, 'catch_signals', lambda numbers: None)
+    monkeypatch.setenv('SLURM_JOB_END_TIME', str(left))
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        request = stopping.StopRequest(str(tmp_path), stop_before_end_s=50, say=lambda line: None)
+        while not request.agreed():
+            clock.now += 1
+            assert clock.now < left
+        assert leaves_at < clock.now <= leaves_at + 3  # it is seen a step later
+        assert request.reason == "the job's time is nearly over"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_stop_before_end_s_0_does_not_look_at_the_time(tmp_path):
