@@ -272,11 +272,7 @@ if found is not None:
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
-    if step >= config.max_iters and outer.is_mid_round(step):
-        raise ValueError(
-            f'max_iters={config.max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
-        )
-diloco_check.refuse_different_weights(outer)
+diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 started_at = saved['step'] if found and (config.eval_only or config.verify) else step  # those two cut no rows
@@ -431,9 +427,10 @@ while step < config.max_iters and not must_stop:
     round_ends = last_step or step % config.inner_steps == 0
     evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
     saving = last_step or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
+    # the replicas' own losses, each on its part of the text, before they meet
     row = {}
     if evaluating and outer.is_mid_round(step):
-        row['diloco/inner_val_loss'] = evaluate()['val_loss']  # of the replicas, each on its part of the text
+        row['diloco/inner_val_loss'] = evaluate()['val_loss']
 
     # outer step: average over the replicas what each has learned, and restart them from the result
     if outer.has_work(step, last_step):

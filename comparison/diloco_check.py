@@ -52,8 +52,13 @@ def refuse_differences(config, train_data, val_data):
                 )
 
 
-def refuse_different_weights(outer):
-    """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit."""
+def check_start(outer, step, max_iters):
+    """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit, or if the run is
+    to end at a step inside of a round, where its checkpoint is."""
+    if step >= max_iters and outer.is_mid_round(step):
+        raise ValueError(
+            f'max_iters={max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
+        )
     replicas = everybodys(outer.checksums()[0], outer.group)
     different = [replica for replica in range(outer.replicas) if replicas[replica] != replicas[0]]
     for of_rank in everybodys(different):  # every group of ranks has compared its own shard
