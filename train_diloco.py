@@ -452,6 +452,7 @@ while step < config.max_iters and not must_stop:
             journal.show(step, row)
     if round_ends:
         row.update(outer.health())
+    # evaluate the outer parameters, which are what the run is for
     if evaluating:
         with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
             row.update(evaluate())
