@@ -279,7 +279,7 @@ class ForTraining:
         for block in self.blocks if mode != 'none' else ():
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
-    parameter_counts, flops_per_token = GPT.parameter_counts, GPT.flops_per_token
+    parameter_counts, flops_per_token = GPT.parameter_counts, GPT.flops_per_token  # counted there, once
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):

@@ -56,7 +56,8 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
 
-    shard_size: ranks that hold one copy of the model; None = from world_size and replicate_size.
+    model: empty_model(config). shard_size: ranks that hold one copy of the model; None = from world_size and
+    replicate_size.
     Under fsdp not all parts peak at once: their sum is above the peak, by up to a quarter when the batch is small. Not
     counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed; torch.compile
     keeps less. The tests measure the CPU.
