@@ -20,11 +20,12 @@ Who frees it?            Nobody needs to: all blocks of one model are whole in t
                          forward is valid again as soon as block i is back in the room. The root has rooms of its own.
 Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer, until the ranks
 wait?                    have summed it. From then on in .grad of the DTensor, where clipping and optimizer find it.
-What crosses the wire?   Weights in compute_dtype, once per gather: (ranks - 1) / ranks of the unit. Gradients likewise,
-                         once per reduction, summed in fp32; send_gradients() says in which dtype they travel.
+What crosses the wire?   Weights in compute_dtype: (ranks - 1) / ranks of the unit per gather. Of gradients as many
+                         numbers per reduction; they are summed in fp32, and send_gradients() says how they travel.
                          With n blocks and stage 3: 2n - 1 gathers of blocks and n reductions per backward pass.
 
-The stages of ZeRO (arXiv 1910.02054) differ in how long a block stays whole; see reshard_unit() and finish_backward():
+The stages of ZeRO (arXiv 1910.02054) shard the moments (1), the gradients, too (2), and the weights, too (3). For the
+code that means how long a block stays whole; see reshard_unit() and finish_backward():
 
     3  while it computes, one block at a time       2  from its forward to its backward, each block in its own room
     1  from the first forward of an optimizer step to the last backward
@@ -544,7 +545,7 @@ class ShardedModel(nn.Module):
             weight.gradient_sum = None if gradient is None else gradient.float()
 
     def start_reduce_scatter(self, unit):
-        """Send each rank its slice of this rank's gradients. finish_reduce_scatter() adds up what the others sent."""
+        """Send each rank its slice of this rank's gradients, see send_gradients(); the result is taken up later."""
         weights = [weight for weight in unit.weights if weight.whole.requires_grad]
         gradients = [weight.take_gradient() for weight in weights]
         unused = {weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is None}

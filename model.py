@@ -12,8 +12,8 @@ The transformer: four architectures, its loss in chunks, generation, and exact c
     llama     RMSNorm     RoPE, half rotation        -           SwiGLU
     qwen3     RMSNorm     RoPE, half rotation        RMSNorm     SwiGLU
 
-gpt2, llama and qwen3 compute what the models of that name in `transformers` compute; convert.py maps the weights. gpt2
-with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
+gpt2, llama and qwen3 compute what the models of that name in `transformers` compute (weights: huggingface/convert.py).
+gpt2 with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
 
 Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same
 operations run under DDP, where they are fp32, and under fully_shard, which gathers them in bf16 and makes the cast

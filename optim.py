@@ -142,7 +142,7 @@ def assert_each_in_one_group(model, groups):
 
 
 def compiling_repays(steps, parameters, device):
-    """Whether make_optimizer(compile=True) saves time in so many further steps of a rank with so many parameters."""
+    """Whether make_optimizer(compile=True) saves time over this many steps of a model with this many parameters."""
     # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. It saves, with ADANA on 19M parameters and 2 CPU
     # threads, 18 - 7 = 11 ms a step (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03
     # ns (estimated). So 19M parameters on a CPU repay after 1,800 steps, 1B parameters on a GPU after 670.
@@ -515,7 +515,7 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
         'wsd'       warm-up, stable, decay: the peak, and over the last 20% a line down to min_lr (arXiv 2404.06395)
         'linear'    a line down to min_lr
         'constant'  the peak, for ever
-    After lr_decay_iters the rate stays at min_lr. Raises ValueError for an unknown schedule or a value out of range.
+    From lr_decay_iters on: min_lr, but for 'constant'. Raises ValueError for what is unknown or out of range.
     """
     if lr_schedule not in SCHEDULES:
         raise ValueError(f'lr_schedule={lr_schedule!r}: expected one of {", ".join(SCHEDULES)}')
@@ -537,7 +537,8 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
     if lr_schedule == 'wsd':
         decay_start = max(warmup_iters, int((1 - WSD_DECAY_FRACTION) * lr_decay_iters))
     progress = max(0.0, (step - decay_start) / (lr_decay_iters - decay_start))  # 0 at the peak, 1 at min_lr
-    remaining = 1 - progress if lr_schedule in ('wsd', 'linear') else (1 + math.cos(math.pi * progress)) / 2
+    line, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
+    remaining = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
     return min_lr + remaining * (learning_rate - min_lr)
 
 

@@ -24,9 +24,9 @@ class Config:
     out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
-    eval_iters = 20  # evaluate on so many global batches, always the same ones: more = less noise; 0 = no evaluation
+    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
     eval_only = False  # evaluate the newest checkpoint and stop
-    log_interval = 10  # steps between log lines; each costs one wait for the GPU
+    log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
     checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
@@ -80,7 +80,7 @@ class Config:
     beta1 = 0.9  # Adam: decay of the first moment
     beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
     grad_clip = 1.0  # global gradient norm; 0 = off
-    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at so many sequences per step
+    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at this many sequences per step
     kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
     delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
     omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
@@ -99,9 +99,9 @@ class Config:
     deterministic = False  # bit-equal repetitions, at a cost in speed
     activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
     timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-    stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+    stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
     max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most this many in a row
     loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
     checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
 
@@ -136,6 +136,7 @@ if config.init_from != 'scratch':
     check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
+# From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
@@ -174,7 +175,7 @@ elif found is None:
 model = raw_model
 if world_size > 1:
     model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # in every forward: a transformers model's are constant
+    model.broadcast_buffers = False  # DDP would send buffers in every forward; these are constant
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = optim.make_optimizer(
@@ -246,15 +247,15 @@ tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
 if world_size > 1:
-    # DDP orders the gradients in its buckets by its first backward pass. Let that be none of the run's steps, or the
-    # first step of a resumed run would add up in another order than the same step of one that went on.
+    # DDP orders the gradients in its buckets by its first backward pass. So that a resumed run adds up in the same
+    # order as one that was not interrupted, let this pass without effect be the first in both.
     tokens = torch.zeros((1, min(8, config.block_size)), dtype=torch.int64, device=device)
     with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
         (model(tokens, tokens)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-must_stop = stop_request.agreed()  # a signal that came before there was a step
+must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
 while step < config.max_iters and not must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -262,9 +263,10 @@ while step < config.max_iters and not must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr
-    if config.dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
-    # model() returns a sum over this rank's targets and ranks' gradients are averaged: this makes it the global mean.
+    # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
+    # that into the mean over all targets of the global batch.
     targets = data.count_targets(train_data, config.seed, step * global_batch_size, global_batch_size)
     loss_scale = world_size / targets
 
@@ -287,9 +289,9 @@ while step < config.max_iters and not must_stop:
     # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks
+    # update: only if loss and gradient are finite on all ranks (an all-reduce; numbers.loss is then the mean loss)
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
+    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
         meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
@@ -299,7 +301,7 @@ while step < config.max_iters and not must_stop:
 
     # what is due after this step
     last_step = step == config.max_iters
-    must_stop = stop_request.agreed()  # a signal, or a file STOP in out_dir: save and leave
+    must_stop = stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank: save and leave
     evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
     saving = last_step or must_stop
     saving = saving or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))

@@ -29,9 +29,9 @@ class Config:
     out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
-    eval_iters = 20  # evaluate on so many global batches, always the same ones: more = less noise; 0 = no evaluation
+    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
     eval_only = False  # evaluate the newest checkpoint and stop
-    log_interval = 10  # steps between log lines; each costs one wait for the GPU
+    log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
     checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
@@ -85,7 +85,7 @@ class Config:
     beta1 = 0.9  # Adam: decay of the first moment
     beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
     grad_clip = 1.0  # global gradient norm; 0 = off
-    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at so many sequences per step
+    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at this many sequences per step
     kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
     delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
     omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
@@ -104,13 +104,13 @@ class Config:
     deterministic = False  # bit-equal repetitions, at a cost in speed
     activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
     timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-    stop_before_end_s = 300  # in a Slurm job: save and leave so many seconds before its time is over; 0 = do not
+    stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
     max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most so many in a row
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most this many in a row
     loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
     # fsdp
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # what is whole: 3 = a block at work; 2 = blocks from forward to backward; 1 (not torch) = all
+    zero_stage = 3  # what is sharded: 1 (not torch) = moments; 2 = gradients, too; 3 = weights, too
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
     accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # of gradients: less communication, or less memory
     blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
@@ -120,7 +120,7 @@ class Config:
     inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
     outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
-    num_fragments = 1  # P: the model is exchanged in so many parts, one every inner_steps / P steps (Streaming DiLoCo)
+    num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     fragment_order: Literal['strided', 'sequential'] = 'strided'  # or neighbours together
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
@@ -169,6 +169,7 @@ if config.init_from != 'scratch':
     check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
+# From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
@@ -209,7 +210,7 @@ mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if the
 shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
 processes.set_timeouts(whole_mesh, config.timeout_s)
 blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(
         raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offload=offloads
@@ -300,7 +301,7 @@ def evaluate():
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    for module in model.modules():  # without a backward pass what forward left gathered would stay so
+    for module in model.modules():  # free what forward left gathered, for no backward pass will (both implementations)
         if hasattr(module, 'reshard'):
             module.reshard()
     nats, tokens = nats_and_tokens.tolist()
@@ -337,7 +338,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 if config.cpu_offload == 'optimizer':
-    opt = optim.StateOnHost(opt)
+    opt = optim.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 train_batches = batches_from(step)
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
@@ -376,7 +377,7 @@ planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if config.plan 
 journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-must_stop = stop_request.agreed()  # a signal that came before there was a step
+must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
 while step < config.max_iters and not must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -384,10 +385,10 @@ while step < config.max_iters and not must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr
-    if config.dropout:  # noise is a pure function of (seed, step, rank), so a resumed run draws the same
+    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
-    # model() returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica: this makes
-    # it the mean of the replica's targets.
+    # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This
+    # factor turns that into the mean over the replica's targets.
     targets = targets_of(step)
     loss_scale = shard_size / targets
 
@@ -398,7 +399,8 @@ while step < config.max_iters and not must_stop:
     for micro_step in range(accumulation_steps):
         meter.mark('data')
         batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
-        # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
+        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
+        # accumulate='sharded' each backward does, and the shards add up.
         last_micro_step = micro_step == accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_is_last_backward(last_micro_step)
@@ -412,9 +414,9 @@ while step < config.max_iters and not must_stop:
     # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks
+    # update: only if loss and gradient are finite on all ranks (an all-reduce; numbers.loss is then the mean loss)
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.are_good(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
+    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
         scaler.step(opt)
         meter.measure_state(raw_model.parameters(), opt)
     scaler.update()

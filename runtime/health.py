@@ -35,7 +35,7 @@ class Numbers:
     """One decision of all ranks, before each optimizer step, whether its loss and gradient can be trusted."""
 
     def __init__(self, max_bad_steps, loss_spike_guard, say, group=None, state=None):
-        """max_bad_steps: so many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
+        """max_bad_steps: this many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
         SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW. say: on rank 0, called with a line.
         group: the ranks that train together. state: of state(), from a checkpoint."""
         self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
@@ -48,7 +48,7 @@ class Numbers:
     def state(self):
         return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
 
-    def are_good(self, step, loss_sum, targets, grad_norm, may_overflow, last_good):
+    def reduce_and_check(self, step, loss_sum, targets, grad_norm, may_overflow, last_good):
         """Whether to take the optimizer step `step`; self.loss is then the mean loss. Collective; waits for the device.
 
         loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
@@ -134,10 +134,13 @@ def refuse_different_weights(named_parameters, step, last_good):
 
 
 class Watchdog:
-    """A thread on every rank writes what its rank is at into out_dir/.heartbeat. A rank that has been at the same for
-    0.8 timeout_s looks at the others' files, twice. Those that wait for each other have come further than the one they
-    wait for. Before the collectives time out, which would name nobody, every rank prints who that is, and ends. While
-    any rank still moves, the job is only slow. A single process has nobody who waits for it: it is not watched.
+    """
+    Names the rank that hangs, before the collectives time out, which would name nobody.
+
+    A thread on every rank writes into out_dir/.heartbeat what its rank is doing and how much it has done. A rank that
+    has done nothing new for 0.8 timeout_s reads the others' files, twice. If no rank has moved in between, the one
+    that has done least is the one that the others wait for: every rank prints which that is, and ends. While any rank
+    moves, the job is only slow. A single process is not watched, for nobody waits for it.
     """
 
     def __init__(self, out_dir, timeout_s):

@@ -13,6 +13,7 @@ LONGEST += ['test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_d
 LONGEST += ['test_checkpoint', 'test_scaling', 'test_optim', 'test_train', 'test_diloco', 'test_resume', 'test_compare']
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one of xdist, which reads the marks
 def pytest_collection_modifyitems(items):
     """Let one worker run all tests of a file, and the longest files first."""
 

@@ -369,7 +369,10 @@ def judge(numbers, losses, first_step=1):
     """What Numbers decides about each loss, the mean over 10 targets."""
     norm = torch.tensor(1.0)
     sums = [torch.tensor(10 * loss) for loss in losses]
-    return [numbers.are_good(step, one, 10, norm, False, lambda: 'none') for step, one in enumerate(sums, first_step)]
+    return [
+        numbers.reduce_and_check(step, one, 10, norm, False, lambda: 'none')
+        for step, one in enumerate(sums, first_step)
+    ]
 
 
 def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(one_rank):
