@@ -509,7 +509,7 @@ def shard_dimension(parameters):
 def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr):
     """Learning rate of the optimizer step that is about to run (`step` counts from 0).
 
-    All schedules rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
+    All rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
         'cosine'    half a cosine down to min_lr (arXiv 1608.03983, one cycle)
         'cos_inf'   the same, and the warm-up begins at 1% of the peak (Enoki, arXiv 2602.05298)
         'wsd'       warm-up, stable, decay: the peak, and over the last 20% a line down to min_lr (arXiv 2404.06395)
@@ -532,14 +532,13 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
         return learning_rate
     if step >= lr_decay_iters:
         return min_lr
-
     decay_start = warmup_iters
     if lr_schedule == 'wsd':
         decay_start = max(warmup_iters, int((1 - WSD_DECAY_FRACTION) * lr_decay_iters))
     progress = max(0.0, (step - decay_start) / (lr_decay_iters - decay_start))  # 0 at the peak, 1 at min_lr
     line, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
-    remaining = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
-    return min_lr + remaining * (learning_rate - min_lr)
+    height = {'cosine': cosine, 'cos_inf': cosine, 'wsd': line, 'linear': line}[lr_schedule]
+    return min_lr + height * (learning_rate - min_lr)
 
 
 # --- state in host memory ---------------------------------------------------------------------------------------------

@@ -6,24 +6,15 @@ from pathlib import Path
 import pytest
 from launch import run_script
 
-# Groups of tests that take longest come first, or one worker would end with them alone. A group is a file, or what is
-# marked as one (xdist_group).
-LONGEST = ['compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco', 'test_finetune_runs']
-LONGEST += ['test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data', 'test_elastic', 'test_slow_link']
-LONGEST += ['test_checkpoint', 'test_scaling', 'test_optim', 'test_train', 'test_diloco', 'test_resume', 'test_compare']
+# The files that take longest come first, or one worker would end with them alone.
+LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']
+LONGEST += ['test_finetune_runs', 'test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data']
+LONGEST += ['test_elastic', 'test_slow_link', 'test_estimate', 'test_checkpoint', 'test_optim', 'test_train']
+LONGEST += ['test_diloco', 'test_resume', 'test_compare']
 
 
-@pytest.hookimpl(tryfirst=True)  # before the one of xdist, which reads the marks
 def pytest_collection_modifyitems(items):
-    """Let one worker run all tests of a file, and the longest files first."""
-
-    def group_of(item):
-        mark = item.get_closest_marker('xdist_group')
-        return mark.args[0] if mark else item.path.stem
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    items.sort(key=lambda item: LONGEST.index(group_of(item)) if group_of(item) in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -26,7 +26,7 @@ failed=()
 "$PYTHON" -m ruff check . || failed+=('lint')
 # Three files at a time, since much is waiting; each file by one worker, for its fixtures train models. conftest.py says
 # which come first. Another -n among the arguments counts: -n 0 is one process, for a debugger.
-"$PYTHON" -m pytest -q -rfEs --durations=10 -n 3 --dist loadgroup --no-loadscope-reorder "${pytest_arguments[@]}" ||
+"$PYTHON" -m pytest -q -rfEs --durations=10 -n 3 --dist loadfile --no-loadscope-reorder "${pytest_arguments[@]}" ||
     failed+=('tests')
 took=$(printf '%d:%02d minutes' $((SECONDS / 60)) $((SECONDS % 60)))
 

@@ -792,39 +792,3 @@ def test_tables_have_a_row_per_label_and_only_columns_that_are_known():
 )  # fmt: skip
 def test_the_line_that_says_why_a_run_failed(console, line):
     assert results.last_error(console) == line
-
-
-# --- for real ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.xdist_group('compare_smoke')
-def test_all_strategies_train_agree_save_and_resume(tmp_path):
-    """config/compare_smoke.py, with ranks that are forked: torchrun would import torch three times for each run."""
-    launcher = f'{sys.executable} {REPO / "tests" / "launch.py"} {{nproc}}'
-    result = run_script(
-        'compare.py', 'config/compare_smoke.py', f'--out_dir={tmp_path}', f'--launcher={launcher}', timeout=3600
-    )
-    rows = {row['label']: row for row in json.loads((tmp_path / 'results.json').read_text())}
-    expected = {'single', 'ddp', 'fsdp', 'fsdp_manual', 'diloco', 'fsdp_manual-zero1', 'ddp-sgd', 'diloco-sgd-H1'}
-    has_deepspeed = compare.importlib.util.find_spec('deepspeed') is not None
-    assert set(rows) == expected | ({'deepspeed', 'deepspeed-zero1'} if has_deepspeed else set())
-    assert ('deepspeed is left out' in result.stdout) != has_deepspeed
-
-    exact = [row for label, row in rows.items() if label not in ('single', 'ddp-sgd', 'diloco')]
-    assert all(row['loss_diff'] <= 1e-4 and 'apart' not in row for row in exact), result.stdout
-    assert rows['diloco-sgd-H1']['loss_diff'] <= 1e-6 and rows['diloco-sgd-H1']['reference'] == 'ddp-sgd'
-    assert 0 < rows['diloco']['loss_diff'] < 0.1 and 'every 5 steps' in rows['diloco']['apart']
-    resumed = {label: row['resume_diff'] for label, row in rows.items() if 'resume_diff' in row}
-    assert set(resumed) == set(rows) & {'single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco'}
-    assert all(value <= 1e-6 for value in resumed.values()), resumed
-
-    for label, row in rows.items():
-        assert row['tokens_per_sec'] > 0 and len(row['curve']['loss']) == 20, label
-        assert 0.9 < row['mem/weights_gb'] / row['predicted']['weights_gb'] < 1.1, label
-        if row['world_size'] > 1 and 'comm/sent_gb' in row:
-            assert 0.9 < row['comm/sent_gb'] / row['predicted_sent_gb'] < 1.1, label
-    assert rows['fsdp']['mem/weights_gb'] == pytest.approx(rows['ddp']['mem/weights_gb'] / 2, rel=0.05)
-    table = (tmp_path / 'table.md').read_text()
-    assert '- agree: single, ddp, fsdp, fsdp_manual, ' in table and table.strip() in result.stdout
-    for picture in ('loss', 'phases', 'memory', 'communication'):
-        assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')
