@@ -11,8 +11,8 @@ whatever the number of ranks: there is no loader state to save, the step in a ch
 
 Files are shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy
 rows; what they hold is in prepare_data.py's meta.json. To read another format of token files, add the end of their
-names to ENDINGS below, and their layout to read_shard() in text/shards.py: it returns the tokens of a file, anything
-with a length that gives a row of integers when it is sliced. To read another format of texts, see text/sources.py.
+names to ENDINGS below, and their layout to read_shard() in text/shards.py: it returns the tokens of a file, a numpy
+array or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
 """
 
 import bisect
