@@ -1,10 +1,14 @@
 """Fixtures that several test files share. Helpers: launch.py starts processes, outputs.py reads what runs leave."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from launch import run_script
+
+# A shell starts what runs in the background with SIGINT ignored, and so would be what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest come first, or one worker would end with them alone.
 LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']

@@ -386,8 +386,9 @@ def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, 
     predicted = estimate.activation_bytes(config, 'fsdp' if sharded else 'ddp')
     measured = measure_step(model_of(pretrained, dtype, sharded), config)
     assert sum(predicted.values()) == pytest.approx(measured['activations with logits'], rel=0.05)
-    on_gpu = estimate.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
-    assert on_gpu['activations'] <= predicted['activations']
+    if dtype == 'bfloat16':  # flash attention, and on CPUs fp32 within attention
+        on_gpu = estimate.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
+        assert on_gpu['activations'] <= predicted['activations']
 
 
 @pytest.mark.parametrize('kind', ['gemma2', 'mixtral'])
