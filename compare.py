@@ -30,7 +30,7 @@ class Config:
     inner_steps = [10]  # diloco: steps between two exchanges
     variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., any key of its train script}, runs of their own
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
-    repeats = 3  # so often each run, in alternation: what is slow for a while, is so for all
+    repeats = 3  # how often each run is repeated, in turns: what is slow for a while is slow for all
     resume_check = False  # resume each strategy once from the middle: are the losses the same?
     # how
     out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
@@ -74,7 +74,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def command_of(script, ranks, launcher):
-    """What starts a script on so many ranks, without its keys."""
+    """What starts a script on this many ranks, without its keys."""
     if launcher:
         return [*shlex.split(launcher.replace('{nproc}', str(ranks))), str(HERE / script)]
     if ranks == 1:

@@ -587,7 +587,7 @@ class Outer:
         return row
 
     def rehearse(self, numbers, dtype):
-        """(seconds, of them computing) that an exchange of so many numbers takes; nobody uses the result."""
+        """(seconds, of them computing) that an exchange of this many numbers takes; nobody uses the result."""
         scratch = {'scratch': torch.zeros(numbers, device=self.device)}
         fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
         fragment.anchor.zero_()

@@ -642,7 +642,7 @@ class ShardedModel(nn.Module):
         return 1000 * time.perf_counter()
 
     def count(self, kind, received):
-        """One more collective, in which this rank receives so many bytes. Evaluations do not count."""
+        """One more collective, in which this rank receives this many bytes. Evaluations do not count."""
         if self.module.training:
             self.counts.update({kind: 1, f'{kind}_gb': received / 1e9})
 

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 
-# The loss's chunks hold so many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens are enough for a fast matmul.
+# The loss's chunks hold this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens are enough for a fast matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
 
 # Of the parts of a model the first with a word that is in a parameter's name, here or in transformers, counts it.

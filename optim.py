@@ -54,7 +54,7 @@ def make_optimizer(
         the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
     kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of
         the run); needed by the DANA family and adamw-decay unless weight_decay is 0.
-    max_iters: AdEMAMix warms alpha and beta3 up over so many steps, the whole run in the paper; None = not at all.
+    max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
 
     'adamw' computes what adamw() below does with wd_ts = infinity; 'sgd': theta -= lr * (weight_decay*theta + g). The
@@ -124,7 +124,7 @@ def hidden_matrices(model):
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
-        if hasattr(module, 'heads_of_qkv'):  # so many heads of queries (and gates), of keys, of values
+        if hasattr(module, 'heads_of_qkv'):  # numbers of heads: queries (and gates), keys, values
             hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
         for parameter in module.parameters(recurse=False):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad

@@ -35,7 +35,7 @@ OPTIMIZER_MOMENTS |= {'dana-star-mk4': 3, 'ademamix': 3, 'sgd': 0}
 OPTIMIZER_MOMENTS['muon'] = 2  # and 1 in the matrices of blocks, see moments()
 STRATEGIES = ('ddp', 'fsdp', 'diloco', 'deepspeed')
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
-# this size stay whole, and so do larger ones if so many numbers at most are used before their turn comes again.
+# this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
 
 

@@ -59,7 +59,7 @@ class Meter:
     tokens_per_step: of the global batch. flops_per_token: forward and backward, for the MFU.
     group: process group of the ranks that make these calls together, if not all do (the replicas of DiLoCo do not).
     beat: called with the name of each phase as it begins.
-    trace_step: the so many-th step from here on is recorded, on every rank, as out_dir/trace_rank0.json and so on, for
+    trace_step: this step, counted from here, is recorded, on every rank, as out_dir/trace_rank0.json and so on, for
         chrome://tracing or ui.perfetto.dev. Below 1: none is.
 
     The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.

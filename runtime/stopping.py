@@ -67,7 +67,7 @@ class StopRequest:
         self._send()
 
     def _plan(self, left, stop_before_end_s, say):
-        """When to stop, so that a job with so many seconds left is over in time; a short one keeps 3/4 of them."""
+        """When to stop, so that a job with this many seconds left is over in time; a short one keeps 3/4 of them."""
         if left < math.inf:
             self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
             say(f'the job has {left:.0f} s left: saving at {time.strftime("%H:%M:%S", time.localtime(self.stops_at))}')

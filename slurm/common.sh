@@ -163,7 +163,7 @@ is_first_element() {
     [[ ${SLURM_ARRAY_TASK_ID:-0} == "${SLURM_ARRAY_TASK_MIN:-0}" && ${SLURM_RESTART_COUNT:-0} == 0 ]]
 }
 
-# plan NODES PROCESSES ARGUMENTS...: what --dry_run prints for so many ranks, from this one process.
+# plan NODES PROCESSES ARGUMENTS...: what --dry_run prints for this many ranks, from this one process.
 plan() {
     local nodes=$1 processes=$2
     shift 2
