@@ -203,7 +203,15 @@ class Room:
 
 
 class Unit:
-    """Parameters that are gathered together and reduced together."""
+    """
+    Parameters that are gathered together and reduced together. Where its whole weights are, and what modules see:
+
+        state                   is_whole   room.occupant   in ShardedModel.in_flight
+        sharded                 no         another, None   no
+        on its way (prefetch)   no         another, None   yes: in a buffer
+        at work                 yes        this unit       no
+        done for now (stage 3)  no         this unit       no: free to stay, the next unit that needs the room takes it
+    """
 
     def __init__(self, parameters, index, mesh, device):
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
@@ -290,7 +298,8 @@ def differentiable(tree):
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# On its way: of these weights, `unused` on this rank, the average; from what is sent (and stays in memory till then).
+# In flight: the weights whose gradients travel, those among them without one on this rank, the memory for the average,
+# what is sent (kept until it has left), what arrives (gloo), and what to wait for.
 Reduction = namedtuple('Reduction', 'weights unused average sent received handle')
 
 
