@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from launch import run_script
 
-# A shell starts what runs in the background with SIGINT ignored, and so would be what the tests start.
+# A shell starts what runs in the background with SIGINT ignored, nohup with SIGHUP, and both are inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take longest come first, or one worker would end with them alone.
 LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']
