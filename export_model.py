@@ -339,7 +339,7 @@ try:
     readable = os.path.join(unfinished, 'adapter_config.json' if config.adapter else 'config.json')
     for name in os.listdir(unfinished):  # safetensors keeps its files from everybody else
         shutil.copymode(readable, os.path.join(unfinished, name))
-    checkpoint.rename_durably(unfinished, config.to)
+    files.rename_durably(unfinished, config.to)
 except BaseException as error:
     shutil.rmtree(unfinished, ignore_errors=True)
     if isinstance(error, (OSError, SafetensorError)):  # a full disk

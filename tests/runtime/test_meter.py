@@ -14,17 +14,6 @@ from runtime import meter as meters
 from runtime.meter import Activity, Meter
 
 CPU = torch.device('cpu')
-CONFIG = {
-    'device': 'cpu',
-    'batch_size': 8,
-    'learning_rate': 3e-4,
-    'wandb_log': False,
-    'wandb_project': 'tests',
-    'wandb_entity': None,
-    'wandb_group': None,
-    'wandb_run_name': None,
-    'tensorboard_log': False,
-}
 MS = 1000
 
 Measured = namedtuple('Measured', 'rows profiling_seconds training_seconds')
