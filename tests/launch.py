@@ -12,7 +12,9 @@ How tests start processes: scripts as a user starts them, and ranks forked from 
     python tests/launch.py 2 train_ddp.py --max_iters=5     # what torchrun does, with one import of torch for all ranks
 """
 
+import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -56,12 +58,17 @@ def environment(threads=1, **changes):
     return {**env, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1', 'PET_LOCAL_ADDR': '127.0.0.1', **changes}
 
 
+# Below the ports that Linux hands out (32768 and above), and each process from another place on.
+PORTS = (10_000 + number % 20_000 for number in itertools.count(os.getpid() * 16))
+
+
 def free_ports(count):
-    """Ports that nobody listens on. Held open together, so that they differ."""
-    sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    """Ports that nobody listens on, and that nobody will be given before a rank does."""
+    ports = []
+    while len(ports) < count:
+        port = next(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(('127.0.0.1', port)):
+            ports.append(port)
     return ports
 
 
@@ -194,7 +201,7 @@ def places_of(nproc):
     return [{'RANK': n, 'LOCAL_RANK': n, 'WORLD_SIZE': nproc, 'LOCAL_WORLD_SIZE': nproc} for n in range(nproc)]
 
 
-def run_ranks(commands, places=None, timeout=300, **env):
+def run_ranks(commands, places=None, timeout=900, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
@@ -292,7 +299,7 @@ class Job:
     def text(self):
         return self.log.read_text()
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=900):
         """Exit codes of all ranks, from a forked job; of torchrun alone, from torchrun. Raises if it does not end."""
         try:
             wait_until(lambda: not self.is_running(), seconds, self.text)
@@ -303,7 +310,7 @@ class Job:
         codes = Path(f'{self.log}.codes')
         return json.loads(codes.read_text()) if codes.exists() else None
 
-    def wait_for(self, condition, seconds=300):
+    def wait_for(self, condition, seconds=900):
         """Wait for a condition that comes true while the job runs."""
         wait_until(lambda: condition() or not self.is_running(), seconds, self.text)
         assert condition(), f'the job ended before that\n{self.text()}'

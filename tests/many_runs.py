@@ -12,10 +12,10 @@ import collections
 import json
 import os
 import runpy
-import socket
 import sys
 
 import torch.distributed as dist
+from launch import free_ports
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -55,8 +55,7 @@ STORE = dist.TCPStore(
 def port_of_case(number):
     """A free port for this case's own store: in a common one, the next case would find the addresses of this one."""
     if os.environ['RANK'] == '0':
-        with socket.create_server(('127.0.0.1', 0)) as server:  # right before it is used, so that nobody takes it
-            STORE.set(f'port of case {number}', str(server.getsockname()[1]))
+        STORE.set(f'port of case {number}', str(*free_ports(1)))
     return STORE.get(f'port of case {number}').decode()
 
 

@@ -178,12 +178,12 @@ def stop(env, daemons):
     """Cancel what runs, wait until it is gone, end the daemons."""
 
     def squeue():
-        return subprocess.run(['squeue', '-h'], env=env, capture_output=True, text=True, timeout=30).stdout.strip()
+        return subprocess.run(['squeue', '-h'], env=env, capture_output=True, text=True, timeout=300).stdout.strip()
 
     if len(daemons) > 1 and all(daemon.poll() is None for daemon in daemons):
         try:
             if squeue():
-                subprocess.run(['scancel', '--user=root'], env=env, timeout=30)
+                subprocess.run(['scancel', '--user=root'], env=env, timeout=300)
             wait_for(lambda: not squeue(), 30, 'the end of the jobs')
         except (NoSlurm, subprocess.TimeoutExpired) as error:
             print(f'while stopping the virtual cluster: {error}')

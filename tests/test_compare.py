@@ -279,7 +279,7 @@ def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start)
     assert process.returncode == 0 and start.calls()[6:] == ['fsdp rep0', 'fsdp rep1'] and 'failed' not in said
 
 
-def wait_for(condition, seconds=300):
+def wait_for(condition, seconds=900):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not condition():
         time.sleep(0.05)
@@ -295,7 +295,7 @@ def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start, num
     process = start(SLEEPS='fsdp')
     wait_for(lambda: (start.out / 'runs/fsdp/rep0').exists() and 'fsdp rep0' in start.calls())
     process.send_signal(number)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=900)
     assert process.returncode == 130 and errors.count('\n') == 2 and 'the same command goes on' in errors
     assert not running(start.out)
     if number == signal.SIGINT:

@@ -740,7 +740,7 @@ def synthetic_batches(**changes):
     return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu', **changes)
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

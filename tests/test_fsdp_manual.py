@@ -638,13 +638,13 @@ def test_a_rank_that_stops_answering_ends_the_others_within_timeout_s(tmp_path):
     """Rank 1 freezes (SIGSTOP) in the middle of training: the other says so within timeout_s, and ends."""
     arguments = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=32', '--batch_size=2', '--vocab_size=97']
     arguments += ['--dataset=synthetic', '--device=cpu', '--max_iters=100000', '--log_interval=1', '--eval_iters=1']
-    arguments += ['--fsdp_impl=manual', '--timeout_s=5', f'--out_dir={tmp_path / "run"}']
+    arguments += ['--fsdp_impl=manual', '--timeout_s=10', f'--out_dir={tmp_path / "run"}']
     job = Job('train_fsdp.py', arguments, 2, tmp_path / 'log')
     job.wait_for(lambda: last_step(tmp_path / 'run') > 0)
     frozen = job.ranks()[1]
     send(frozen, signal.SIGSTOP)
-    job.wait_for(lambda: '\n[0] ' in job.text(), seconds=120)  # a step, and timeout_s
+    job.wait_for(lambda: '\n[0] ' in job.text())
     send(frozen)
     assert 0 not in job.wait()
     line = next(line for line in job.text().splitlines() if line.startswith('[0] '))
-    assert 'rank 1 made no progress' in line or 'timeout_s=5' in line, line  # whoever notices first
+    assert 'rank 1 made no progress' in line or 'timeout_s=10' in line, line  # whoever notices first

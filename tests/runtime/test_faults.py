@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import TINY_SYNTHETIC, Job, run_function
-from outputs import assert_same_rows, assert_same_weights, complete, metrics, names_of_checkpoints, weights_of
+from outputs import (
+    assert_same_rows,
+    assert_same_weights,
+    complete,
+    last_step,
+    metrics,
+    names_of_checkpoints,
+    weights_of,
+)
 
 from benchmarks import storm
 from runtime import checkpoint, health
@@ -64,7 +72,7 @@ def hangs(tmp_path_factory):
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
         'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
     }
-    jobs['frozen'].wait_for(lambda: metrics_or_none(folder / 'frozen', 5))
+    jobs['frozen'].wait_for(lambda: last_step(folder / 'frozen') >= 5)
     ranks = faults.find_ranks(str(folder / 'frozen'))
     assert ranks.keys() == {0, 1, 'torchrun'}
     command = [sys.executable, faults.__file__, 'signal', folder / 'frozen', '--whom=1', '--name=SIGSTOP']
@@ -74,11 +82,6 @@ def hangs(tmp_path_factory):
     yield jobs
     for job in jobs.values():
         job.end()
-
-
-def metrics_or_none(out_dir, step):
-    rows = metrics(out_dir)
-    return rows and rows[-1]['step'] >= step
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -472,7 +475,7 @@ def save_and_resume(out_dir, cycles):
 
 
 def check_cycles(out_dir, cycles):
-    (seen,) = run_function(1, save_and_resume, str(out_dir), cycles, timeout=max(300, 10 * cycles))
+    (seen,) = run_function(1, save_and_resume, str(out_dir), cycles, timeout=max(900, 10 * cycles))
     half = seen[cycles // 2 :]
     files, memory = [files for files, _ in half], [memory for _, memory in half]
     print(f'{cycles} cycles: {seen[0]} after the first, {half[0]} after half of them, {seen[-1]} after the last')
