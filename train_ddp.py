@@ -189,7 +189,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float1
 identity = setup.identity_of(config, model_config, train_data)
 step, state = 0, {}
 if found is not None:
-    checkpoint.check_identity(checkpoint.read_state(found)['identity'], identity)
+    notes += setup.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
     state = checkpoint.load(found, raw_model, opt)
     step = state['step']
     scaler.load_state_dict(state['scaler'])

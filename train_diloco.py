@@ -267,7 +267,7 @@ identity = setup.identity_of(config, model_config, train_data)
 step, saved = 0, {}
 if found is not None:
     saved = checkpoint.read_state(found)
-    checkpoint.check_identity(saved['identity'], identity)
+    notes += setup.check_resume(saved, config, identity, optim.learning_rate_at)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
     # And what there is besides: train_ddp.py and train_fsdp.py save no more than that.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))

@@ -97,7 +97,9 @@ def find_checkpoint(config, pretrained=None):
     init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
     """
     processes.on_rank_0(checkpoint.claim, config.out_dir)
-    found = processes.on_rank_0(checkpoint.choose, config.out_dir, 'must' if config.eval_only else config.resume)
+    if config.eval_only:
+        return processes.on_rank_0(checkpoint.choose_to_read, config.out_dir)
+    found = processes.on_rank_0(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
     return found
@@ -113,3 +115,27 @@ def identity_of(config, model_config, train_data):
         'global_batch_size': config.global_batch_size,
         'seed': config.seed,
     }
+
+
+def check_resume(saved, config, identity, learning_rate_at):
+    """
+    Refuse to go on as another run. Returns lines for the log: what changes from here on, the learning rate first.
+
+    saved: the state of the checkpoint. learning_rate_at: optim's. Raises ValueError.
+    """
+    checkpoint.check_identity(saved['identity'], identity)
+    step, before, now = saved['step'], saved['config'], vars(config)
+    if step > config.max_iters and not config.eval_only:
+        raise ValueError(
+            f'out_dir={config.out_dir} is at step {step}, beyond max_iters={config.max_iters}: go on with a larger '
+            '--max_iters, or begin another run in another --out_dir'
+        )
+    changed = [f'{key} {before[key]} -> {now[key]}' for key in now if key in before and before[key] != now[key]]
+    if not changed:
+        return []
+    schedule = ('learning_rate', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'min_lr')
+    was, becomes = (learning_rate_at(step, *(keys[key] for key in schedule)) for keys in ({**now, **before}, now))
+    rates = (
+        [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
+    )
+    return [*rates, f'changed since step {step}: {", ".join(changed)}']

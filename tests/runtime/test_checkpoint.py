@@ -14,6 +14,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
-from runtime import checkpoint
+import optim
+from runtime import checkpoint, setup
 
 
 class Toy(nn.Module):
@@ -232,6 +234,25 @@ def test_another_configuration_is_refused_with_both_values():
         checkpoint.check_identity(saved, {**same, 'model': {'n_layer': 6}})
     with pytest.raises(ValueError, match=r"the checkpoint has data='abc', you ask for 'xyz': "):
         checkpoint.check_identity(saved, {**same, 'data': 'xyz'})
+
+
+def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
+    keys = {'learning_rate': 1e-3, 'lr_schedule': 'linear', 'warmup_iters': 0, 'lr_decay_iters': 100, 'min_lr': 0.0}
+    before = {**keys, 'max_iters': 100, 'out_dir': 'a', 'eval_only': False, 'beta1': 0.9}
+    saved = {'identity': {}, 'step': 75, 'config': before}
+
+    def lines(**changes):
+        return setup.check_resume(saved, SimpleNamespace(**{**before, **changes}), {}, optim.learning_rate_at)
+
+    assert lines() == []
+    assert lines(beta1=0.8) == ['changed since step 75: beta1 0.9 -> 0.8']
+    warning, changed = lines(max_iters=300, lr_decay_iters=300)
+    assert warning == 'WARNING: the learning rate jumps from 2.50e-04 to 7.50e-04 at step 75'
+    assert changed == 'changed since step 75: lr_decay_iters 100 -> 300, max_iters 100 -> 300'
+    assert lines(max_iters=75)[-1].endswith('max_iters 100 -> 75')
+    with pytest.raises(ValueError, match=r'out_dir=a is at step 75, beyond max_iters=3: .* another --out_dir'):
+        lines(max_iters=3)
+    assert lines(max_iters=3, eval_only=True)
 
 
 class Exploit:
