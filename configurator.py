@@ -20,9 +20,12 @@ import ast
 import contextlib
 import difflib
 import functools
+import json
 import numbers
 import os
+import signal
 import sys
+import time
 import tokenize
 import traceback
 from dataclasses import dataclass
@@ -56,6 +59,8 @@ def configure(Config, pass_on=None):
     where it was set, the file or 'command line'}, be it to the default; of keys passed on, those of the command line.
     `--help` prints every key and exits with 0; a mistake prints one line on stderr and exits with 2.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid imports: no traceback; until report_errors()
     module = sys.modules[Config.__module__]
     script = Path(module.__file__)
     knobs = read_knobs(script)
@@ -93,6 +98,7 @@ def configure(Config, pass_on=None):
         # Every rank says it: torchrun stops the others once one has ended, so rank 0 might not come to speak.
         rank = f'[{os.environ["RANK"]}] ' if 'RANK' in os.environ else ''
         print(f'{rank}error: {mistake}', file=sys.stderr)
+        leave_for_torchrun(f'error: {mistake}')
         sys.exit(2)
     if skipped and os.environ.get('RANK', '0') == '0':
         keys = ', '.join(f'{key} (of {owner})' for key, owner in skipped.items())
@@ -101,6 +107,12 @@ def configure(Config, pass_on=None):
     for key, value in values.items():
         setattr(config, key, value)
     return config, explicit
+
+
+def leave_for_torchrun(text):
+    """Let torchrun's summary, the last that it prints, end with what ended this rank."""
+    if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):
+        Path(path).write_text(json.dumps({'message': text, 'timestamp': int(time.time())}))
 
 
 # --- THE SCRIPT -------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ line. Anything else is a bug and keeps its traceback.
 
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 
+from configurator import leave_for_torchrun
 from runtime.files import FOLDERS
 from runtime.stopping import note_error
 
@@ -29,6 +31,8 @@ def report_errors(out_of_memory_advice=None):
             os._exit(1)
 
     sys.excepthook = hook
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # configure() has left it so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def report(error, out_of_memory_advice=None):
@@ -63,13 +67,7 @@ def report(error, out_of_memory_advice=None):
     # In one write: print() makes two, and the lines of two ranks that fail together would run into each other.
     sys.__stderr__.write(line + '\n')
     sys.__stderr__.flush()
-    if 'TORCHELASTIC_ERROR_FILE' in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        try:
-            raise error  # it records the exception that is being handled
-        except type(error):
-            get_error_handler().record_exception(error)
+    leave_for_torchrun(line.removeprefix(f'{prefix} '))
 
 
 def is_users_mistake(error):
