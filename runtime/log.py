@@ -24,33 +24,32 @@ import torch.distributed as dist
 from runtime.files import FOLDERS, ROOT, write_file
 from runtime.meter import device_name
 
-# A row on the console, in this order. What a row lacks is skipped; a key that is not here is in the files alone.
-CONSOLE = {
-    'loss': ' | loss {:.4f}',
-    'diloco/replica_loss': ' | loss {:.4f} in replica 0',
-    'val_loss': ' | val loss {:.4f}',
-    'val_ppl': ', perplexity {:.4g}',
-    'val_bpb': ', {:.3f} bits/byte',
-    'diloco/inner_val_loss': ' (replicas {:.4f})',
-    'lr': ' | lr {:.2e}',
-    'grad_norm': ' | grad norm {:.2f}',
-    'tokens_per_sec': ' | {:,.0f} tok/s',
-    'mfu': ' | mfu {:.1%}',
-    'time/total': ' | {:.1f} ms',
-    'time/data': ' = data {:.1f}',
-    'time/forward': ' + forward {:.1f}',
-    'time/backward': ' + backward {:.1f}',
-    'time/update': ' + update {:.1f}',
-    'time/outer': ' + outer {:.1f}',
-    'time/comm': ' | comm {:.1f} ms',
-    'time/comm_exposed': ', {:.1f} exposed',
-    'mem/rank_max_gb': ' | mem {:.2f} GB',
-    'diloco/cosine': ' | outer step: cosine {:.2f}',
-    'diloco/delta_norm': ', delta {:.3g}',
-    'diloco/momentum_norm': ', momentum {:.3g}',
-    'diloco/drift': ', drift {:.3g}',
-    'diloco/wait_s': ', waited {:.2f} s',
-}
+# Rows on the console: a line each for a step, an evaluation and an outer step of DiLoCo, within 120 columns. What a row
+# lacks is skipped; a key that is not here is in the files alone.
+CONSOLE = (
+    {
+        'loss': ' | loss {:.4f}',
+        'diloco/replica_loss': ' | replica 0 {:.4f}',
+        'lr': ' | lr {:.2e}',
+        'grad_norm': ' | norm {:.2f}',
+        'tokens_per_sec': ' | {:,.0f} tok/s',
+        'mfu': ' | mfu {:.0%}',
+        'mem/rank_max_gb': ' | mem {:.1f} GB',
+    },
+    {
+        'val_loss': ' | val loss {:.4f}',
+        'val_ppl': ', perplexity {:.4g}',
+        'val_bpb': ', {:.3f} bits/byte',
+        'diloco/inner_val_loss': ' (replicas {:.4f})',
+    },
+    {
+        'diloco/cosine': ' | outer step: cosine {:.2f}',
+        'diloco/delta_norm': ', delta {:.3g}',
+        'diloco/momentum_norm': ', momentum {:.3g}',
+        'diloco/drift': ', drift {:.3g}',
+        'diloco/wait_s': ', waited {:.2f} s',
+    },
+)
 
 
 class Log:
@@ -74,28 +73,32 @@ class Log:
         out_dir.mkdir(parents=True, exist_ok=True)
         self._max_iters = max_iters
         self._has_failed = False  # to write a line
+        self._rows_timed = 0  # the first has what happens once in it, such as compilation
         self._step_ms = None  # smoothed milliseconds per step, for the ETA
         self._text = open(out_dir / 'train.log', 'a', encoding='utf-8', buffering=1)  # 1: flushed after each line
-        self.say(header(config, explicit))
+        self.say(header(config))
+        self.say(config_lines(config, explicit), console=False)
+        self.say(f'configuration, and all that follows: {out_dir / "train.log"}')
         write_config(out_dir / 'config.json', config, flops_per_token)
         self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
         self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
         self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
         self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
 
-    def say(self, text):
-        """Print text, and write it to train.log; each line begins with the time and the rank."""
+    def say(self, text, console=True):
+        """Print text, and write it to train.log; each line begins with the time, in train.log with the day, too."""
         if self._rank != 0:
             return
+        day, now = time.strftime('%Y-%m-%d %H:%M:%S').split()
         for line in text.splitlines():
-            stamped = f'{time.strftime("%Y-%m-%d %H:%M:%S")} [{self._rank}] {line}'
-            print(stamped, flush=True)
-            self._write(self._text, stamped)
+            if console:
+                print(f'{now} {line}', flush=True)
+            self._write(self._text, f'{day} {now} {line}')
 
     def line(self, step, values):
         """Show a step on the console and in train.log alone."""
         if self._rank == 0:
-            self.say(self._console_line(step, values))
+            self.say(self._lines(step, values))
 
     def row(self, step, values, console=True):
         """
@@ -144,15 +147,18 @@ class Log:
             with contextlib.suppress(OSError, AttributeError):  # what a full disk has left unwritten; no rows yet
                 file.close()
 
-    def _console_line(self, step, values):
-        """`step 20/100 | loss 3.2 | ... | eta 0:01:20`: the ETA is of training alone, its pauses come on top."""
-        text = ''.join(form.format(values[key]) for key, form in CONSOLE.items() if key in values)
+    def _lines(self, step, values):
+        """`step 20/100 | loss 3.2 | ... | eta 0:01:20`, `step 20/100 | val loss 3.3`; the ETA is of training alone."""
+        at = f'step {step:{len(str(self._max_iters))}}/{self._max_iters}'
+        texts = [''.join(form.format(values[key]) for key, form in part.items() if key in values) for part in CONSOLE]
         if 'time/total' in values:
             step_ms = values['time/total']
-            # One slow interval (compilation, a busy file system) moves the estimate by a fifth of its excess.
-            self._step_ms = step_ms if self._step_ms is None else 0.8 * self._step_ms + 0.2 * step_ms
-            text += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
-        return f'step {step:{len(str(self._max_iters))}}/{self._max_iters}{text}'
+            self._rows_timed += 1
+            if self._rows_timed > 1:
+                # One slow interval (a busy file system) moves the estimate by a fifth of its excess.
+                self._step_ms = 0.8 * (self._step_ms or step_ms) + 0.2 * step_ms
+                texts[0] += f' | eta {timedelta(seconds=round((self._max_iters - step) * self._step_ms / 1000))}'
+        return '\n'.join(at + text for text in texts if text)
 
 
 class Journal:
@@ -208,19 +214,23 @@ def write_config(path, config, flops_per_token):
     write_file(path, json.dumps({**about, 'config': config}, indent=1) + '\n')
 
 
-def header(config, explicit):
-    """What runs: command, code, versions, machine, and every key, with * where it was set on purpose; lines of text."""
-    keys = {key: value for key, value in config.items() if not isinstance(value, dict)}  # a checkpoint has those, too
-    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
+def header(config):
+    """What runs: command, code, versions, machine; lines of text."""
     lines = [
         f'command: {" ".join([Path(sys.executable).name, *sys.argv])} ({os.environ.get("WORLD_SIZE", "1")} processes)',
         f'code: {code_version(Path(ROOT))}',
         f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
         f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',
-        'config (* = set by a file or the command line):',
-        *textwrap.wrap(keys, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False),
     ]
     return '\n'.join(lines)
+
+
+def config_lines(config, explicit):
+    """Every key, with * where it was set on purpose."""
+    keys = {key: value for key, value in config.items() if not isinstance(value, dict)}  # a checkpoint has those, too
+    keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
+    wrapped = textwrap.wrap(keys, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)
+    return '\n'.join(['config (* = set by a file or the command line):', *wrapped])
 
 
 def code_version(folder):

@@ -24,7 +24,7 @@ def test_train_with_fsdp_on_two_ranks(data_dir, out_dir):
     )
     assert column(out_dir, 'step') == [1, 2, 3, 4]
     assert (out_dir / 'DONE').read_text().strip() == '4'
-    assert re.search(r'\d\d:\d\d:\d\d \[0\] step +4/4 \| loss \d', result.stdout)
+    assert re.search(r'\d\d:\d\d:\d\d step +4/4 \| loss \d', result.stdout)
     assert {'train.log', 'metrics.jsonl', 'checkpoints', 'DONE'} <= {path.name for path in out_dir.iterdir()}
 
 
