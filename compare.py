@@ -52,7 +52,6 @@ if __name__ == '__main__':
     config, explicit = configure(Config, pass_on=_train_keys)
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import shlex
@@ -65,7 +64,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from comparison import planning, plots, results, verdict
-from runtime import errors
+from runtime import errors, processes
 
 HERE = Path(__file__).resolve().parent
 
@@ -101,13 +100,6 @@ def folder_of(folder, entry, repeat):
     return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
 
 
-def end_with_us():
-    """In the child: Linux sends it SIGTERM when this process dies; torchrun then ends its ranks."""
-    if sys.platform == 'linux':
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def execute(command, console, ranks):
     """
     The exit code of a command whose output goes to the file `console`. An interruption ends its whole process group,
@@ -116,7 +108,8 @@ def execute(command, console, ranks):
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment(ranks), start_new_session=True, preexec_fn=end_with_us,
+            env=environment(ranks), start_new_session=True,
+            preexec_fn=lambda: processes.signal_when_parent_dies(signal.SIGTERM),  # torchrun then ends its ranks
         )  # fmt: skip
         try:
             return process.wait()
@@ -134,23 +127,24 @@ def execute(command, console, ranks):
 def run_one(folder, entry, repeat, launcher):
     """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps."""
     out = folder_of(folder, entry, repeat)
-    if (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
+    if repeat == 'resumed':
+        shutil.rmtree(out, ignore_errors=True)
+    elif (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
         shutil.rmtree(out / 'checkpoints', ignore_errors=True)
-    failure = take_half(folder, entry) if repeat == 'resumed' else ''
     results.write(out / 'console.txt', '')
     for marker in ('FAILED', 'DONE'):
         (out / marker).unlink(missing_ok=True)
-    if not failure:
-        command = command_of_run(folder, entry, repeat, launcher)
-        try:
-            code = execute(command, out / 'console.txt', entry['world_size'])
-            if code == 0 and (out / 'DONE').exists():
-                failure = results.read_run(out, entry['world_size']).failure
-            else:
-                console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
-                failure = results.last_error(console) + ('' if code else ' (it did not finish)')
-        except OSError as error:
-            failure = f'{command[0]}: {error.strerror}'
+    try:
+        if repeat == 'resumed':
+            shutil.copytree(*halves(folder, entry))
+        code = execute(command_of_run(folder, entry, repeat, launcher), out / 'console.txt', entry['world_size'])
+        if code == 0 and (out / 'DONE').exists():
+            failure = results.read_run(out, entry['world_size']).failure
+        else:
+            console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
+            failure = results.last_error(console) + ('' if code else ' (it did not finish)')
+    except OSError as error:  # no such launcher; no checkpoint to resume from; a full disk
+        failure = str(error)[:300]
     if failure:
         results.write(out / 'FAILED', failure + '\n')
     return failure
@@ -187,19 +181,6 @@ def halves(folder, entry):
     return folder_of(folder, entry, 0) / name, folder_of(folder, entry, 'resumed') / name
 
 
-def take_half(folder, entry):
-    """Give the run that resumes its checkpoint; '' or the line that says why there is none."""
-    source, target = halves(folder, entry)
-    shutil.rmtree(target.parent.parent, ignore_errors=True)
-    if not source.exists():
-        return f'the run has left no {source}'
-    try:
-        shutil.copytree(source, target)
-    except (OSError, shutil.Error) as error:
-        raise OSError(f'{target} cannot be written: {error}'[:300]) from None
-    return ''
-
-
 # --- RESULTS ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +199,7 @@ def analyse(folder, plan, gpu_gb):
         if first := next(iter(results.finished(every).values()), None):
             row['curve'] = plots.loss_curves(first.rows)['loss']
             if resumed and not resumed.failure:
-                row['resume_diff'] = results.difference(resumed.rows, first.rows, 'loss')
+                row['resume_diff'] = results.difference(resumed.rows, first.rows)
     text = [verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows, gpu_gb)]
     text = '\n\n'.join(part for part in text if part)
     print(f'\n{text}\n', flush=True)
