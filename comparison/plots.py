@@ -59,7 +59,7 @@ def plot_losses(runs, output):
         by_time.plot([seconds / unit_s for seconds in val['seconds']], val['loss'], **circles)
     if any(pair['val_loss']['loss'] for pair in curves.values()):
         by_tokens.plot([], [], 'o', color='grey', label='validation')
-    return _save(figure, output, by_tokens)
+    return _save(figure, output, columns=4)
 
 
 def plot_comparison(rows, output, limit=1e-4):
@@ -110,7 +110,7 @@ def _tokens_axis(axes):
 
 def _draw_losses(by_tokens, by_time, curves):
     """curves: {label: curve of loss_curves()}. Returns the seconds in the unit of the axis of time."""
-    from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
     longest = max(second for curve in curves.values() for second in (0, *curve['seconds']))
     units = ((3600, 'hours'), (60, 'minutes'), (1, 'seconds'))
@@ -124,12 +124,9 @@ def _draw_losses(by_tokens, by_time, curves):
     by_tokens.set_ylabel('loss (nats per token, log)')
     for axes in (by_tokens, by_time):
         axes.set_yscale('log')  # the first steps fall far, the last ones differ little: both can be read
-        lowest, highest = axes.get_ylim()
         axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        if highest < 10 * lowest:  # within a decade the ticks of a logarithmic axis are few
-            axes.yaxis.set_major_locator(MaxNLocator(7))
-            axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(MaxNLocator(7))  # within a decade the ticks of a logarithmic axis are few
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
     return unit_s
 
@@ -139,7 +136,7 @@ def _draw_losses(by_tokens, by_time, curves):
 
 def plot_phases(rows, output):
     """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
-    figure, (axes,) = _panels(1, 1, height=_height(rows, 0.55))
+    figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
     bars, rest = [], [row.get('time/total', 0) for row in rows]
     for phase, colour in zip(PHASES, OF_PHASES, strict=True):
         lengths = [row.get(f'time/{phase}', 0) for row in rows]
@@ -152,12 +149,12 @@ def plot_phases(rows, output):
     _stack(axes, 0.26, 0.2, [('waiting for communication', [row.get('time/comm_exposed', 0) for row in rows], style)])
     axes.set_xlabel('milliseconds per optimizer step')
     _finish_bars(axes, rows)
-    return _save(figure, output, axes, columns=7)
+    return _save(figure, output, columns=7)
 
 
 def plot_memory(rows, output):
     """Two bars per row, predicted (pale) and measured, of what a rank holds; and the largest peak of any rank."""
-    figure, (state, peak) = _panels(1, 2, height=_height(rows, 0.55), sharey=True, ratios=(3, 2))
+    figure, (state, peak) = _panels(1, 2, height=1.6 + 0.55 * len(rows), sharey=True, ratios=(3, 2))
     predicted = [{name: row.get('predicted', {}).get(f'{name}_gb') for name in HELD} for row in rows]
     measured = [{name: row.get(f'mem/{name}_gb') for name in HELD} for row in rows]
     totals = [sum(size or 0 for size in held.values()) for held in (*predicted, *measured)]
@@ -184,12 +181,12 @@ def plot_memory(rows, output):
     peak.set_xlabel(f'peak of the largest rank ({unit})')
     _finish_bars(state, rows)
     _finish_bars(peak, rows)
-    return _save(figure, output, state, peak)
+    return _save(figure, output, columns=4)
 
 
 def plot_communication(rows, output):
     """The share of a step's time in communication, waited for or beside compute; and MB that a rank sends per step."""
-    figure, (share, sent) = _panels(1, 2, height=_height(rows, 0.45), sharey=True)
+    figure, (share, sent) = _panels(1, 2, height=1.6 + 0.45 * len(rows), sharey=True)
     unknown = ['none: one process' if row.get('world_size') == 1 else 'not measured' for row in rows]
     exposed, hidden, said = [], [], []
     for row, nothing in zip(rows, unknown, strict=True):
@@ -214,17 +211,13 @@ def plot_communication(rows, output):
     sent.set_xlabel(f'sent by a rank per step ({unit})')
     _finish_bars(share, rows, room=1.5)
     _finish_bars(sent, rows, room=1.45)
-    return _save(figure, output, share, sent)
+    return _save(figure, output, columns=4)
 
 
 def _unit(sizes):
     """(factor, name) of the unit in which the largest of these GB is 1 or more; None is unknown."""
     largest = max(size or 0 for size in sizes)
     return next((unit for unit in ((1, 'GB'), (1e3, 'MB'), (1e6, 'kB')) if largest * unit[0] >= 1), (1e3, 'MB'))
-
-
-def _height(rows, inches):
-    return 1.6 + inches * max(1, len(rows))
 
 
 def _stack(axes, offset, height, bars):
@@ -277,19 +270,13 @@ def _panels(rows, columns, height, ratios=None, **shared):
     return figure, axes if rows > 1 else axes[0]
 
 
-def _save(figure, output, *legend_of, columns=4):
-    """Write the PNG, with one legend below all of it: it hides nothing and has every name once."""
-    known = {}
-    for axes in legend_of:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            known.setdefault(label, handle)
-    if known:
-        figure.legend(known.values(), known.keys(), loc='outside lower center', ncols=columns, frameon=False)
+def _save(figure, output, columns=0):
+    """Write the PNG. columns: of a legend below all of it, which hides nothing."""
+    if columns and any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc='outside lower center', ncols=columns, frameon=False)
     try:
         figure.savefig(output)
     except (OSError, ValueError) as error:  # no such folder, a full disk; an ending that names no kind of picture
-        why = ' '.join(str(getattr(error, 'strerror', None) or error).split())
-        raise OSError(
-            f'{output} cannot be written: {why}; expected a file in a folder that exists, as loss.png'
-        ) from None
+        why = ' '.join(str(error).split())
+        raise OSError(f'{output} cannot be written ({why}): give a file in a folder that exists') from None
     return figure
