@@ -422,22 +422,21 @@ def out_of_memory_advice(config, world_size):
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
 
-    batch_keys = [f'lower batch_size={config["batch_size"]}'] if config['batch_size'] > 1 else []
-    if config['activation_checkpointing'] != 'full':
-        batch_keys.append('set --activation_checkpointing=full')
-    batch_keys.append(f'lower block_size={config["block_size"]}')
-    state_keys = []
-    if strategy == 'ddp':
-        state_keys.append('use train_fsdp.py on several GPUs')
-    else:
-        state_keys += ['set --zero_stage=3'] if config['zero_stage'] != 3 else []
-        state_keys += ['set --accumulate=sharded'] if config.get('accumulate', 'sharded') != 'sharded' else []
-        state_keys += ['set --cpu_offload=params'] if config['cpu_offload'] == 'none' else []
-    of_trained = largest in ('optimizer', 'gradients', 'accumulated')  # there are none of frozen weights
-    if of_trained and 'transformers' in config and not config['lora_rank']:
-        state_keys.insert(0, 'set --lora_rank=16')
-    from_batch = largest in ('activations', 'logits')
-    return f'{need}: ' + ', or '.join(batch_keys + state_keys if from_batch else state_keys + batch_keys)
+    of_batch = {
+        f'lower batch_size={config["batch_size"]}': config['batch_size'] > 1,
+        'set --activation_checkpointing=full': config['activation_checkpointing'] != 'full',
+        f'lower block_size={config["block_size"]}': True,
+    }
+    has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
+    of_states = {  # of frozen weights there are none
+        'set --lora_rank=16': has_untrained and not config['lora_rank'],
+        'use train_fsdp.py on several GPUs': strategy == 'ddp',
+        'set --zero_stage=3': config.get('zero_stage', 3) != 3,
+        'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
+        'set --cpu_offload=params': config.get('cpu_offload') == 'none',
+    }
+    helps = of_batch | of_states if largest in ('activations', 'logits') else of_states | of_batch
+    return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)
 
 
 # --- REPORT -----------------------------------------------------------------------------------------------------------
@@ -460,40 +459,39 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
-    lines = [f'model: {config["arch"]}' + (f' of {config["init_from"]}' if is_fine_tuned else '')]
-    lines += [f'  {name:22}{config[name]:>16,}' for name in names]
+    of_what = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
+    lines = section(f'model: {of_what}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):
-        lines += ['', f'rules of heads={config["heads"]} (parameters without norms)']
-        lines += [f'  {name:22}{value:>16}' for name, value in rule_rows(config).items()]
+        lines += section(f'rules of heads={config["heads"]} (parameters without norms)', rule_rows(config))
+    parameters = {part: f'{n:,}' for part, n in counts.items() if part != 'trainable' or n < counts['total']}
+    parameters['attention and mlp'] = f'{counts["attention"] + counts["mlp"]:,}'
     padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
-    lines += ['', f'parameters{padding}']
-    lines += [
-        f'  {part:22}{number:>16,}'
-        for part, number in counts.items()
-        if part != 'trainable' or number < counts['total']
-    ]
-    lines.append(f'  {"attention and mlp":22}{counts["attention"] + counts["mlp"]:>16,}')
+    lines += section(f'parameters{padding}', parameters)
 
-    lines += ['', f'memory per rank at the peak of a step, in GB ({strategy}, {world_size} ranks, {config["dtype"]})']
-    lines += [f'  {part:22}{size / 1e9:>16.3f}' for part, size in memory.items()]
+    held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if 'activations' not in memory:
-        lines.append('  activations           not known: this model does not run without data')
+        held['activations'] = 'not known: this model does not run without data'
     for place in ('device', 'host'):
-        sizes = [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]
-        if sizes:
-            lines.append(f'  {"total on the " + place:22}{sum(sizes) / 1e9:>16.3f}')
+        if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
+            held[f'total on the {place}'] = f'{sum(sizes) / 1e9:.3f}'
+    of_run = f'{strategy}, {world_size} ranks, {config["dtype"]}'
+    lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
 
     lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
-    lines += ['', 'FLOPs, forward and backward']
-    for name, number in (('token', flops), ('step', flops * tokens), ('run', flops * tokens * config['max_iters'])):
-        lines.append(f'  {"per " + name:22}{number:>16.3e}')
-    lines += ['', 'disk, in GB', f'  {"per checkpoint":22}{checkpoint / 1e9:>16.3f}']
+    flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
+    lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the oldest goes when the newest is there
-    lines.append(f'  {f"at most ({copies} of them)":22}{copies * checkpoint / 1e9:>16.3f}')
-    return '\n'.join(lines)
+    disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
+    lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
+    return '\n'.join(lines[1:])
+
+
+def section(title, rows):
+    """Lines of a table with two columns, after an empty line."""
+    return ['', title, *(f'  {name:22}{value:>16}' for name, value in rows.items())]
 
 
 def schedule_lines(config, tokens_per_step):
