@@ -30,10 +30,8 @@ from runtime.scaling import accumulation_steps, batch_line, ranks_per_shard_grou
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
-OPTIMIZER_MOMENTS = {'adamw': 2, 'adamw-decay': 2, 'adana': 2, 'adana-released': 2, 'dana-mk4': 2}  # fp32 per parameter
-OPTIMIZER_MOMENTS |= {'dana-star-mk4': 3, 'ademamix': 3, 'sgd': 0}
-OPTIMIZER_MOMENTS['muon'] = 2  # and 1 in the matrices of blocks, see moments()
-STRATEGIES = ('ddp', 'fsdp', 'diloco', 'deepspeed')
+# fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
+OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) for name, update in optim.UPDATES.items()}
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
 # this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
@@ -42,7 +40,7 @@ DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
 # --- MEMORY -----------------------------------------------------------------------------------------------------------
 
 
-def estimate(config, model, world_size, strategy='ddp', shard_size=None):
+def estimate(config, model, world_size, strategy='ddp'):
     """
     {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
 
@@ -56,18 +54,12 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
 
-    model: empty_model(config). shard_size: ranks that hold one copy of the model; None = from world_size and
-    replicate_size.
+    model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Under fsdp not all parts peak at once: their sum is above the peak, by up to a quarter when the batch is small. Not
     counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed; torch.compile
     keeps less. The tests measure the CPU.
-    Raises ValueError for an unknown strategy, dtype or optimizer, or ranks that do not divide.
+    strategy: 'ddp', 'fsdp', 'diloco' or 'deepspeed'. Raises ValueError for ranks that do not divide.
     """
-    known = {'strategy': STRATEGIES, 'dtype': BYTES, 'optimizer': OPTIMIZER_MOMENTS}
-    for name, value in {'strategy': strategy, 'dtype': config['dtype'], 'optimizer': config['optimizer']}.items():
-        if value not in known[name]:
-            raise ValueError(f'{name}={value!r}: expected one of {", ".join(known[name])}')
-
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
@@ -82,13 +74,11 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
 
     if strategy == 'deepspeed':
         return deepspeed_states(config, model, world_size) | activations
-    if strategy == 'diloco':
-        shard_size = world_size // config['num_replicas']
-    shard_size = shard_size or ranks_per_shard_group(config, world_size)
+    is_diloco = strategy == 'diloco'
+    shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
-    accumulates_whole = config['accumulate'] == 'unsharded' and micro_steps > 1
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -96,11 +86,12 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
         f'{host}gradients': FP32 * trained,
         f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
     }
-    if strategy == 'diloco':
+    if is_diloco:
         outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * trained
         outer += FP32 * trained // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
-    if accumulates_whole:  # each unit's turns into its shard when the last micro-step reduces it
+    if config['accumulate'] == 'unsharded' and micro_steps > 1:
+        # Each unit's turns into its shard when the last micro-step reduces it.
         parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
     # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
     # unit after it.
@@ -442,7 +433,7 @@ def out_of_memory_advice(config, world_size):
 # --- REPORT -----------------------------------------------------------------------------------------------------------
 
 
-def report(config, shape, world_size, strategy='ddp', shard_size=None):
+def report(config, shape, world_size, strategy='ddp'):
     """
     What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
     Raises ValueError as estimate() and accumulation_steps() do.
@@ -450,7 +441,7 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
-    memory = estimate(config, model, world_size, strategy, shard_size)
+    memory = estimate(config, model, world_size, strategy)
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
@@ -500,7 +491,5 @@ def schedule_lines(config, tokens_per_step):
     lines = [f'{config["max_iters"]:,} steps x {tokens_per_step:,} = {config["max_iters"] * tokens_per_step:,} tokens']
     lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
     if config['lr_schedule'] != 'constant':
-        end = config['lr_decay_iters'] or config['max_iters']
-        lowest = peak / 10 if config['min_lr'] is None else config['min_lr']
-        lines.append(f'{config["lr_schedule"]}: down to {lowest:.3g} at step {end:,}')
+        lines.append(f'{config["lr_schedule"]}: down to {config["min_lr"]:.3g} at step {config["lr_decay_iters"]:,}')
     return lines
