@@ -65,9 +65,7 @@ from tqdm import tqdm
 
 from comparison import planning, plots, results, verdict
 from runtime import errors, processes
-
-HERE = Path(__file__).resolve().parent
-
+from runtime.files import ROOT
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
 
@@ -75,12 +73,12 @@ HERE = Path(__file__).resolve().parent
 def command_of(script, ranks, launcher):
     """What starts a script on this many ranks, without its keys."""
     if launcher:
-        return [*shlex.split(launcher.replace('{nproc}', str(ranks))), str(HERE / script)]
+        return [*shlex.split(launcher.replace('{nproc}', str(ranks))), os.path.join(ROOT, script)]
     if ranks == 1:
-        return [sys.executable, str(HERE / script)]
+        return [sys.executable, os.path.join(ROOT, script)]
     # --standalone takes a free port; --local_addr spares it the lookup of this machine's name, which may have none.
     torchrun = ['-m', 'torch.distributed.run', '--standalone', '--local_addr=127.0.0.1', f'--nproc_per_node={ranks}']
-    return [sys.executable, *torchrun, str(HERE / script)]
+    return [sys.executable, *torchrun, os.path.join(ROOT, script)]
 
 
 def command_of_run(folder, entry, repeat, launcher):
@@ -265,15 +263,6 @@ def write_runs(folder, plan, config):
     print(f'{len(queue)} run(s): bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
 
 
-def leave_out_missing(config):
-    """Drop the runs of DeepSpeed where it is not installed, and say so in one line."""
-    of_deepspeed = [label for label, keys in config.variants.items() if keys.get('strategy') == 'deepspeed']
-    if importlib.util.find_spec('deepspeed') is None and ('deepspeed' in config.strategies or of_deepspeed):
-        print('deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)', flush=True)
-        config.strategies = [name for name in config.strategies if name != 'deepspeed']
-        config.variants = {label: keys for label, keys in config.variants.items() if label not in of_deepspeed}
-
-
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
@@ -291,8 +280,6 @@ def main(config, train_keys, explicit):
         )
         analyse(folder, plan, config.gpu_gb)
         return 0
-    if not config.write_only:
-        leave_out_missing(config)
     plan, notes = planning.expand(config, train_keys, explicit)
     results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or config.bench):

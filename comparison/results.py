@@ -18,17 +18,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configurator import read_knobs
 from runtime import PHASES
-from runtime.files import write_file
+from runtime.files import ROOT, write_file
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
 # Keys that decide on the losses. What is not here, as the sharding and the size of a micro-step, must not change them.
-MATHEMATICS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size')
-MATHEMATICS += ('block_size', 'bias', 'tie_embeddings', 'rope_theta', 'norm_eps', 'attention_gate', 'dropout')
-MATHEMATICS += ('init_from', 'freeze', 'lora_rank', 'lora_alpha', 'lora_targets', 'dataset', 'data_dir', 'seed')
-MATHEMATICS += ('global_batch_size', 'max_iters', 'optimizer', 'weight_decay', 'beta1', 'beta2', 'kappa', 'delta')
-MATHEMATICS += ('omega', 'wd_ts', 'grad_clip', 'z_loss', 'loss_spike_guard', 'learning_rate', 'min_lr', 'lr_schedule')
-MATHEMATICS += ('warmup_iters', 'lr_decay_iters', 'packed')
+SECTIONS = ('data', 'model', 'lora', 'optimizer', 'schedule')
+MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_fsdp.py')).items() if knob.section in SECTIONS}
+MATHEMATICS |= {'seed', 'loss_spike_guard', 'norm_eps', 'packed'}
+MATHEMATICS -= {'batch_size', 'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters, learning_rate
 # And these, if they are other than here, on those of DiLoCo.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
