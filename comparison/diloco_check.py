@@ -9,6 +9,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from optim import local
+
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
 ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
 WARM_UP_STEPS, TIMED_STEPS = 3, 20
@@ -268,11 +270,6 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     check('all replicas hold the same bits with the outer settings of this run', equal, detail)
     say(f'verify: {"passed" if all(passed) else "FAILED"}')
     return all(passed)
-
-
-def local(tensor):
-    """This rank's part of a tensor or DTensor."""
-    return getattr(tensor, '_local_tensor', tensor)
 
 
 def norm(tensors):

@@ -360,7 +360,8 @@ class Saver:
         """
         try:
             others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
-            others = [path for path in others if not self._is_permanent(path)]
+            if self.permanent_interval:
+                others = [path for path in others if int(path[-8:]) % self.permanent_interval]
             for path in others[self.keep - 1 :]:
                 os.rename(path, f'{path}.tmp')  # half deleted, it must not look like a checkpoint
             for name in os.listdir(self.folder):
@@ -368,9 +369,6 @@ class Saver:
                     shutil.rmtree(os.path.join(self.folder, name))
         except OSError as error:
             self.say(f'WARNING: an old checkpoint cannot be deleted, trying again after the next save: {error}')
-
-    def _is_permanent(self, path):
-        return self.permanent_interval > 0 and int(path[-8:]) % self.permanent_interval == 0
 
 
 class StagedPlanner(dcp.DefaultSavePlanner):
