@@ -64,8 +64,7 @@ class Meter:
 
     The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
     Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
-    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`. The first
-    comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
+    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`.
     """
 
     def __init__(
