@@ -52,7 +52,6 @@ if __name__ == '__main__':
     config, explicit = configure(Config, pass_on=_train_keys)
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import shlex
@@ -65,10 +64,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from comparison import planning, plots, results, verdict
-from runtime import errors
-
-HERE = Path(__file__).resolve().parent
-
+from runtime import errors, processes
+from runtime.files import ROOT
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
 
@@ -76,12 +73,12 @@ HERE = Path(__file__).resolve().parent
 def command_of(script, ranks, launcher):
     """What starts a script on this many ranks, without its keys."""
     if launcher:
-        return [*shlex.split(launcher.replace('{nproc}', str(ranks))), str(HERE / script)]
+        return [*shlex.split(launcher.replace('{nproc}', str(ranks))), os.path.join(ROOT, script)]
     if ranks == 1:
-        return [sys.executable, str(HERE / script)]
+        return [sys.executable, os.path.join(ROOT, script)]
     # --standalone takes a free port; --local_addr spares it the lookup of this machine's name, which may have none.
     torchrun = ['-m', 'torch.distributed.run', '--standalone', '--local_addr=127.0.0.1', f'--nproc_per_node={ranks}']
-    return [sys.executable, *torchrun, str(HERE / script)]
+    return [sys.executable, *torchrun, os.path.join(ROOT, script)]
 
 
 def command_of_run(folder, entry, repeat, launcher):
@@ -101,13 +98,6 @@ def folder_of(folder, entry, repeat):
     return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
 
 
-def end_with_us():
-    """In the child: Linux sends it SIGTERM when this process dies; torchrun then ends its ranks."""
-    if sys.platform == 'linux':
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def execute(command, console, ranks):
     """
     The exit code of a command whose output goes to the file `console`. An interruption ends its whole process group,
@@ -116,7 +106,8 @@ def execute(command, console, ranks):
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment(ranks), start_new_session=True, preexec_fn=end_with_us,
+            env=environment(ranks), start_new_session=True,
+            preexec_fn=lambda: processes.signal_when_parent_dies(signal.SIGTERM),  # torchrun then ends its ranks
         )  # fmt: skip
         try:
             return process.wait()
@@ -134,23 +125,24 @@ def execute(command, console, ranks):
 def run_one(folder, entry, repeat, launcher):
     """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps."""
     out = folder_of(folder, entry, repeat)
-    if (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
+    if repeat == 'resumed':
+        shutil.rmtree(out, ignore_errors=True)
+    elif (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
         shutil.rmtree(out / 'checkpoints', ignore_errors=True)
-    failure = take_half(folder, entry) if repeat == 'resumed' else ''
     results.write(out / 'console.txt', '')
     for marker in ('FAILED', 'DONE'):
         (out / marker).unlink(missing_ok=True)
-    if not failure:
-        command = command_of_run(folder, entry, repeat, launcher)
-        try:
-            code = execute(command, out / 'console.txt', entry['world_size'])
-            if code == 0 and (out / 'DONE').exists():
-                failure = results.read_run(out, entry['world_size']).failure
-            else:
-                console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
-                failure = results.last_error(console) + ('' if code else ' (it did not finish)')
-        except OSError as error:
-            failure = f'{command[0]}: {error.strerror}'
+    try:
+        if repeat == 'resumed':
+            shutil.copytree(*halves(folder, entry))
+        code = execute(command_of_run(folder, entry, repeat, launcher), out / 'console.txt', entry['world_size'])
+        if code == 0 and (out / 'DONE').exists():
+            failure = results.read_run(out, entry['world_size']).failure
+        else:
+            console = (out / 'console.txt').read_text(encoding='utf-8', errors='replace')
+            failure = results.last_error(console) + ('' if code else ' (it did not finish)')
+    except OSError as error:  # no such launcher; no checkpoint to resume from; a full disk
+        failure = str(error)[:300]
     if failure:
         results.write(out / 'FAILED', failure + '\n')
     return failure
@@ -187,19 +179,6 @@ def halves(folder, entry):
     return folder_of(folder, entry, 0) / name, folder_of(folder, entry, 'resumed') / name
 
 
-def take_half(folder, entry):
-    """Give the run that resumes its checkpoint; '' or the line that says why there is none."""
-    source, target = halves(folder, entry)
-    shutil.rmtree(target.parent.parent, ignore_errors=True)
-    if not source.exists():
-        return f'the run has left no {source}'
-    try:
-        shutil.copytree(source, target)
-    except (OSError, shutil.Error) as error:
-        raise OSError(f'{target} cannot be written: {error}'[:300]) from None
-    return ''
-
-
 # --- RESULTS ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +197,7 @@ def analyse(folder, plan, gpu_gb):
         if first := next(iter(results.finished(every).values()), None):
             row['curve'] = plots.loss_curves(first.rows)['loss']
             if resumed and not resumed.failure:
-                row['resume_diff'] = results.difference(resumed.rows, first.rows, 'loss')
+                row['resume_diff'] = results.difference(resumed.rows, first.rows)
     text = [verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows, gpu_gb)]
     text = '\n\n'.join(part for part in text if part)
     print(f'\n{text}\n', flush=True)
@@ -284,15 +263,6 @@ def write_runs(folder, plan, config):
     print(f'{len(queue)} run(s): bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
 
 
-def leave_out_missing(config):
-    """Drop the runs of DeepSpeed where it is not installed, and say so in one line."""
-    of_deepspeed = [label for label, keys in config.variants.items() if keys.get('strategy') == 'deepspeed']
-    if importlib.util.find_spec('deepspeed') is None and ('deepspeed' in config.strategies or of_deepspeed):
-        print('deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)', flush=True)
-        config.strategies = [name for name in config.strategies if name != 'deepspeed']
-        config.variants = {label: keys for label, keys in config.variants.items() if label not in of_deepspeed}
-
-
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
@@ -310,8 +280,6 @@ def main(config, train_keys, explicit):
         )
         analyse(folder, plan, config.gpu_gb)
         return 0
-    if not config.write_only:
-        leave_out_missing(config)
     plan, notes = planning.expand(config, train_keys, explicit)
     results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or config.bench):

@@ -8,11 +8,12 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim import local
 
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
 ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
-WARM_UP_STEPS = 3
+WARM_UP_STEPS, TIMED_STEPS = 3, 20
 SMALLEST_PROBE, LARGEST_PROBE = 2**14, 2**24  # numbers exchanged; 200 MB for a moment
 PROBE_SECONDS = 1.0  # a probe of the link that takes as long is long enough
 
@@ -119,21 +120,18 @@ class Plan:
         hidden = overlap * self.step_seconds
         return fragments * max(of_fragment - hidden, computing * self.numbers / fragments if overlap else 0.0)
 
-    def utilisation(self, dtype, inner_steps):
-        """Share of the time that is spent on inner steps."""
+    def share(self, dtype, inner_steps):
+        """Of the time, what is spent on inner steps."""
         training = inner_steps * self.step_seconds
         return training / (training + self.exchange_seconds(dtype))
 
     def after_step(self):
         """Count a step; print the table once enough of them have been timed."""
         self.steps += 1
-        if self.step_seconds is not None:
-            return
         if self.steps == WARM_UP_STEPS:
             self.warm = self.inner_seconds()
-        timed = self.steps - WARM_UP_STEPS
-        if timed >= 10 and self.inner_seconds() - self.warm >= 2.0 or timed == 100:
-            self.step_seconds = (self.inner_seconds() - self.warm) / timed
+        if self.steps == WARM_UP_STEPS + TIMED_STEPS:
+            self.step_seconds = (self.inner_seconds() - self.warm) / TIMED_STEPS
             self.say('\n'.join(self.table()))
 
     def inner_seconds(self):
@@ -152,10 +150,10 @@ class Plan:
             ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in ROUNDS),
         ]
         for dtype in self.models:
-            shares = ''.join(f'{self.utilisation(dtype, inner_steps):8.1%}' for inner_steps in ROUNDS)
+            shares = ''.join(f'{self.share(dtype, inner_steps):8.1%}' for inner_steps in ROUNDS)
             size, seconds = self.outer.round_bytes(dtype) / 1e6, self.exchange_seconds(dtype)
             lines.append(f'  {dtype:9}{size:18.2f}{seconds:10.3f} {shares}')
-        best = next((n for n in ROUNDS if self.utilisation(mine, n) >= ENOUGH), ROUNDS[-1])
+        best = next((n for n in ROUNDS if self.share(mine, n) >= ENOUGH), ROUNDS[-1])
         said = f'the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
         return [*lines, f'  recommended: --inner_steps={best}, {said}']
 
@@ -164,16 +162,13 @@ class Plan:
         if self.step_seconds is None:
             self.say(f'plan: {self.steps} steps are too few to measure the time of one')
             return
-        dtype, inner_steps = self.outer.dtype, self.outer.inner_steps
-        step = (self.inner_seconds() - self.warm) / (self.steps - WARM_UP_STEPS)
-        rounds = self.steps / inner_steps
-        outer = self.meter.seconds['outer'] / rounds
-        share = step * inner_steps / (step * inner_steps + outer)
-        predicted = self.exchange_seconds(dtype)
+        inner_steps, exchange = self.outer.inner_steps, self.exchange_seconds(self.outer.dtype)
+        training = inner_steps * (self.inner_seconds() - self.warm) / (self.steps - WARM_UP_STEPS)
+        outer = inner_steps * self.meter.seconds['outer'] / self.steps
         self.say(
-            f'plan: rounds of {inner_steps} steps: predicted {inner_steps * self.step_seconds:.2f} s + exchange '
-            f'{predicted:.3f} s, {self.utilisation(dtype, inner_steps):.1%} on inner steps; '
-            f'measured {inner_steps * step:.2f} s + {outer:.3f} s, {share:.1%}'
+            f'plan: rounds of {inner_steps} steps: '
+            f'predicted {inner_steps * self.step_seconds:.2f} s + exchange {exchange:.3f} s, '
+            f'measured {training:.2f} s + {outer:.3f} s'
         )
 
 
@@ -226,18 +221,15 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
                 for weight, parameter in zip(weights, parameters.values(), strict=True)]  # fmt: skip
 
     def train(outer, steps):
-        """(collectives between replicas within inner steps, whether replicas agree to the bit after each outer step)"""
-        calls, equal = 0, True
-        for step in range(steps):
-            with TrafficBetweenReplicas(outer) as traffic:
-                torch._foreach_sub_(weights, gradients_of(step), alpha=rate)
-            calls += traffic.calls
-            last = step + 1 == steps
-            for fragment in outer.to_send(step + 1, last):
-                outer.send(fragment, step + 1, last=last)
-            if not outer.is_mid_round(step + 1):
+        """Train in rounds; whether the replicas agree to the bit after each outer step."""
+        equal = True
+        for step in range(1, steps + 1):
+            torch._foreach_sub_(weights, gradients_of(step - 1), alpha=rate)
+            for fragment in outer.to_send(step, step == steps):
+                outer.send(fragment, step, last=step == steps)
+            if not outer.is_mid_round(step):
                 equal &= len(set(everybodys(outer.checksums(), outer.group))) == 1
-        return calls, equal
+        return equal
 
     def check(name, holds, detail):
         passed.append(all(everybodys(holds)))
@@ -261,19 +253,18 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     torch._foreach_copy_(weights, start)
 
     # The same steps as DiLoCo with rounds of one step.
-    calls, equal = train(outer, steps)
+    equal = train(outer, steps)
     difference = norm(torch._foreach_sub(weights, reference)) / max(moved, 1e-30)
     torch._foreach_copy_(weights, start)
     limit = 1e-4 if config.dtype == 'float32' else 1e-2  # half precision rounds that much coarser
     detail = f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}'
     check('rounds of one step, averaged, are data-parallel SGD', difference <= limit and moved > 0, detail)
     check('all replicas hold the same bits after each outer step', equal, f'{steps} outer steps, float32')
-    check('no inner step has a collective between replicas', calls == 0, f'{calls} in {steps} steps')
 
     # Rounds with the run's own outer settings, shortened.
     rounds, fragments = 2, len(make_outer().fragments)
     outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0, mix=0.0)
-    _, equal = train(outer, rounds * outer.inner_steps)
+    equal = train(outer, rounds * outer.inner_steps)
     torch._foreach_copy_(weights, start)
     detail = f'{rounds} rounds, {outer.dtype}, {fragments} fragments'
     check('all replicas hold the same bits with the outer settings of this run', equal, detail)
@@ -281,34 +272,8 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     return all(passed)
 
 
-def local(tensor):
-    """This rank's part of a tensor or DTensor."""
-    return getattr(tensor, '_local_tensor', tensor)
-
-
 def norm(tensors):
     """Of all numbers of all ranks."""
     square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
     dist.all_reduce(square)
     return square.sqrt().item()
-
-
-class TrafficBetweenReplicas(TorchDispatchMode):
-    """Counts the collectives, also those issued inside of backward, among ranks of more than one replica."""
-
-    def __init__(self, outer):
-        super().__init__()
-        self.calls, self.shards = 0, dist.get_world_size() // outer.replicas
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ('c10d', '_c10d_functional', '_dtensor'):
-            names = [argument for argument in args if isinstance(argument, str)]  # functional collectives
-            for argument in args:
-                if isinstance(argument, torch.ScriptObject) and 'ProcessGroup' in str(argument._type()):
-                    names.append(dist.ProcessGroup.unbox(argument).group_name)
-            for name in names:
-                if name in ('sum', 'avg', 'max', 'min', 'product'):
-                    continue
-                ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
-                self.calls += len({rank // self.shards for rank in ranks}) > 1
-        return function(*args, **(kwargs or {}))

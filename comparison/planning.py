@@ -5,6 +5,7 @@ Which runs a comparison consists of: strategies times the axes that they have, a
     for repeat, entry in planning.queue_of(plan['runs'], config): ...
 """
 
+import importlib.util
 import itertools
 import re
 import shlex
@@ -50,6 +51,10 @@ def expand(config, train_keys, explicit=()):
         given = {key: value for key, value in variant.items() if key not in ('strategy', 'nproc')}
         strategy = variant.get('strategy', (config.strategies or ['ddp'])[0])
         runs.append((label, strategy, 1 if strategy == 'single' else variant.get('nproc', config.nproc[0]), given))
+    others = [run for run in runs if run[1] != 'deepspeed']
+    if len(others) < len(runs) and not config.write_only and importlib.util.find_spec('deepspeed') is None:
+        notes.append('deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)')
+        runs = others
     if not runs:
         raise ValueError('; '.join([*notes, f'nothing to compare: expected some of --strategies={",".join(SCRIPTS)}']))
     labels = [label for label, *_ in runs]
@@ -59,7 +64,10 @@ def expand(config, train_keys, explicit=()):
     most_ranks = max([*config.nproc, *(variant.get('nproc', 1) for variant in config.variants.values())])
     entries = []
     for label, strategy, ranks, given in runs:
-        keys = keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, most_ranks)
+        try:
+            keys = keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks)
+        except (Mistake, ValueError) as error:
+            raise ValueError(f'{label}: {error}') from None
         entry = {'label': label, 'strategy': strategy, 'script': SCRIPTS[strategy], 'world_size': ranks}
         entries.append({**entry, 'overrides': keys})
     used = {key for entry in entries for key in entry['overrides']} | {'out_dir'}
@@ -119,17 +127,13 @@ def axes(strategy, config):
     return found
 
 
-def keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, most_ranks):
-    """The keys that a run's script is given. ValueError: one that it lacks, or a batch that does not divide."""
+def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks):
+    """The keys that a run's script is given. Raises Mistake for one that it lacks, ValueError for a bad batch."""
     script = Path(ROOT) / SCRIPTS[strategy]
     knobs = read_knobs(script)
     given = dict(given)
     accumulation = given.pop('accumulation', 1)
-    try:
-        for key in given:
-            given[key] = checked(given[key], find(key, knobs, script, f'{label}: {key}'), f'{label}: {key}')
-    except Mistake as mistake:
-        raise ValueError(str(mistake)) from None
+    given = {key: checked(value, find(key, knobs, script, key), key) for key, value in given.items()}
 
     is_small = not any(key in {**train_keys, **given} for key in OF_A_MODEL)
     data_dir = Path(train_keys.get('data_dir', 'data'))
@@ -149,7 +153,7 @@ def keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, mos
     if strategy == 'diloco':
         keys.setdefault('num_replicas', ranks)  # a rank each: one per node, the script's default, would be one here
     if config.resume_check and keys.get('max_iters', 0) < 2:
-        raise ValueError(f'{label}: resume_check stops half-way: expected --max_iters=2 or more')
+        raise ValueError('resume_check stops half-way: expected --max_iters=2 or more')
     if config.resume_check:  # rounded up: two checkpoints; permanent, so that those of interruptions push none out
         keys |= dict.fromkeys(('checkpoint_interval', 'permanent_interval'), -(-keys['max_iters'] // 2))
         keys['keep_checkpoints'] = 2
@@ -159,14 +163,11 @@ def keys_of_run(label, strategy, ranks, given, config, train_keys, explicit, mos
     keys['global_batch_size'] = keys.get('global_batch_size') or batch_size * most_ranks * most
     if batch_size * most % accumulation:
         raise ValueError(
-            f'{label}: batch_size={batch_size} x {most} micro-steps cannot be split into {accumulation}: use another '
+            f'batch_size={batch_size} x {most} micro-steps cannot be split into {accumulation}: use another '
             '--batch_size, or other accumulations'
         )
     keys['batch_size'] = batch_size * most // accumulation
-    try:
-        scaling.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)
-    except ValueError as error:
-        raise ValueError(f'{label}: {error}') from None
+    scaling.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises what does not divide
     return {key: value for key, value in keys.items() if key in knobs and key != 'out_dir' and value is not None}
 
 

@@ -17,6 +17,7 @@ OF_PHASES = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
 REST = '#BBBBBB'
+LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
 EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a logarithmic axis has no zero
 
 
@@ -51,26 +52,21 @@ def plot_losses(runs, output):
     """The runs' training loss (lines, lightly smoothed) and validation loss (circles). runs: their out_dirs."""
     curves = {str(run): loss_curves(read_rows(run, is_running=True)) for run in runs}
     figure, (by_tokens, by_time) = _panels(1, 2, height=4.5, sharey=True)
-    unit_s = _draw_losses(by_tokens, by_time, {label: pair['loss'] for label, pair in curves.items()})
+    _draw_losses(by_tokens, by_time, {label: pair['loss'] for label, pair in curves.items()})
     for number, pair in enumerate(curves.values()):
         val = pair['val_loss']
         circles = {'color': COLOURS[number % len(COLOURS)], 'marker': 'o', 'markeredgecolor': 'white', 'linestyle': ''}
         by_tokens.plot(val['tokens'], val['loss'], **circles)
-        by_time.plot([seconds / unit_s for seconds in val['seconds']], val['loss'], **circles)
+        by_time.plot(val['seconds'], val['loss'], **circles)
     if any(pair['val_loss']['loss'] for pair in curves.values()):
         by_tokens.plot([], [], 'o', color='grey', label='validation')
-    return _save(figure, output, by_tokens)
+    return _save(figure, output, columns=4)
 
 
-def plot_comparison(rows, output, limit=1e-4):
+def plot_comparison(rows, output):
     """
     The training loss of results.json's rows against tokens and against time, and how far it is from the first row's.
-
-    limit: relative difference up to which two strategies agree, drawn as a line.
     """
-    rows = [row for row in rows if row.get('curve', {}).get('loss')]
-    if not rows:
-        raise ValueError('no run has logged a loss: expected at least one that has trained, see runs/*/*/console.txt')
     figure, ((by_tokens, by_time), (apart, legend)) = _panels(2, 2, height=7.5)
     _draw_losses(by_tokens, by_time, {row['label']: row['curve'] for row in rows})
     by_time.sharey(by_tokens)
@@ -81,11 +77,11 @@ def plot_comparison(rows, output, limit=1e-4):
         away = {at: abs(loss / first[at] - 1) for at, loss in losses.items() if at in first}
         drawn = [EQUAL if relative < EQUAL else relative for relative in away.values()]  # a loss that is NaN: a gap
         apart.plot(list(away), drawn, **{**_line(number, len(rows)), 'linewidth': 1.3}, label=row['label'])
-    apart.axhline(limit, color='grey', linewidth=0.8)
-    apart.annotate(f' {limit:g}', (1, limit), xycoords=('axes fraction', 'data'), va='center', color='grey')
+    apart.axhline(LIMIT, color='grey', linewidth=0.8)
+    apart.annotate(f' {LIMIT:g}', (1, LIMIT), xycoords=('axes fraction', 'data'), va='center', color='grey')
     apart.set_yscale('log')
     apart.set_ylim(bottom=EQUAL / 2)
-    _tokens_axis(apart)
+    _x_axis(apart, 'tokens trained on')
     apart.set_title(textwrap.fill(f'difference from {rows[0]["label"]}', 50), fontsize=10)
     apart.set_ylabel('relative difference, log\n(1e-9: that or less)')
     apart.grid(alpha=0.25)
@@ -101,37 +97,30 @@ def _line(number, count):
     return {**style, 'linewidth': 1.3 + min(0.5, 3.5 / count) * (count - 1 - number)}
 
 
-def _tokens_axis(axes):
+def _x_axis(axes, label):
     from matplotlib.ticker import EngFormatter
 
-    axes.set_xlabel('tokens trained on')
+    axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=' '))
 
 
 def _draw_losses(by_tokens, by_time, curves):
-    """curves: {label: curve of loss_curves()}. Returns the seconds in the unit of the axis of time."""
-    from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
+    """curves: {label: curve of loss_curves()}."""
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
-    longest = max(second for curve in curves.values() for second in (0, *curve['seconds']))
-    units = ((3600, 'hours'), (60, 'minutes'), (1, 'seconds'))
-    unit_s, unit = next(unit for unit in units if longest > 3 * unit[0] or unit[0] == 1)
     for number, (label, curve) in enumerate(curves.items()):
         smooth = running_mean(curve['loss'], window=1 + len(curve['loss']) // 50)
         by_tokens.plot(curve['tokens'], smooth, **_line(number, len(curves)), label=label)
-        by_time.plot([seconds / unit_s for seconds in curve['seconds']], smooth, **_line(number, len(curves)))
-    _tokens_axis(by_tokens)
-    by_time.set_xlabel(f'training time ({unit}, evaluation left out)')
+        by_time.plot(curve['seconds'], smooth, **_line(number, len(curves)))
+    _x_axis(by_tokens, 'tokens trained on')
+    _x_axis(by_time, 'seconds of training (evaluation left out)')
     by_tokens.set_ylabel('loss (nats per token, log)')
     for axes in (by_tokens, by_time):
         axes.set_yscale('log')  # the first steps fall far, the last ones differ little: both can be read
-        lowest, highest = axes.get_ylim()
         axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        if highest < 10 * lowest:  # within a decade the ticks of a logarithmic axis are few
-            axes.yaxis.set_major_locator(MaxNLocator(7))
-            axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(MaxNLocator(7))  # within a decade the ticks of a logarithmic axis are few
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
-    return unit_s
 
 
 # --- bars -------------------------------------------------------------------------------------------------------------
@@ -139,7 +128,7 @@ def _draw_losses(by_tokens, by_time, curves):
 
 def plot_phases(rows, output):
     """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
-    figure, (axes,) = _panels(1, 1, height=_height(rows, 0.55))
+    figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
     bars, rest = [], [row.get('time/total', 0) for row in rows]
     for phase, colour in zip(PHASES, OF_PHASES, strict=True):
         lengths = [row.get(f'time/{phase}', 0) for row in rows]
@@ -152,12 +141,12 @@ def plot_phases(rows, output):
     _stack(axes, 0.26, 0.2, [('waiting for communication', [row.get('time/comm_exposed', 0) for row in rows], style)])
     axes.set_xlabel('milliseconds per optimizer step')
     _finish_bars(axes, rows)
-    return _save(figure, output, axes, columns=7)
+    return _save(figure, output, columns=7)
 
 
 def plot_memory(rows, output):
     """Two bars per row, predicted (pale) and measured, of what a rank holds; and the largest peak of any rank."""
-    figure, (state, peak) = _panels(1, 2, height=_height(rows, 0.55), sharey=True, ratios=(3, 2))
+    figure, (state, peak) = _panels(1, 2, height=1.6 + 0.55 * len(rows), sharey=True, ratios=(3, 2))
     predicted = [{name: row.get('predicted', {}).get(f'{name}_gb') for name in HELD} for row in rows]
     measured = [{name: row.get(f'mem/{name}_gb') for name in HELD} for row in rows]
     totals = [sum(size or 0 for size in held.values()) for held in (*predicted, *measured)]
@@ -184,12 +173,12 @@ def plot_memory(rows, output):
     peak.set_xlabel(f'peak of the largest rank ({unit})')
     _finish_bars(state, rows)
     _finish_bars(peak, rows)
-    return _save(figure, output, state, peak)
+    return _save(figure, output, columns=4)
 
 
 def plot_communication(rows, output):
     """The share of a step's time in communication, waited for or beside compute; and MB that a rank sends per step."""
-    figure, (share, sent) = _panels(1, 2, height=_height(rows, 0.45), sharey=True)
+    figure, (share, sent) = _panels(1, 2, height=1.6 + 0.45 * len(rows), sharey=True)
     unknown = ['none: one process' if row.get('world_size') == 1 else 'not measured' for row in rows]
     exposed, hidden, said = [], [], []
     for row, nothing in zip(rows, unknown, strict=True):
@@ -214,17 +203,13 @@ def plot_communication(rows, output):
     sent.set_xlabel(f'sent by a rank per step ({unit})')
     _finish_bars(share, rows, room=1.5)
     _finish_bars(sent, rows, room=1.45)
-    return _save(figure, output, share, sent)
+    return _save(figure, output, columns=4)
 
 
 def _unit(sizes):
     """(factor, name) of the unit in which the largest of these GB is 1 or more; None is unknown."""
     largest = max(size or 0 for size in sizes)
     return next((unit for unit in ((1, 'GB'), (1e3, 'MB'), (1e6, 'kB')) if largest * unit[0] >= 1), (1e3, 'MB'))
-
-
-def _height(rows, inches):
-    return 1.6 + inches * max(1, len(rows))
 
 
 def _stack(axes, offset, height, bars):
@@ -277,19 +262,13 @@ def _panels(rows, columns, height, ratios=None, **shared):
     return figure, axes if rows > 1 else axes[0]
 
 
-def _save(figure, output, *legend_of, columns=4):
-    """Write the PNG, with one legend below all of it: it hides nothing and has every name once."""
-    known = {}
-    for axes in legend_of:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            known.setdefault(label, handle)
-    if known:
-        figure.legend(known.values(), known.keys(), loc='outside lower center', ncols=columns, frameon=False)
+def _save(figure, output, columns=0):
+    """Write the PNG. columns: of a legend below all of it, which hides nothing."""
+    if columns and any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc='outside lower center', ncols=columns, frameon=False)
     try:
         figure.savefig(output)
     except (OSError, ValueError) as error:  # no such folder, a full disk; an ending that names no kind of picture
-        why = ' '.join(str(getattr(error, 'strerror', None) or error).split())
-        raise OSError(
-            f'{output} cannot be written: {why}; expected a file in a folder that exists, as loss.png'
-        ) from None
+        why = ' '.join(str(error).split())
+        raise OSError(f'{output} cannot be written ({why}): give a file in a folder that exists') from None
     return figure

@@ -18,17 +18,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configurator import read_knobs
 from runtime import PHASES
-from runtime.files import write_file
+from runtime.files import ROOT, write_file
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
 # Keys that decide on the losses. What is not here, as the sharding and the size of a micro-step, must not change them.
-MATHEMATICS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size')
-MATHEMATICS += ('block_size', 'bias', 'tie_embeddings', 'rope_theta', 'norm_eps', 'attention_gate', 'dropout')
-MATHEMATICS += ('init_from', 'freeze', 'lora_rank', 'lora_alpha', 'lora_targets', 'dataset', 'data_dir', 'seed')
-MATHEMATICS += ('global_batch_size', 'max_iters', 'optimizer', 'weight_decay', 'beta1', 'beta2', 'kappa', 'delta')
-MATHEMATICS += ('omega', 'wd_ts', 'grad_clip', 'z_loss', 'loss_spike_guard', 'learning_rate', 'min_lr', 'lr_schedule')
-MATHEMATICS += ('warmup_iters', 'lr_decay_iters', 'packed')
+SECTIONS = ('data', 'model', 'lora', 'optimizer', 'schedule')
+MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_fsdp.py')).items() if knob.section in SECTIONS}
+MATHEMATICS |= {'seed', 'loss_spike_guard', 'norm_eps', 'packed'}
+MATHEMATICS -= {'batch_size', 'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters, learning_rate
 # And these, if they are other than here, on those of DiLoCo.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
@@ -60,13 +59,9 @@ def keep_plan(folder, plan):
     if path.exists():
         old = {entry['label']: entry for entry in read_json(path)['runs']}
         new = {entry['label']: entry for entry in json.loads(json.dumps(plan))['runs']}
-        if old != new:
-            changed = next(label for label in {**old, **new} if old.get(label) != new.get(label))
-            there, here = (runs.get(changed, {}).get('overrides', {}) for runs in (old, new))
-            keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-            keys = [f'{key}={there.get(key)} there, {here.get(key)} here' for key in keys[:3]]
+        if changed := [label for label in {**old, **new} if old.get(label) != new.get(label)]:
             raise ValueError(
-                f'{folder} holds another comparison: {changed} has {", ".join(keys) or "other ranks"}; give this one '
+                f'{folder} holds another comparison: {changed[0]} has other keys or ranks in {path}; give this one '
                 f'another --out_dir, or delete {folder}'
             )
     write_json(path, plan)
@@ -148,8 +143,7 @@ def write(path, text):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text)
     except OSError as error:
-        said = f'{path} cannot be written: {error.strerror}'
-        raise OSError(f'{said}; free the disk, or give another --out_dir') from None
+        raise OSError(f'{path} cannot be written: {error.strerror}; give another --out_dir') from None
 
 
 def last_error(console):
@@ -211,8 +205,10 @@ def of_repeats(runs):
 
 def with_range(key, values):
     """Keys of a row: the median of these numbers and, of several, the smallest and the largest."""
-    row = {key: statistics.median(values)} if values else {}
-    return row | ({f'{key}_min': min(values), f'{key}_max': max(values)} if len(values) > 1 else {})
+    if not values:
+        return {}
+    several = {f'{key}_min': min(values), f'{key}_max': max(values)} if len(values) > 1 else {}
+    return {key: statistics.median(values), **several}
 
 
 def ratios(row, other):
@@ -257,16 +253,12 @@ def mean_row(rows):
     """Means per step of the keys of consecutive rows; a row without time/outer had no exchange."""
     if len(rows) == 1:
         return rows[0]
-    steps = [row['step'] - row['begin'] for row in rows]
     mean = {'begin': rows[0]['begin'], 'step': rows[-1]['step']}
-    for key in {key: None for row in rows for key in row if key not in mean}:
-        known = [(row[key], n) for row, n in zip(rows, steps, strict=True) if key in row]
-        if key in ('tokens_per_sec', 'mfu'):  # rates: the mean of their inverse
-            mean[key] = sum(n for _, n in known) / sum(n / value for value, n in known)
-        elif key == 'time/outer':
-            mean[key] = sum(value * n for value, n in known) / sum(steps)
-        else:  # where a row lacks it, nobody looked
-            mean[key] = sum(value * n for value, n in known) / sum(n for _, n in known)
+    for key in set().union(*rows) - mean.keys():
+        known = [row for row in rows if key in row or key == 'time/outer']  # where a row lacks another, nobody looked
+        average = statistics.harmonic_mean if key in ('tokens_per_sec', 'mfu') else statistics.fmean
+        steps = [row['step'] - row['begin'] for row in known]
+        mean[key] = average([row.get(key, 0) for row in known], weights=steps)
     return mean
 
 
@@ -289,10 +281,8 @@ def against(label, reference, measured):
     pairs = [(mine[repeat], theirs[repeat]) for repeat in mine if repeat in theirs]
     pairs = pairs or [(next(iter(mine.values())), next(iter(theirs.values())))]  # losses do not depend on the repeat
     compared = {'reference': reference, 'apart': why_apart(*pairs[0]) or None}
-    for key in ('loss', 'val_loss'):
-        differences = [difference(a.rows, b.rows, key) for a, b in pairs]
-        compared[f'{key}_diff'] = max((one for one in differences if one is not None), default=None)
-    compared['loss_diff_first'] = difference(pairs[0][0].rows[:1], pairs[0][1].rows[:1], 'loss')
+    differences = [difference(a.rows, b.rows) for a, b in pairs]
+    compared['loss_diff'] = max((one for one in differences if one is not None), default=None)
     return {key: value for key, value in compared.items() if value is not None}
 
 
@@ -319,15 +309,13 @@ def outer_steps(config):
     averages_gradients = inner_steps == 1 and config['optimizer'] == 'sgd' and config['grad_clip'] == 0
     if exact and (replicas == 1 or averages_gradients):
         return ''
-    if replicas == 1:
-        return f'DiLoCo: an outer step of one replica every {inner_steps} steps'
-    return f'DiLoCo: {replicas} replicas meet every {inner_steps} steps'
+    return f'DiLoCo, {replicas} replica(s), outer step every {inner_steps} steps'
 
 
-def difference(rows, reference, key):
-    """Largest relative difference of a key over the steps that both logged; None where there is none."""
-    theirs = {row['step']: row[key] for row in reference if key in row}
-    pairs = [(row[key], theirs[row['step']]) for row in rows if key in row and row['step'] in theirs]
+def difference(rows, reference):
+    """Largest relative difference of the loss over the steps that both logged; None where there is none."""
+    theirs = {row['step']: row['loss'] for row in reference if 'loss' in row}
+    pairs = [(row['loss'], theirs[row['step']]) for row in rows if 'loss' in row and row['step'] in theirs]
     if not pairs:
         return None
     relative = [abs(mine - other) / max(abs(other), 1e-30) for mine, other in pairs]

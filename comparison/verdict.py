@@ -6,7 +6,6 @@ What a comparison of runs says, from the rows of results.json: two Markdown tabl
 A key that a row lacks is unknown: its cell stays empty, and no fact is made of it.
 """
 
-import itertools
 import statistics
 
 from comparison.results import ratios
@@ -95,16 +94,17 @@ def markdown(rows):
 
 
 def facts(rows, gpu_gb=0):
-    """What the tables say, a line each; row['gpu_gb']: predicted GB on a GPU that has gpu_gb (0 = do not ask)."""
-    good = [row for row in rows if row['rows']]
+    """
+    A Markdown list: which runs agree, were resumed, are fastest, fit a GPU, have failed.
+
+    gpu_gb: memory of a GPU, beside which row['gpu_gb'] is what is predicted for it; 0 = do not ask.
+    """
+    finished = [row for row in rows if row['rows']]
     lines = []
-    for reference in dict.fromkeys(row['reference'] for row in good):
-        compared = [row for row in good if row['reference'] == reference]
+    for reference in dict.fromkeys(row['reference'] for row in finished):
+        compared = [row for row in finished if row['reference'] == reference]
         lines += agreement(compared, reference) + fastest(compared, reference)
-    lines += resumption(good) + one_key_apart(good)
-    if len(good) > 1 and any(row['rows'] == 1 and 'tokens_per_sec' in row for row in good):
-        lines.append('noise: one repeat cannot show it; --repeats=3 can')
-    lines += fitting(rows, gpu_gb) if gpu_gb else []
+    lines += resumption(finished) + (fitting(rows, gpu_gb) if gpu_gb else [])
     for row in rows:
         if 'failed' in row:
             share = f' ({row["failures"]} of {row["failures"] + row["rows"]} repeats)' if row['rows'] else ''
@@ -115,97 +115,59 @@ def facts(rows, gpu_gb=0):
 
 
 def agreement(rows, reference):
-    """Which of the runs with one reference have its losses, and what those that may differ end with."""
+    """Which runs have the losses of the one that they are compared with."""
+    lines = [f'may differ: {row["label"]} and {reference} ({row["apart"]})' for row in rows if 'apart' in row]
     same = [row for row in rows if 'loss_diff' in row and 'apart' not in row]
     good = [row for row in same if row['loss_diff'] <= limit(row)]
-    lines = [f'agree: {reference}, {names(good)} ({worst(good, "loss_diff")})'] if good else []
-    for row in rows:
-        if row in same and row not in good:
-            first = number(row, 'loss_diff_first', ', of the first loss {:.2g}')
-            lines.append(f'do NOT agree: {row["label"]} and {reference} ({worst([row], "loss_diff")}{first})')
-        if 'apart' in row:
-            key = 'val_loss' if 'val_loss_diff' in row else 'loss'
-            theirs = next(one for one in rows if one['label'] == reference)
-            ends = f', {key} {row[key]:.4f} and {theirs[key]:.4f}' if key in row and key in theirs else ''
-            lines.append(f'may differ: {row["label"]} and {reference} ({row["apart"]}){ends}')
-    return lines
+    if good:
+        lines.insert(0, f'agree: {reference}, {names(good)} ({worst(good, "loss_diff")})')
+    bad = [row for row in same if row not in good]
+    return lines + [f'do NOT agree: {row["label"]} and {reference} ({worst([row], "loss_diff")})' for row in bad]
 
 
 def resumption(rows):
-    """How the resumed runs went on."""
+    """Which of the runs that were resumed from the middle have the losses of the whole run."""
     resumed = [row for row in rows if 'resume_diff' in row]
-    good = [row for row in resumed if row['resume_diff'] <= limit(row)]
-    lines = [f'resumed as without the stop: {names(good)} ({worst(good, "resume_diff")})'] if good else []
-    bad = [row for row in resumed if row not in good]
-    lines += [f'NOT resumed as without the stop: {names(bad)} ({worst(bad, "resume_diff")})'] if bad else []
+    lines = []
+    for word, is_good in (('resumed', True), ('NOT resumed', False)):
+        if found := [row for row in resumed if (row['resume_diff'] <= limit(row)) == is_good]:
+            lines.append(f'{word} as without the stop: {names(found)} ({worst(found, "resume_diff")})')
     return lines + [f'NOT resumed: {row["label"]}: {row["resume_failed"]}' for row in rows if 'resume_failed' in row]
 
 
 def fastest(rows, reference):
-    """Which of the runs with one reference is fastest, by how much, and what that comes from."""
-    by_label = {row['label']: row for row in rows if 'speedup' in row}
-    alike = sorted((row for row in by_label.values() if 'apart' not in row), key=lambda row: -row['speedup'])
-    lines = []
-    if len(alike) > 1:
-        best = alike[0]
-        equal = [row for row in alike if row is best or not is_clear(best, row)]
-        slower = {row['label']: row for row in alike if row not in equal}
-        other = slower.get(reference) or next(iter(slower.values()), None)
-        unclear = ' (no clear difference between them)' if len(equal) > 1 else ''
-        ahead = f', {speed(best, other)}' if other else ''
-        lines.append(f'fastest: {names(equal)}{unclear}{ahead}')
-        lines += milliseconds(best, other) if other else []
-    for row in by_label.values():
-        if 'apart' in row and reference in by_label:
-            lines.append(f'speed: {row["label"]}, {speed(row, by_label[reference])}')
-            lines += milliseconds(row, by_label[reference])
-    return lines
+    """Which of the runs that should agree is fastest, and how much faster than the reference, or else the next one."""
+    ranked = sorted((row for row in rows if 'speedup' in row and 'apart' not in row), key=lambda row: -row['speedup'])
+    if len(ranked) < 2:
+        return []
+    best = ranked[0]
+    equal = [row for row in ranked if row is best or not is_clear(best, row)]
+    slower = [row for row in ranked if row not in equal]
+    line = f'fastest: {names(equal)}' + (' (no clear difference between them)' if len(equal) > 1 else '')
+    if slower:
+        other = next((row for row in slower if row['label'] == reference), slower[0])
+        found = ratios(best, other)
+        repeats = f'({min(found):.2f} to {max(found):.2f} in {len(found)} repeats)'
+        repeats = repeats if len(found) > 1 else '(one repeat cannot show noise)'
+        line += f', {statistics.median(found):.2f}x {other["label"]} {repeats}'
+    return [line]
 
 
-def milliseconds(row, other):
-    """Where the time between two runs lies: the phase that differs most, and the communication waited for."""
-    gain = {phase: other.get(f'time/{phase}', 0) - row.get(f'time/{phase}', 0) for phase in ('total', *PHASES)}
-    phase = max(PHASES, key=lambda phase: gain[phase] * gain['total'])
-    waiting = 'exposed communication' + (' and outer step' if 'outer_is_comm' in row else '')
-    said = []
-    for name, key in (('step', 'total'), (phase, phase), (waiting, 'comm_exposed')):
-        known = [f'time/{key}' in one for one in (row, other)]
-        if all(known) or (any(known) and key == 'outer'):  # a run without that phase spends nothing on it
-            said.append(f'{name} {row.get(f"time/{key}", 0):.1f} and {other.get(f"time/{key}", 0):.1f}')
-    return [f'ms of {row["label"]} and {other["label"]}: {", ".join(said)}'] if said else []
-
-
-def one_key_apart(rows):
-    """Runs beside DeepSpeed's same stage with the same keys, and what activation checkpointing saves and costs."""
-    lines = []
-    for row, other in itertools.permutations(rows, 2):
-        keys = [{key: value for key, value in one['overrides'].items() if value != 'none'} for one in (row, other)]
-        different = {key for key in {**keys[0], **keys[1]} if keys[0].get(key) != keys[1].get(key)}
-        faster = f', {speed(row, other)}' if ratios(row, other) else ''
-        if row['world_size'] != other['world_size']:
-            continue
-        if different == {'fsdp_impl'} and other['strategy'] == 'deepspeed' and faster:
-            compiled = ', compiled, DeepSpeed is not' if row.get('compile') and not other.get('compile') else ''
-            lines.append(f'same stage of DeepSpeed: {row["label"]}{faster}{compiled}')
-        is_with = different == {'activation_checkpointing'} and 'activation_checkpointing' not in keys[1]
-        if is_with and row['strategy'] == other['strategy']:
-            peaks = [number(one, 'mem/rank_max_gb', '{:.2f}') for one in (row, other)]
-            predicted = [number(one.get('predicted', {}), 'total_gb', '{:.2f}') for one in (row, other)]
-            said = f', peak GB {" and ".join(peaks)}' if all(peaks) else ''
-            said += f' (predicted without the process itself: {" and ".join(predicted)})' if all(predicted) else ''
-            lines.append(f'activation checkpointing: {row["label"]} and {other["label"]}{said}{faster}')
-    return lines
+def is_clear(row, other):
+    """Whether one of two runs is faster in all repeats that both have; a single one decides from half a percent on."""
+    found = ratios(row, other)
+    margin = 0.005 if len(found) == 1 else 0
+    return bool(found) and (min(found) > 1 + margin or max(found) < 1 - margin)
 
 
 def fitting(rows, gpu_gb):
-    """Which runs a GPU with gpu_gb of memory would hold, by prediction; also of those that failed, if that is known."""
+    """Which runs a GPU with gpu_gb of memory would hold, by prediction."""
     known = sorted((row for row in rows if 'gpu_gb' in row), key=lambda row: row['gpu_gb'])
     lines = []
     for word, fits in (('fit', True), ('do NOT fit', False)):
         if sizes := [f'{row["label"]} {row["gpu_gb"]:.3g}' for row in known if (row['gpu_gb'] <= gpu_gb) == fits]:
             lines.append(f'{word} a GPU of {gpu_gb:g} GB (GB predicted in bfloat16): {", ".join(sizes)}')
-    unknown = [row for row in rows if 'gpu_gb' not in row]
-    return lines + ([f'memory on a GPU unknown: {names(unknown)}'] if known and unknown else [])
+    return lines
 
 
 def limit(row):
@@ -219,18 +181,3 @@ def names(rows):
 def worst(rows, key):
     largest = max(rows, key=lambda row: row[key])
     return f'largest relative difference of a loss {largest[key]:.2g}, limit {limit(largest):g}'
-
-
-def speed(row, other):
-    """'1.20x ddp (1.15 to 1.25 in 3 repeats)': the median over the repeats that both have, of which there must be."""
-    found = ratios(row, other)
-    across = f' ({min(found):.2f} to {max(found):.2f} in {len(found)} repeats)' if len(found) > 1 else ''
-    unclear = '' if is_clear(row, other) else ', no clear difference'
-    return f'{statistics.median(found):.2f}x {other["label"]}{across}{unclear}'
-
-
-def is_clear(row, other):
-    """Whether one of two runs is faster in all repeats that both have; a single one decides from half a percent on."""
-    found = ratios(row, other)
-    margin = 0.005 if len(found) == 1 else 0
-    return bool(found) and (min(found) > 1 + margin or max(found) < 1 - margin)

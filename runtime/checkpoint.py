@@ -12,7 +12,6 @@ once complete, whenever the job was killed, and what the disk did to it since sh
 a flipped bit or a zeroed block without a word. Nothing in a checkpoint is executed when it is read.
 """
 
-import collections
 import fcntl
 import json
 import os
@@ -270,21 +269,13 @@ class Saver:
 
     def _refuse_bad_weights(self, step, tensors):
         """Raise ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use."""
-        extremes = collections.defaultdict(dict)  # device -> {key: its smallest and its largest number}
-        for key, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if key.startswith('model.') and local.is_floating_point() and local.numel():
-                extremes[local.device][key] = torch.stack(local.aminmax())  # NaN is both; no memory as isfinite() takes
-        bad = []
-        for of_device in extremes.values():
-            finite = torch.stack([pair.float() for pair in of_device.values()]).isfinite().all(1).tolist()  # one wait
-            bad += [key for key, is_finite in zip(of_device, finite, strict=True) if not is_finite]
+        bad = next((key for key, value in tensors.items() if key.startswith('model.') and not is_finite(value)), None)
         everybodys = [None] * self.world_size
-        dist.all_gather_object(everybodys, bad[:1], group=self.group)
-        for rank, names in enumerate(everybodys):
-            if names:
+        dist.all_gather_object(everybodys, bad, group=self.group)
+        for rank, name in enumerate(everybodys):
+            if name:
                 raise ValueError(
-                    f'{names[0]} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
+                    f'{name} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
 
@@ -369,7 +360,8 @@ class Saver:
         """
         try:
             others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
-            others = [path for path in others if not self._is_permanent(path)]
+            if self.permanent_interval:
+                others = [path for path in others if int(path[-8:]) % self.permanent_interval]
             for path in others[self.keep - 1 :]:
                 os.rename(path, f'{path}.tmp')  # half deleted, it must not look like a checkpoint
             for name in os.listdir(self.folder):
@@ -377,9 +369,6 @@ class Saver:
                     shutil.rmtree(os.path.join(self.folder, name))
         except OSError as error:
             self.say(f'WARNING: an old checkpoint cannot be deleted, trying again after the next save: {error}')
-
-    def _is_permanent(self, path):
-        return self.permanent_interval > 0 and int(path[-8:]) % self.permanent_interval == 0
 
 
 class StagedPlanner(dcp.DefaultSavePlanner):
@@ -401,6 +390,14 @@ class FileWriter(dcp.FileSystemWriter):
             return super().write_data(plan, planner)
         except RuntimeError as error:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def is_finite(tensor):
+    """Whether this rank's part of a tensor or DTensor is."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.is_floating_point() or not local.numel():
+        return True
+    return torch.stack(local.aminmax()).isfinite().all().item()  # NaN is both; no memory as local.isfinite() takes
 
 
 def describe_failure(error, rank):

@@ -48,9 +48,9 @@ def report(error, out_of_memory_advice=None):
         hint = f'start the node of rank 0, or see whether {address[2]} is its address from here'
         where = f'{address[2]}:{address[3]} within timeout_s={int(address[1]) / 1000:g}'
         line = f'{prefix} error: nobody answers at {where}: {hint}'
-    elif timed_out_after(error) is not None:
+    elif waited := re.search(r'[Tt]imed out waiting (\d+) ?ms', str(error)):
         hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
-        line = f'{prefix} error: waited for another rank longer than timeout_s={timed_out_after(error):g}; {hint}'
+        line = f'{prefix} error: waited for another rank longer than timeout_s={int(waited[1]) / 1000:g}; {hint}'
     elif is_lost_peer(error):
         # The rank that failed first has the reason. Give torchrun time to see that one before this one.
         line = f'{prefix} stopped because another rank stopped: look for the first error ({first_line(error)[:200]})'
@@ -91,20 +91,8 @@ def is_lost_peer(error):
     """Whether a collective failed because its other end went away."""
     if type(error).__name__ in ('DistBackendError', 'DistNetworkError'):
         return True
-    signs = (
-        'Connection closed by peer',
-        'Connection reset by peer',
-        'Connection refused',
-        'Broken pipe',
-        'Socket closed',
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def timed_out_after(error):
-    """The seconds that a collective waited for, if that was longer than the process group's timeout; else None."""
-    waited = re.search(r'[Tt]imed out waiting (\d+) ?ms', str(error)) if isinstance(error, RuntimeError) else None
-    return int(waited[1]) / 1000 if waited else None
+    signs = r'Connection (closed by peer|reset by peer|refused)|Broken pipe|Socket closed'
+    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
 def one_line(error, limit=200):

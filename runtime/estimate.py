@@ -30,10 +30,8 @@ from runtime.scaling import accumulation_steps, batch_line, ranks_per_shard_grou
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
-OPTIMIZER_MOMENTS = {'adamw': 2, 'adamw-decay': 2, 'adana': 2, 'adana-released': 2, 'dana-mk4': 2}  # fp32 per parameter
-OPTIMIZER_MOMENTS |= {'dana-star-mk4': 3, 'ademamix': 3, 'sgd': 0}
-OPTIMIZER_MOMENTS['muon'] = 2  # and 1 in the matrices of blocks, see moments()
-STRATEGIES = ('ddp', 'fsdp', 'diloco', 'deepspeed')
+# fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
+OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) for name, update in optim.UPDATES.items()}
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
 # this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
@@ -42,7 +40,7 @@ DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
 # --- MEMORY -----------------------------------------------------------------------------------------------------------
 
 
-def estimate(config, model, world_size, strategy='ddp', shard_size=None):
+def estimate(config, model, world_size, strategy='ddp'):
     """
     {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
 
@@ -56,18 +54,12 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
 
-    model: empty_model(config). shard_size: ranks that hold one copy of the model; None = from world_size and
-    replicate_size.
+    model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Under fsdp not all parts peak at once: their sum is above the peak, by up to a quarter when the batch is small. Not
     counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed; torch.compile
     keeps less. The tests measure the CPU.
-    Raises ValueError for an unknown strategy, dtype or optimizer, or ranks that do not divide.
+    strategy: 'ddp', 'fsdp', 'diloco' or 'deepspeed'. Raises ValueError for ranks that do not divide.
     """
-    known = {'strategy': STRATEGIES, 'dtype': BYTES, 'optimizer': OPTIMIZER_MOMENTS}
-    for name, value in {'strategy': strategy, 'dtype': config['dtype'], 'optimizer': config['optimizer']}.items():
-        if value not in known[name]:
-            raise ValueError(f'{name}={value!r}: expected one of {", ".join(known[name])}')
-
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
@@ -82,13 +74,11 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
 
     if strategy == 'deepspeed':
         return deepspeed_states(config, model, world_size) | activations
-    if strategy == 'diloco':
-        shard_size = world_size // config['num_replicas']
-    shard_size = shard_size or ranks_per_shard_group(config, world_size)
+    is_diloco = strategy == 'diloco'
+    shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
-    accumulates_whole = config['accumulate'] == 'unsharded' and micro_steps > 1
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -96,11 +86,12 @@ def estimate(config, model, world_size, strategy='ddp', shard_size=None):
         f'{host}gradients': FP32 * trained,
         f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
     }
-    if strategy == 'diloco':
+    if is_diloco:
         outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * trained
         outer += FP32 * trained // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
-    if accumulates_whole:  # each unit's turns into its shard when the last micro-step reduces it
+    if config['accumulate'] == 'unsharded' and micro_steps > 1:
+        # Each unit's turns into its shard when the last micro-step reduces it.
         parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
     # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
     # unit after it.
@@ -422,28 +413,27 @@ def out_of_memory_advice(config, world_size):
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
 
-    batch_keys = [f'lower batch_size={config["batch_size"]}'] if config['batch_size'] > 1 else []
-    if config['activation_checkpointing'] != 'full':
-        batch_keys.append('set --activation_checkpointing=full')
-    batch_keys.append(f'lower block_size={config["block_size"]}')
-    state_keys = []
-    if strategy == 'ddp':
-        state_keys.append('use train_fsdp.py on several GPUs')
-    else:
-        state_keys += ['set --zero_stage=3'] if config['zero_stage'] != 3 else []
-        state_keys += ['set --accumulate=sharded'] if config.get('accumulate', 'sharded') != 'sharded' else []
-        state_keys += ['set --cpu_offload=params'] if config['cpu_offload'] == 'none' else []
-    of_trained = largest in ('optimizer', 'gradients', 'accumulated')  # there are none of frozen weights
-    if of_trained and 'transformers' in config and not config['lora_rank']:
-        state_keys.insert(0, 'set --lora_rank=16')
-    from_batch = largest in ('activations', 'logits')
-    return f'{need}: ' + ', or '.join(batch_keys + state_keys if from_batch else state_keys + batch_keys)
+    of_batch = {
+        f'lower batch_size={config["batch_size"]}': config['batch_size'] > 1,
+        'set --activation_checkpointing=full': config['activation_checkpointing'] != 'full',
+        f'lower block_size={config["block_size"]}': True,
+    }
+    has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
+    of_states = {  # of frozen weights there are none
+        'set --lora_rank=16': has_untrained and not config['lora_rank'],
+        'use train_fsdp.py on several GPUs': strategy == 'ddp',
+        'set --zero_stage=3': config.get('zero_stage', 3) != 3,
+        'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
+        'set --cpu_offload=params': config.get('cpu_offload') == 'none',
+    }
+    helps = of_batch | of_states if largest in ('activations', 'logits') else of_states | of_batch
+    return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)
 
 
 # --- REPORT -----------------------------------------------------------------------------------------------------------
 
 
-def report(config, shape, world_size, strategy='ddp', shard_size=None):
+def report(config, shape, world_size, strategy='ddp'):
     """
     What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
     Raises ValueError as estimate() and accumulation_steps() do.
@@ -451,7 +441,7 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
-    memory = estimate(config, model, world_size, strategy, shard_size)
+    memory = estimate(config, model, world_size, strategy)
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
@@ -460,40 +450,39 @@ def report(config, shape, world_size, strategy='ddp', shard_size=None):
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
-    lines = [f'model: {config["arch"]}' + (f' of {config["init_from"]}' if is_fine_tuned else '')]
-    lines += [f'  {name:22}{config[name]:>16,}' for name in names]
+    of_what = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
+    lines = section(f'model: {of_what}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):
-        lines += ['', f'rules of heads={config["heads"]} (parameters without norms)']
-        lines += [f'  {name:22}{value:>16}' for name, value in rule_rows(config).items()]
+        lines += section(f'rules of heads={config["heads"]} (parameters without norms)', rule_rows(config))
+    parameters = {part: f'{n:,}' for part, n in counts.items() if part != 'trainable' or n < counts['total']}
+    parameters['attention and mlp'] = f'{counts["attention"] + counts["mlp"]:,}'
     padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
-    lines += ['', f'parameters{padding}']
-    lines += [
-        f'  {part:22}{number:>16,}'
-        for part, number in counts.items()
-        if part != 'trainable' or number < counts['total']
-    ]
-    lines.append(f'  {"attention and mlp":22}{counts["attention"] + counts["mlp"]:>16,}')
+    lines += section(f'parameters{padding}', parameters)
 
-    lines += ['', f'memory per rank at the peak of a step, in GB ({strategy}, {world_size} ranks, {config["dtype"]})']
-    lines += [f'  {part:22}{size / 1e9:>16.3f}' for part, size in memory.items()]
+    held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if 'activations' not in memory:
-        lines.append('  activations           not known: this model does not run without data')
+        held['activations'] = 'not known: this model does not run without data'
     for place in ('device', 'host'):
-        sizes = [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]
-        if sizes:
-            lines.append(f'  {"total on the " + place:22}{sum(sizes) / 1e9:>16.3f}')
+        if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
+            held[f'total on the {place}'] = f'{sum(sizes) / 1e9:.3f}'
+    of_run = f'{strategy}, {world_size} ranks, {config["dtype"]}'
+    lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
 
     lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
-    lines += ['', 'FLOPs, forward and backward']
-    for name, number in (('token', flops), ('step', flops * tokens), ('run', flops * tokens * config['max_iters'])):
-        lines.append(f'  {"per " + name:22}{number:>16.3e}')
-    lines += ['', 'disk, in GB', f'  {"per checkpoint":22}{checkpoint / 1e9:>16.3f}']
+    flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
+    lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the oldest goes when the newest is there
-    lines.append(f'  {f"at most ({copies} of them)":22}{copies * checkpoint / 1e9:>16.3f}')
-    return '\n'.join(lines)
+    disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
+    lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
+    return '\n'.join(lines[1:])
+
+
+def section(title, rows):
+    """Lines of a table with two columns, after an empty line."""
+    return ['', title, *(f'  {name:22}{value:>16}' for name, value in rows.items())]
 
 
 def schedule_lines(config, tokens_per_step):
@@ -502,7 +491,5 @@ def schedule_lines(config, tokens_per_step):
     lines = [f'{config["max_iters"]:,} steps x {tokens_per_step:,} = {config["max_iters"] * tokens_per_step:,} tokens']
     lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
     if config['lr_schedule'] != 'constant':
-        end = config['lr_decay_iters'] or config['max_iters']
-        lowest = peak / 10 if config['min_lr'] is None else config['min_lr']
-        lines.append(f'{config["lr_schedule"]}: down to {lowest:.3g} at step {end:,}')
+        lines.append(f'{config["lr_schedule"]}: down to {config["min_lr"]:.3g} at step {config["lr_decay_iters"]:,}')
     return lines

@@ -240,9 +240,8 @@ def code_version(folder):
         command = ['git', '-C', str(folder), 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no commit yet
             commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    sources = b''.join(
-        path.read_bytes() for path in sorted(path for room in FOLDERS for path in Path(room).glob('*.py'))
-    )
+    files = sorted(path for room in FOLDERS for path in Path(room).glob('*.py'))
+    sources = b''.join(path.read_bytes() for path in files)
     return f'{commit}, sha256 of *.py {hashlib.sha256(sources).hexdigest()[:12]}'
 
 

@@ -64,8 +64,7 @@ class Meter:
 
     The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
     Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
-    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`. The first
-    comes after STEPS_BEFORE_PROFILING, each later one once the cost so far is PROFILING_SHARE of `training_seconds`.
+    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`.
     """
 
     def __init__(
@@ -87,14 +86,12 @@ class Meter:
         peak_flops = next((peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, name)), None)
         self._mfu_per_token = flops_per_token / world_size / peak_flops if peak_flops else None
 
-        self._spare_events = []  # read and free again: creating a CUDA event costs more than recording it
         self._unread = []  # the Steps whose times are not in the sums yet
         # profiled? -> number of steps, milliseconds in total and of each phase, in this interval
         self._sums = {False: Counter(), True: Counter()}
         self._steps = 0
         self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
-        self._communication = {}  # keys of the row, when a step of this interval was profiled
-        self._state = {}  # keys of the next row, once measured
+        self._next_row = {}  # keys of a profiled step, and of the state once it is measured
         self._counts_bytes = world_size > 1 and not self._on_cuda and bytes_sent() is not None
         self._sent = 0  # bytes in this interval
         self._profile_next = False
@@ -152,20 +149,16 @@ class Meter:
     def note_state(self, weights, gradients, optimizer):
         """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
         held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
-        self._state = {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
+        self._next_row |= {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
         self._knows_state = True
 
     def interval(self):
         """
         Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown ones are left out.
 
-        time/*: milliseconds per optimizer step, mean of the interval; on CUDA the time of the GPU's queue.
-        time/comm, time/comm_exposed: of the profiled step, in an interval that has one.
-        comm/sent_gb: GB per optimizer step that this rank wrote to sockets in its steps and parts (Linux, gloo).
-        mem/weights_gb, mem/gradients_gb, mem/optimizer_gb: what measure_state() found, in the first row after it.
-        tokens_per_sec: of all ranks. mfu: fraction of the peak bfloat16 rate.
-        mem/*: GB (1e9 bytes) of CUDA's allocator, or of the resident set on a CPU, its peak since the last call;
-        mem/rank_min_gb and mem/rank_max_gb are the smallest and largest peak of any rank.
+        docs/measurements.md says what each is. time/*: means per optimizer step, on CUDA of the GPU's queue.
+        comm/sent_gb: what this rank wrote to sockets in its steps and parts (Linux, gloo). mem/weights_gb and so on
+        come once, in the first row after measure_state(); mem/rank_*: peaks since the last call.
 
         The only call that waits for the device; with several ranks a collective (one small all-gather).
         """
@@ -190,8 +183,8 @@ class Meter:
         steps_in_all = ordinary['steps'] + profiled['steps']
         if self._counts_bytes and steps_in_all:
             row['comm/sent_gb'] = round(self._sent / steps_in_all / 1e9, 9)
-        row |= self._communication | self._state
-        self._communication, self._state, self._sent = {}, {}, 0
+        row |= self._next_row
+        self._next_row, self._sent = {}, 0
         return row | self._ranks_and_memory()
 
     def read_all(self):
@@ -217,10 +210,7 @@ class Meter:
 
     def _event(self):
         """An event, recorded now: on CUDA in the queue of the current stream, which costs microseconds and no wait."""
-        if self._spare_events:
-            event = self._spare_events.pop()
-        else:
-            event = torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent()
+        event = torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent()
         event.record()
         return event
 
@@ -235,7 +225,6 @@ class Meter:
         sums['total'] += total
         sums['steps'] += step.count
         self.training_seconds += total / 1000
-        self._spare_events += [step.begin, *events]
 
     def _count_sent(self, sign):
         if self._counts_bytes:
@@ -263,7 +252,7 @@ class Meter:
         self._profiler.__exit__(None, None, None)
         comm, exposed = communication_milliseconds(recorded_activities(self._profiler))
         if self._world_size > 1:
-            self._communication = {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
+            self._next_row |= {'time/comm': round(comm, 4), 'time/comm_exposed': round(exposed, 4)}
         self.profiling_seconds += time.perf_counter() - start
         if self._steps == self._trace_step:
             self._profiler.export_chrome_trace(os.path.join(self._out_dir, f'trace_rank{dist.get_rank()}.json'))

@@ -27,11 +27,17 @@ def ranks_from_environment():
     return int(os.environ['RANK']), int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
 
 
+def signal_when_parent_dies(number):
+    """Have Linux send this signal to this process."""
+    if sys.platform == 'linux':
+        PR_SET_PDEATHSIG = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 def end_with_parent():
     """Ask Linux to kill this worker when torchrun dies: a killed torchrun would leave its workers on the GPUs."""
     if 'TORCHELASTIC_RUN_ID' in os.environ and sys.platform == 'linux':
-        PR_SET_PDEATHSIG = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal_when_parent_dies(signal.SIGKILL)
         if os.getppid() == 1:  # it died before, or it is the first process of a container
             with open('/proc/1/cmdline', 'rb') as file:
                 if b'torch' not in file.read():

@@ -47,11 +47,9 @@ def cautions(config, n_windows):
     lines = []
     if trace_step > max_iters:
         lines.append(f'warning: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
-    if config['warmup_iters'] >= config['max_iters']:
-        lines.append(
-            f'warning: warmup_iters={config["warmup_iters"]} of max_iters={config["max_iters"]} steps: the learning '
-            'rate never reaches its peak'
-        )
+    if config['warmup_iters'] >= max_iters:
+        of_steps = f'warmup_iters={config["warmup_iters"]} of max_iters={max_iters} steps'
+        lines.append(f'warning: {of_steps}: the learning rate never reaches its peak')
     if config['global_batch_size'] > n_windows:
         lines.append(
             f'warning: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
@@ -83,9 +81,7 @@ def ranks_per_shard_group(config, world_size):
     Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
     """
     replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
-    if replicate_size < 1 or world_size % replicate_size:
-        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f'replicate_size={replicate_size} does not divide {world_size} ranks: use one of {divisors}')
+    refuse_unless_it_divides('replicate_size', replicate_size, world_size)
     if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
         raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
     if config['blocks_per_unit'] < 1:
@@ -99,10 +95,14 @@ def number_of_replicas(num_replicas, world_size, local_world_size):
         if world_size % local_world_size:
             raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
         return world_size // local_world_size
-    if num_replicas < 1 or world_size % num_replicas:
-        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f'num_replicas={num_replicas} does not divide {world_size} ranks: use one of {divisors}')
+    refuse_unless_it_divides('num_replicas', num_replicas, world_size)
     return num_replicas
+
+
+def refuse_unless_it_divides(key, value, world_size):
+    if value < 1 or world_size % value:
+        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f'{key}={value} does not divide {world_size} ranks: use one of {divisors}')
 
 
 def check_rounds(config):
@@ -112,13 +112,9 @@ def check_rounds(config):
         raise ValueError(
             f'inner_steps={steps}: expected 1 to max_iters={config["max_iters"]}, a round is part of the run'
         )
-    if fragments > config['n_layer']:
+    if not 1 <= fragments <= min(steps, config['n_layer']):
         raise ValueError(
-            f'num_fragments={fragments}: expected at most n_layer={config["n_layer"]}, a block is in one fragment'
-        )
-    if not 1 <= fragments <= steps:
-        raise ValueError(
-            f'num_fragments={fragments}: expected 1 to inner_steps={steps}, each is sent after a step of its own'
+            f'num_fragments={fragments}: expected 1 to inner_steps={steps} and at most n_layer={config["n_layer"]}'
         )
     if overlap < 0 or (overlap and overlap * fragments >= steps):
         raise ValueError(

@@ -60,19 +60,14 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
     filled, of_rules = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
-    assign(config, filled)
+    vars(config).update(filled)
     notes += of_rules + scaling.cautions(vars(config), train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
     model_config = pretrained or ModelConfig.from_keys(vars(config))  # fills from the architecture what is None
-    assign(config, model_config.to_dict())
+    vars(config).update(model_config.to_dict())
     return model_config, notes
-
-
-def assign(config, values):
-    for key, value in values.items():
-        setattr(config, key, value)
 
 
 def make_process_group(config, device):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from runtime.files import remove_if_there, write_file
 from runtime.processes import on_rank_0
@@ -60,17 +61,14 @@ class StopRequest:
         self.rank, self.looked_at, self.reason = dist.get_rank(), -math.inf, ''
         self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
         if self.rank == 0:
-            if stop_before_end_s:
-                self._plan(end_of_slurm_job() - time.time(), stop_before_end_s, say)
+            left = end_of_slurm_job() - time.time() if stop_before_end_s else math.inf
+            if left < math.inf:  # a job that is short for it keeps 3/4 of its time
+                self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
+                at = time.strftime('%H:%M:%S', time.localtime(self.stops_at))
+                say(f'the job has {left:.0f} s left: saving at {at}')
             for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
                 remove_if_there(os.path.join(out_dir, marker))
         self._send()
-
-    def _plan(self, left, stop_before_end_s, say):
-        """When to stop, so that a job with this many seconds left is over in time; a short one keeps 3/4 of them."""
-        if left < math.inf:
-            self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
-            say(f'the job has {left:.0f} s left: saving at {time.strftime("%H:%M:%S", time.localtime(self.stops_at))}')
 
     def agreed(self, now=False):
         """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it.
@@ -126,7 +124,7 @@ class StopRequest:
             else:
                 write_file(os.path.join(self.out_dir, 'PREEMPTED'), f'{step}\n')
                 remove_if_there(self.stop_file)
-            forget_starts(self.out_dir)
+            remove_if_there(os.path.join(self.out_dir, STARTS))
         why = 'done' if is_done else f'stopped as asked ({self.reason})'
         return f'{why}: {step} of {max_iters} steps, files in {self.out_dir}'
 
@@ -150,37 +148,28 @@ def count_start(out_dir, step, max_failures):
 
 
 def _count_start(out_dir, step, max_failures):
-    now = {'step': step, 'command': sys.argv, 'count': 1, 'error': ''}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        with open(starts_file) as file:
-            before = dict(json.load(file))
-        if (before.get('step'), before.get('command')) == (step, sys.argv):
-            if 0 < max_failures <= before['count']:
-                last = f'; the last error: {before["error"]}' if before['error'] else ''
-                raise Repeated(
-                    f'out_dir={out_dir}: {before["count"]} starts in a row from step {step} have failed before the '
-                    f'next checkpoint{last}; mend that, then delete {starts_file}, or raise --max_failures'
-                )
-            now['count'] = before['count'] + 1
-    with open(starts_file, 'w') as file:
-        json.dump(now, file)
+    now, before = {'step': step, 'command': sys.argv, 'count': 1, 'error': ''}, read_starts()
+    if (before.get('step'), before.get('command')) == (step, sys.argv):
+        if 0 < max_failures <= before['count']:
+            last = f'; the last error: {before["error"]}' if before['error'] else ''
+            raise ValueError(
+                f'out_dir={out_dir}: {before["count"]} starts in a row from step {step} have failed before the '
+                f'next checkpoint{last}; mend that, then delete {starts_file}, or raise --max_failures'
+            )
+        now['count'] = before['count'] + 1
+    write_file(starts_file, json.dumps(now))
 
 
-class Repeated(OSError):
-    """The run has failed too often; no ValueError, which a damaged file raises, too."""
-
-
-def forget_starts(out_dir):
-    """The run has come to an orderly end. For rank 0."""
-    remove_if_there(os.path.join(out_dir, STARTS))
+def read_starts():
+    """What is noted, {} where that is nothing or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(Path(starts_file).read_text()))
+    return {}
 
 
 def note_error(line):
     """Keep the error that ends this run, for the message of count_start(). The first rank's stays."""
-    if starts_file and os.path.exists(starts_file):
-        with contextlib.suppress(OSError, ValueError):
-            with open(starts_file) as file:
-                starts = json.load(file)
-            if not starts['error']:
-                with open(starts_file, 'w') as file:
-                    json.dump(starts | {'error': line[:300]}, file)
+    starts = read_starts() if starts_file else {}
+    if starts and not starts['error']:
+        with contextlib.suppress(OSError):
+            write_file(starts_file, json.dumps(starts | {'error': line[:300]}))

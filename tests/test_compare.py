@@ -212,13 +212,14 @@ def test_one_rank_has_no_link(monkeypatch):
         compare.measure_links(config(), {})
 
 
-def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(compare.importlib.util, 'find_spec', lambda name: None)
+def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch):
+    monkeypatch.setattr(planning.importlib.util, 'find_spec', lambda name: None)
     variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
-    left = config(strategies=['ddp', 'deepspeed'], variants=variants)
-    compare.leave_out_missing(left)
-    assert left.strategies == ['ddp'] and list(left.variants) == ['other']
-    assert capsys.readouterr().out.count('\n') == 1
+    plan, notes = planning.expand(config(strategies=['ddp', 'deepspeed'], variants=variants), {})
+    assert [entry['label'] for entry in plan['runs']] == ['ddp', 'other']
+    assert notes == ['deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)']
+    plan, _ = planning.expand(config(strategies=['deepspeed'], write_only=True), {})
+    assert len(plan['runs']) == 1, 'it may be installed where runs.sh runs'
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def command_line(path):
 def test_what_cannot_be_started_is_a_failed_run(start):
     process = start('--launcher=no-such-launcher', strategies='ddp')
     said, _ = process.communicate()
-    assert process.returncode == 1 and 'no-such-launcher: No such file' in said
+    assert process.returncode == 1 and "No such file or directory: 'no-such-launcher'" in said
 
 
 def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start):
@@ -365,8 +366,8 @@ def test_runs_sh_resumes_the_half(tmp_path, capsys):
 def test_a_run_without_a_checkpoint_half_way_cannot_be_resumed(start):
     process = start('--resume_check', '--repeats=1', strategies='ddp,fsdp')
     said, _ = process.communicate()
-    assert process.returncode == 1 and said.count('resumed: failed: the run has left no') == 2
-    assert 'NOT resumed: ddp: the run has left no' in said
+    assert process.returncode == 1 and said.count('resumed: failed: [Errno 2] No such file') == 2
+    assert 'NOT resumed: ddp: [Errno 2] No such file' in said
 
 
 @pytest.mark.parametrize(('arguments', 'said'), [(['--analyze'], 'no plan.json'), (['--plot', 'nowhere'], 'nowhere')])
@@ -489,7 +490,7 @@ def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
     assert fit == 'fit a GPU of 80 GB (GB predicted in bfloat16): a 1'
     assert too_large == 'do NOT fit a GPU of 80 GB (GB predicted in bfloat16): big 90'
     rows[1].pop('gpu_gb')
-    assert verdict.fitting(rows, 80) == [fit, 'memory on a GPU unknown: big']
+    assert verdict.fitting(rows, 80) == [fit]
     (tmp_path / 'FAILED').write_text('out of memory')
     (tmp_path / 'config.json').write_text('{"config": {"n_layer": 2}}')
     failed = results.read_run(tmp_path, 2)
@@ -525,7 +526,7 @@ def test_difference_is_the_largest_of_any_logged_step():
     worst = run(3.0)
     worst.rows[7]['loss'] = 3.03
     row = summary({'a': [run(3.0)] * 3, 'b': [other, worst, run(3.0)]})['b']
-    assert row['loss_diff'] == pytest.approx(1e-2), 'of any repeat' and row['loss_diff_first'] == 0
+    assert row['loss_diff'] == pytest.approx(1e-2), 'of any repeat'
     other.rows[5]['loss'] = math.nan
     assert summary({'a': [run(3.0)], 'b': [other]})['b']['loss_diff'] == math.inf
 
@@ -547,20 +548,13 @@ def test_what_has_other_mathematics_is_compared_with_its_own_kind():
     assert 'apart' not in rows['H1'] and rows['H1']['loss_diff'] == 0, 'averaging after each step of SGD is exact'
     text = verdict.facts(list(rows.values()))
     assert 'agree: sgd, H1 (largest relative difference of a loss 0, limit 0.0001)' in text
-    assert 'may differ: H4 and a (DiLoCo: 2 replicas meet every 4 steps), loss 3.3000 and 3.0000' in text
+    assert 'may differ: H4 and a (DiLoCo, 2 replica(s), outer step every 4 steps)' in text
     assert 'may differ: half and a (bfloat16 against float32)' in text and 'agree: a' not in text
 
 
 @pytest.mark.parametrize('key', ['rope_theta', 'lr_decay_iters', 'kappa', 'wd_ts', 'lora_alpha', 'freeze', 'heads'])
 def test_keys_that_decide_on_losses_make_another_kind(key):
     assert summary({'a': [run()], 'b': [run(config={key: 5})]})['b']['reference'] == 'b'
-
-
-def test_every_key_of_model_optimizer_and_schedule_decides_on_the_losses():
-    knobs = read_knobs(REPO / 'train_fsdp.py')
-    of_others = {'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters and learning_rate
-    named = {key for key, knob in knobs.items() if knob.section in ('model', 'lora', 'optimizer', 'schedule')}
-    assert len(named) > 30 and named - of_others <= set(results.MATHEMATICS)
 
 
 def test_dropout_draws_by_rank():
@@ -578,10 +572,10 @@ def test_dropout_draws_by_rank():
     ('changes', 'apart'),
     [
         ({'num_replicas': 1}, ''),
-        ({'num_replicas': 1, 'outer_lr': 0.7}, 'an outer step of one replica every 4 steps'),
-        ({'num_replicas': 1, 'outer_momentum': 0.9}, 'an outer step of one replica every 4 steps'),
-        ({'num_replicas': 1, 'overlap_steps': 1}, 'an outer step of one replica'),
-        ({}, '2 replicas meet every 4 steps'),
+        ({'num_replicas': 1, 'outer_lr': 0.7}, '1 replica(s), outer step every 4 steps'),
+        ({'num_replicas': 1, 'outer_momentum': 0.9}, '1 replica(s), outer step every 4 steps'),
+        ({'num_replicas': 1, 'overlap_steps': 1}, '1 replica(s)'),
+        ({}, '2 replica(s), outer step every 4 steps'),
     ],
 )
 def test_an_outer_step_is_exact_only_where_it_changes_nothing(changes, apart):
@@ -647,57 +641,29 @@ def test_communication_of_diloco_is_its_outer_step_and_said_so():
         one |= {'time/comm': 3.0, 'time/comm_exposed': 1.0}
     row = summary({'a': [results.Run(rows, {'config': {**CONFIG, **DILOCO, 'inner_steps': 2}})]})['a']
     assert (row['time/comm'], row['time/comm_exposed']) == (8, 6), 'of replicas of several ranks'
-    other = {**row, 'time/comm_exposed': 7, 'time/total': 99}
-    other.pop('outer_is_comm')
-    assert 'exposed communication and outer step 6.0 and 7.0' in verdict.milliseconds(row, other)[0]
 
 
 def test_the_verdict_says_what_disagrees_and_what_was_not_resumed_well():
     rows = summary({'a': [run(3.0)], 'b': [run(3.001)], 'c': [run(3.0)], 'd': [results.Run(failure='error: no')]})
     rows['c']['resume_diff'] = 0.5
-    rows['half'] = {**rows['b'], 'label': 'half', 'dtype': 'bfloat16', 'loss_diff': 0.5, 'loss_diff_first': 0.0}
+    rows['half'] = {**rows['b'], 'label': 'half', 'dtype': 'bfloat16', 'loss_diff': 0.5}
     text = verdict.facts(list(rows.values()))
-    said = 'largest relative difference of a loss 0.00033, limit 0.0001, of the first loss 0.00033'
+    said = 'largest relative difference of a loss 0.00033, limit 0.0001'
     assert f'do NOT agree: b and a ({said})' in text
-    said = 'largest relative difference of a loss 0.5, limit 0.01, of the first loss 0'
+    said = 'largest relative difference of a loss 0.5, limit 0.01'
     assert f'do NOT agree: half and a ({said})' in text
     assert 'agree: a, c (largest relative difference of a loss 0, limit 0.0001)' in text
     assert 'NOT resumed as without the stop: c (largest relative difference of a loss 0.5, ' in text
-    assert 'failed: d: error: no' in text and 'noise: one repeat cannot show it; --repeats=3 can' in text
+    assert 'failed: d: error: no' in text
 
 
-def test_the_verdict_explains_speed_by_phases_and_is_honest_about_noise():
-    slow = {'time/total': 40.0, 'time/forward': 10.0, 'time/backward': 30.0, 'time/comm_exposed': 15.0}
-    fast = {'time/total': 20.0, 'time/forward': 8.0, 'time/backward': 12.0, 'time/comm_exposed': 3.0}
-    rows = summary({
-        'a': [run(tokens_per_sec=speed, **slow) for speed in (500, 510)],
-        'b': [run(tokens_per_sec=speed, **fast) for speed in (1000, 1020)],
-        'c': [run(tokens_per_sec=speed, **fast) for speed in (990, 1030)],
-    })  # fmt: skip
+def test_the_verdict_is_honest_about_noise():
+    speeds = {'a': (500, 510), 'b': (1000, 1020), 'c': (990, 1030)}
+    rows = summary({label: [run(tokens_per_sec=speed) for speed in pair] for label, pair in speeds.items()})
     text = verdict.facts(list(rows.values()))
     assert 'fastest: b, c (no clear difference between them), 2.00x a (2.00 to 2.00 in 2 repeats)' in text
-    said = 'step 20.0 and 40.0, backward 12.0 and 30.0, exposed communication 3.0 and 15.0'
-    assert f'ms of b and a: {said}' in text
-
-
-def test_the_verdict_names_the_fastest_and_stands_each_beside_the_same_stage_of_deepspeed():
-    def entry(strategy, stage, **keys):
-        keys = {'zero_stage': stage, 'n_layer': 2, **keys}
-        keys |= {'fsdp_impl': 'manual'} if strategy == 'fsdp_manual' else {}
-        return {'strategy': strategy, 'overrides': keys}
-
-    speeds = {'a': (100, 100), 'manual3': (131, 125), 'manual1': (90, 90), 'other': (99, 98), 'deep3': (100, 100)}
-    speeds['fsdp3'] = (98, 103)
-    rows = summary(
-        {label: [run(tokens_per_sec=speed) for speed in pair] for label, pair in speeds.items()},
-        manual3=entry('fsdp_manual', 3), manual1=entry('fsdp_manual', 1), deep3=entry('deepspeed', 3),
-        other=entry('fsdp_manual', 3, prefetch=0), fsdp3=entry('fsdp', 3, fsdp_impl='torch'),
-    )  # fmt: skip
-    text = verdict.facts(list(rows.values()))
-    assert 'fastest: manual3, 1.28x a (1.25 to 1.31 in 2 repeats)' in text
-    assert 'same stage of DeepSpeed: manual3, 1.28x deep3 (1.25 to 1.31 in 2 repeats)\n' in text
-    assert text.count('same stage') == 2, 'none with other keys, or of another stage'
-    assert text.endswith('same stage of DeepSpeed: fsdp3, 1.00x deep3 (0.98 to 1.03 in 2 repeats), no clear difference')
+    rows = summary({label: [run(tokens_per_sec=pair[0])] for label, pair in speeds.items()})
+    assert 'fastest: b, 2.00x a (one repeat cannot show noise)' in verdict.facts(list(rows.values()))
 
 
 def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
@@ -707,47 +673,6 @@ def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
     rows = summary({'a': [run(tokens_per_sec=1000)], 'b': [run(tokens_per_sec=1001)], 'c': []})
     text = verdict.facts(list(rows.values()))
     assert 'fastest: b, a (no clear difference between them)\n' in text and 'not finished: c' in text
-
-
-def test_the_verdict_compares_only_runs_that_differ_in_one_key():
-    def row(strategy='fsdp_manual', world_size=2, repeats=(100, 110), **keys):
-        speeds = dict(enumerate(repeats))
-        return {
-            'label': '-'.join([strategy, *map(str, keys.values())]), 'strategy': strategy, 'world_size': world_size,
-            'overrides': keys, 'tokens_per_sec_repeats': speeds, 'mem/rank_max_gb': 1.0, 'speedup': 1.0,
-        }  # fmt: skip
-
-    plain, full = row(activation_checkpointing='none'), row(activation_checkpointing='full')
-    (said,) = verdict.one_key_apart([plain, full])
-    assert said.startswith('activation checkpointing: fsdp_manual-full and fsdp_manual-none, peak GB 1.00 and 1.00, ')
-    assert len(verdict.one_key_apart([row(), full])) == 1
-    assert not verdict.one_key_apart([row('ddp'), full]) and not verdict.one_key_apart([row(world_size=4), full])
-    assert not verdict.one_key_apart([full, row(activation_checkpointing='selective')])
-    pairs = {1: 100.0, 2: 200.0}, {0: 50.0, 1: 50.0, 2: 80.0}
-    one, other = ({**row(), 'tokens_per_sec_repeats': speeds} for speeds in pairs)
-    said = verdict.speed(one, other)
-    assert said == '2.25x fsdp_manual (2.00 to 2.50 in 2 repeats)', 'repeat 0 has no partner'
-    assert verdict.speed(plain, plain).endswith('(1.00 to 1.00 in 2 repeats), no clear difference')
-
-
-def test_the_verdict_says_what_recomputing_activations_saves():
-    def entry(mode, **keys):
-        keys |= {'activation_checkpointing': mode} if mode else {}
-        return {'strategy': 'fsdp_manual', 'overrides': keys}
-
-    runs = {'plain': (100, 2.0), 'full': (80, 1.0), 'thin': (70, 0.5)}
-    runs = {
-        label: [run(tokens_per_sec=speed + n, **{'mem/rank_max_gb': gb}) for n in (0, 2)]
-        for label, (speed, gb) in runs.items()
-    }
-    entries = {'plain': entry(None, prefetch=1), 'full': entry('full', prefetch=1), 'thin': entry('full', prefetch=0)}
-    rows = summary(runs, **entries)
-    for label, gb in {'plain': 1.5, 'full': 0.6}.items():
-        rows[label]['predicted'] = {'total_gb': gb}
-    text = verdict.facts(list(rows.values()))
-    predicted = '(predicted without the process itself: 0.60 and 1.50)'
-    assert f'full and plain, peak GB 1.00 and 2.00 {predicted}, 0.80x plain (0.80 to 0.80 in 2 repeats)' in text
-    assert 'thin and' not in text, 'it differs in another key, too'
 
 
 def test_the_verdict_says_what_fits_a_gpu():
