@@ -178,8 +178,7 @@ def exported_weights():
         return weights
     if convert.is_in_transformers(model_config):
         return convert.to_transformers(weights, model_config)
-    rows = {name: convert.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
-    return {f'model.{name}': tensor[: rows[name]] for name, tensor in weights.items()}
+    return {f'model.{name}': convert.unpadded(name, tensor, model_config) for name, tensor in weights.items()}
 
 
 def write_native(folder, eot):
