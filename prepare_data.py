@@ -196,8 +196,6 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
-    if 'chat_template' not in found['settings'] and config.text_field is None:
-        found['settings']['text_field'] = None  # made when text_field was 'text' by default
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
         refuse(
@@ -247,7 +245,7 @@ def lock_folder():
 
 def remove_leftovers():
     """Delete what a complete dataset does not need."""
-    for path in [folder / STATE_FILE, *folder.glob('*.partial'), *folder.glob('*.tmp'), *folder.glob('*.bin.tokens')]:
+    for path in [folder / STATE_FILE, *folder.glob('*.partial'), *folder.glob('*.tmp')]:
         path.unlink(missing_ok=True)
 
 
