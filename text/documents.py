@@ -10,6 +10,7 @@ that is a list, each element. Memory is bounded: units_of() hands out stretches 
 stretches and parsing them is left to documents_of().
 """
 
+import itertools
 import json
 import re
 from typing import NamedTuple
@@ -160,20 +161,11 @@ def _read_parquet(source, part, offset):
 
     # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
     with pyarrow.parquet.ParquetFile(part.path, buffer_size=UNIT_BYTES, pre_buffer=False) as file:
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        n_rows = sum(group.num_rows for group in groups)
-        n_bytes = sum(group.total_byte_size for group in groups)
-        row = first = 0  # the row group that holds row `offset`, and its first row
-        while first < len(groups) and row + groups[first].num_rows <= offset:
-            row += groups[first].num_rows
-            first += 1
-        batches = file.iter_batches(
-            _rows_per_unit(n_rows, n_bytes),
-            range(first, len(groups)),
-            source.columns(file.schema_arrow.names),
-            use_threads=False,
-        )
-        yield from _rows(source, batches, row, offset, part.path, part.end / max(1, n_rows))
+        n_rows = file.metadata.num_rows
+        n_bytes = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
+        columns = source.columns(file.schema_arrow.names)
+        batches = file.iter_batches(_rows_per_unit(n_rows, n_bytes), columns=columns, use_threads=False)
+        yield from _rows(source, batches, offset, part.path, part.end / max(1, n_rows))
 
 
 def _read_arrow(source, part, offset):
@@ -181,13 +173,10 @@ def _read_arrow(source, part, offset):
     import pyarrow
 
     with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-        slices = (
-            part_of_batch
-            for batch in stream
-            for part_of_batch in _slices(batch.select(source.columns(stream.schema.names)))
-        )
+        columns = source.columns(stream.schema.names)
+        slices = itertools.chain.from_iterable(_slices(batch.select(columns)) for batch in stream)
         position = 0
-        for pieces, row, _ in _rows(source, slices, 0, offset, part.path, 0):
+        for pieces, row, _ in _rows(source, slices, offset, part.path, 0):
             yield pieces, row, file.tell() - position
             position = file.tell()
 
@@ -195,9 +184,8 @@ def _read_arrow(source, part, offset):
 def _read_stream(source, part, offset):
     """Rows of one shard of a dataset of the hub. Offset: rows."""
     shard = source.stream.shard(num_shards=len(source.parts), index=int(part.path))
-    tables = (shard.skip(offset) if offset else shard).iter(batch_size=ROWS_AT_ONCE)
-    batches = (batch for table in tables for batch in table.to_batches())
-    yield from _rows(source, batches, offset, offset, f'{source.description["name"]}, shard {part.path}', 1)
+    batches = itertools.chain.from_iterable(table.to_batches() for table in shard.iter(batch_size=ROWS_AT_ONCE))
+    yield from _rows(source, batches, offset, f'{source.description["name"]}, shard {part.path}', 1)
 
 
 READERS = {
@@ -222,16 +210,16 @@ def _slices(batch):
     return (batch.slice(row, step) for row in range(0, len(batch), step))
 
 
-def _rows(source, batches, row, offset, origin, work_per_row):
-    """What a reader yields, from row `offset` on, of record batches. The first batch begins at `row`."""
-    batches = iter(batches)
+def _rows(source, batches, offset, origin, work_per_row):
+    """What a reader yields, from row `offset` on, of record batches."""
+    batches, row = iter(batches), 0
     while True:
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            batch = next(batches, None)
         except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
             raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
+        if batch is None:
+            return
         wanted = batch.slice(max(0, offset - row))
         row += len(batch)
         if len(wanted):
@@ -241,8 +229,7 @@ def _rows(source, batches, row, offset, origin, work_per_row):
 
 def _as_json_lines(batch):
     """Each row of a record batch as JSON, in bytes."""
-    lines = [json.dumps(fields, ensure_ascii=False, default=str) for fields in batch.to_pylist()]
-    return [line.encode('utf-8', 'replace') for line in lines]
+    return [json.dumps(row, ensure_ascii=False, default=str).encode('utf-8', 'replace') for row in batch.to_pylist()]
 
 
 def _as_texts(batch, origin):
