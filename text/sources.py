@@ -163,10 +163,8 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
     for path in paths:
         try:
             file = _inspect(path)
-        except OSError as error:
-            skipped.append(f'{path}: {error.strerror}')
-        except ValueError as reason:
-            skipped.append(f'{path}: {reason}')
+        except (OSError, ValueError) as error:
+            skipped.append(f'{path}: {getattr(error, "strerror", error)}')
         else:
             found += [file] if file.size else []
     if chat is None:
@@ -282,16 +280,8 @@ def _fields_of_columns(path, kind):
                 schema = stream.schema
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
         raise ValueError(f'damaged: {one_line(error)}') from error
-    return {field.name: _example_of(field.type) for field in schema}
-
-
-def _example_of(kind):
-    """A value of the Python type that an Arrow type gives, as far as holds_conversations() looks at it."""
-    import pyarrow
-
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return []
-    return '' if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) else None
+    values = {'list': [], 'large_list': [], 'string': '', 'large_string': ''}  # what holds_conversations() asks for
+    return {field.name: values.get(str(field.type).partition('<')[0]) for field in schema}
 
 
 def _has_chat_fields(row):
@@ -344,8 +334,7 @@ def check_text_field(path, fields, text_field):
 def is_hub_name(dataset):
     """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
     folder, _, file = dataset.partition('/')
-    endings = ('.txt', '.md', '.json', '.jsonl', '.ndjson', '.yaml', '.yml', '.parquet', '.arrow')
-    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(endings)
+    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *KINDS))
     return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
 
 
