@@ -19,10 +19,12 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import os
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from torch import nn
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, generator_of, recomputed
+from runtime import processes
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -63,42 +66,46 @@ def is_worth_saying(record):
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Pretrained:
     """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
-    model.ModelConfig.
+    model.ModelConfig. Raises ValueError where the folder holds no causal language model, or not one for block_size.
 
-    folder        with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
     config        the PretrainedConfig
     vocab_size    rows of the embedding; a tokenizer may have fewer tokens
     arch          its model_type
     """
 
-    def __init__(
-        self, folder, block_size=None, lora_rank=0, lora_alpha=16.0, lora_targets='all', freeze=None, dropout=0.0,
-        z_loss=0.0, trust_remote_code=False, weights_folder=None,
-    ):  # fmt: skip
-        """lora_targets: 'all' linear layers of the blocks, or ends of their names, 'q_proj,v_proj'. freeze: regular
-        expression. Raises ValueError where folder holds no causal language model, or not one for block_size."""
-        self.folder, self.weights_folder = str(folder), weights_folder or str(folder)
-        self.lora_rank, self.lora_alpha, self.lora_targets, self.freeze = lora_rank, lora_alpha, lora_targets, freeze
-        self.dropout, self.z_loss, self.trust_remote_code = dropout, z_loss, trust_remote_code
+    folder: str  # with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
+    block_size: int | None = None
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: str = 'all'  # linear layers of the blocks, or ends of their names, 'q_proj,v_proj'
+    freeze: str | None = None  # regular expression
+    dropout: float = 0.0
+    z_loss: float = 0.0
+    trust_remote_code: bool = False
+    weights_folder: str | None = None  # None = folder
+
+    def __post_init__(self):
+        self.weights_folder = self.weights_folder or self.folder
+        folder, block_size = self.folder, self.block_size
         transformers = transformers_offline()
         if not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(
                 f'{folder}: no config.json; `python download_model.py --model={folder}` says what is amiss'
             )
         try:
-            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
             reason = ' '.join(str(error).split())[:300]
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
         mappings = transformers.models.auto.modeling_auto
-        encoders = (
-            mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() if not getattr(self.config, 'is_decoder', True) else ()
-        )
-        known = mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - encoders  # BERT is in both
+        known = set(mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        if not getattr(self.config, 'is_decoder', True):
+            known -= set(mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # BERT is in both
         own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
         self.arch = self.config.model_type
         if not own_code and self.arch not in known:
@@ -116,8 +123,9 @@ class Pretrained:
                 f'block_size={block_size}: {self.arch} in {folder} has {positions} positions: use '
                 f'--block_size={positions} or less'
             )
-        if lora_rank < 0 or (lora_rank and lora_alpha <= 0):
-            raise ValueError(f'lora_rank={lora_rank}, lora_alpha={lora_alpha}: expected 0 (off) or more, and above 0')
+        if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
+            given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
+            raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
 
     @classmethod
     def from_keys(cls, config, explicit):
@@ -194,7 +202,7 @@ class Pretrained:
     @functools.cached_property
     def facts(self):
         text = self.config.get_text_config()
-        heads = getattr(text, 'num_attention_heads', 1)
+        heads, head_dim = heads_of(text)
         of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
@@ -203,7 +211,7 @@ class Pretrained:
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
-            'head_dim': value_of(text, 'head_dim') or text.hidden_size // heads,
+            'head_dim': head_dim,
             'n_embd': text.hidden_size,
             'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
             'vocab_size': self.vocab_size,
@@ -221,12 +229,13 @@ class Pretrained:
         }
 
 
-def value_of(config, name):
-    """An attribute of a configuration, or None; some raise their own errors where it differs from layer to layer."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
+def heads_of(config):
+    """(number of heads, dimensions of one). Some configurations raise their own errors where layers differ in it."""
+    heads = getattr(config, 'num_attention_heads', 1)
+    with contextlib.suppress(Exception):
+        if config.head_dim:
+            return heads, config.head_dim
+    return heads, config.hidden_size // heads
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -274,8 +283,6 @@ class ForTraining:
 
     def checkpoint_activations(self, mode):
         """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
-        if mode not in ('none', 'full', 'selective'):
-            raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
         for block in self.blocks if mode != 'none' else ():
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
@@ -315,9 +322,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
     model.has_plain_head &= model.base_model is not model  # it is where a class names none
-    heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
-    head_dim = value_of(text, 'head_dim') or text.hidden_size // heads
-    model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
+    model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
     freeze(model, pretrained)
     return model
@@ -485,7 +490,9 @@ def load(model, pretrained, seed=0):
     """
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
-    whole = state_of_rank_0(pretrained) if lacking else None
+    whole = {}  # on rank 0 alone
+    if lacking:
+        processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()))
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in tensors_to_load(model):
         local, rows = local_rows(tensors[name])
@@ -494,7 +501,7 @@ def load(model, pretrained, seed=0):
         elif name.endswith('.lora_A'):
             local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
-            local.copy_(from_rank_0(whole and whole[name], tensors[name])[rows])
+            local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
         elif weights.shape(found[name]) != tuple(tensors[name].shape):
             raise ValueError(
                 f'{pretrained.weights_folder}: {found[name]} has the shape {weights.shape(found[name])}, config.json '
@@ -521,20 +528,6 @@ def whole_model(pretrained):
             f'{sorted(info["missing_keys"])[0]} first; `python download_model.py --model=OWNER/NAME` fetches them'
         )
     return model.eval()
-
-
-def state_of_rank_0(pretrained):
-    """The state dict as transformers loads it, on rank 0; None on the others. Raises its ValueError on every rank."""
-    outcome, state = [None], None
-    if dist.get_rank() == 0:
-        try:
-            state = whole_model(pretrained).state_dict()
-        except ValueError as error:
-            outcome = [str(error)]
-    dist.broadcast_object_list(outcome, device=torch.device('cpu'))
-    if outcome[0]:
-        raise ValueError(outcome[0])
-    return state
 
 
 def from_rank_0(tensor, like):
@@ -575,7 +568,6 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     y = x.roll(-1, 1)
     facts, problems = [], []
     exact = raw_model.compute_dtype == torch.float32
-    tolerance = 1e-4 if exact else 0.1  # of a norm; wrong frequencies give about 1
     model.eval()
     compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
     if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
@@ -603,16 +595,13 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
             module.reshard()
     model.train()
     if loaded:
-        difference = [None]
-        if dist.get_rank() == 0:
-            expected = reference_logits(pretrained, tokens)
-            difference = [((logits.cpu() - expected).norm() / expected.norm()).item()]
-        dist.broadcast_object_list(difference, device=torch.device('cpu'))
-        if not difference[0] <= tolerance:
+        expected = processes.on_rank_0(reference_logits, pretrained, tokens)
+        difference = (logits.cpu() - expected).norm() / expected.norm()
+        if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(
-                f'logits differ from those of {pretrained.weights_folder} by {difference[0]:.2g} of their norm'
+                f'logits differ from those of {pretrained.weights_folder} by {difference:.2g} of their norm'
             )
-        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference[0]:.1g} of their norm)')
+        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference:.1g} of their norm)')
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
     return f'self-test: {"; ".join(facts)}'
@@ -629,23 +618,23 @@ def reference_logits(pretrained, tokens):
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
     fill_buffers(model, 'cpu')
 
-    def fetch(module, prefix, wanted):
-        """Give a module its tensors, or only their shapes back."""
-        for name, inner in module.named_modules(prefix=prefix):
-            for of_module in (inner._parameters, inner._buffers):
-                for attribute, tensor in of_module.items():
-                    if tensor is None or attribute in inner._non_persistent_buffers_set:
-                        continue
-                    value = weights.read(found[aliases[f'{name}.{attribute}']]).float() if wanted else tensor.to('meta')
-                    of_module[attribute] = nn.Parameter(value, False) if of_module is inner._parameters else value
-
     blocks = find_blocks(model)
     inside = {inner for block in blocks for inner in block.modules()}
-    table = model.get_input_embeddings()
     for name, module in model.named_modules():
-        if module is table:
-            fetch(module, name, True)  # for good: some classes ask where it lies before they call it
-        elif module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
-            module.register_forward_pre_hook(lambda module, args, name=name: fetch(module, name, True))
-            module.register_forward_hook(lambda module, args, output, name=name: fetch(module, name, False))
+        if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+            empty = module.state_dict()
+            sources = {inner: found[aliases[f'{name}.{inner}']] for inner in empty}
+
+            def fetch(module, args, sources=sources):
+                tensors = {inner: weights.read(source).float() for inner, source in sources.items()}
+                module.load_state_dict(tensors, assign=True)
+
+            def empty_again(module, args, output, empty=empty):
+                module.load_state_dict(empty, assign=True)
+
+            if module is model.get_input_embeddings():
+                fetch(module, ())  # for good: some classes ask where it lies before they call it
+            else:
+                module.register_forward_pre_hook(fetch)
+                module.register_forward_hook(empty_again)
     return model.eval()(tokens, use_cache=False).logits
