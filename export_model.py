@@ -47,15 +47,11 @@ from safetensors.torch import load_file, save_file
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
-from text.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
+from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
 errors.report_errors()
 HERE = os.path.dirname(os.path.abspath(__file__))
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
-# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and all of English.
-SAMPLE_TEXT = (
-    "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|>\n" + __doc__
-)
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
 
@@ -96,9 +92,9 @@ transformers.logging.disable_progress_bar()
 
 def change_dtype(model, to):
     """Store weights as from_pretrained would: what its class keeps in fp32 stays, and so do RoPE's frequencies."""
-    kept = set(model._keep_in_fp32_modules_strict or ()) if to != torch.float32 else set()
+    kept = set() if to == torch.float32 else set(getattr(model, '_keep_in_fp32_modules_strict', None) or ())
     if to == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
+        kept |= set(getattr(model, '_keep_in_fp32_modules', None) or ())
     kept = [pattern.replace('*', '.*') for pattern in kept]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
@@ -125,7 +121,7 @@ else:
     if model_config.tie_embeddings:
         weights['head.weight'] = weights['embed.weight']  # a checkpoint holds tied weights once
     with torch.device('meta'):
-        model = GPT(model_config).eval()  # computes in fp32, whatever the weights are stored in
+        model = GPT(model_config).eval()
     model.load_state_dict(weights, assign=True)  # no copy
     if model_config.tie_embeddings:
         model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
@@ -142,33 +138,24 @@ if config.adapter:
     lora = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in lora.items()}
     model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
     expected_logits = logits_of(model)
-elif is_fine_tuned:
+else:
     change_dtype(model, getattr(torch, config.dtype))
     change_dtype(model, torch.float32)  # the rounded numbers, but computed with in fp32
     expected_logits = logits_of(model)
     change_dtype(model, getattr(torch, config.dtype))
-else:
-    model.to(getattr(torch, config.dtype))
-    expected_logits = logits_of(model)
 
 # --- WRITE ------------------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer():
-    """(the run's tokenizer, the folder of its dataset); or (None, None), and the reason is printed."""
-    run = state['config']
-    folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
-    if run['dataset'] == 'synthetic':
-        print('exporting without tokenizer: the run learned random tokens (dataset=synthetic)')
-        return None, None
+def find_tokenizer(dataset_folder):
+    """The run's tokenizer; or None, and the reason is printed."""
     try:
-        ours = tokenizer_of(folder)
+        ours = tokenizer_of(dataset_folder)
         if ours.vocab_size > model_config.vocab_size:
-            raise ValueError(f'{ours.name} in {folder} has {ours.vocab_size} tokens, more than the model')
-        return ours, folder
+            raise ValueError(f'{ours.name} in {dataset_folder} has {ours.vocab_size} tokens, more than the model')
+        return ours
     except (ValueError, OSError) as error:
         print(f'exporting without tokenizer: {error} (--data_dir=FOLDER says where the dataset lies)')
-        return None, None
 
 
 def exported_weights():
@@ -281,10 +268,7 @@ def check_model(folder):
     for name, tensor in exported_weights().items():
         if loaded[name].dtype != tensor.dtype or not torch.equal(loaded[name], tensor):
             raise RuntimeError(f'{name} in {folder} is not what was written')
-    if is_fine_tuned:
-        change_dtype(theirs, torch.float32)
-    else:
-        theirs.float()
+    change_dtype(theirs, torch.float32)
     compare_logits(theirs.eval())
 
 
@@ -312,11 +296,10 @@ def compare_logits(theirs):
     if not difference <= 1e-4 * largest:
         raise RuntimeError(f'logits of {unfinished} differ by up to {difference:.2g} of {largest:.2g}')
     equal = 'to the bit' if difference == 0 else f'within {difference:.1e} of {largest:.1f} (fp32, other order of sums)'
-    rounding = (expected_logits - trained_logits).abs().max()
-    rounded = (
-        '' if config.dtype == 'float32' else f'; the rounding to {config.dtype} moved them by up to {rounding:.1e}'
-    )
-    print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}{rounded}')
+    print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}')
+    if config.dtype != 'float32':
+        rounding = (expected_logits - trained_logits).abs().max()
+        print(f'the rounding to {config.dtype} moved them by up to {rounding:.1e}')
 
 
 unfinished = f'{config.to}.tmp'  # only a whole and checked folder gets the name
@@ -330,7 +313,9 @@ try:
         write_fine_tuned(unfinished)
         check_model(unfinished)
     else:
-        tokenizer, dataset_folder = find_tokenizer()
+        run = state['config']
+        dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
+        tokenizer = find_tokenizer(dataset_folder)
         write_native(unfinished, tokenizer and tokenizer.eot)
         if tokenizer:
             write_tokenizer(tokenizer, dataset_folder, unfinished)

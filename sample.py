@@ -105,13 +105,6 @@ is_fine_tuned = 'transformers' in state['identity']['model']
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------
 
 
-def answers_messages():
-    """Whether the run has learned conversations, and there is a template to write more of them."""
-    if run.get('packed') and not text_tokenizer.chat_template:
-        say(f'{pretrained.folder} has no chat template, so the prompt is taken as text')
-    return bool(run.get('packed') and text_tokenizer.chat_template)
-
-
 def find_stop_tokens():
     """Ids of the tokens that end a text, as the model's folder names them, and of the one that ends an answer."""
     named = [text_tokenizer.eos_token_id, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)]
@@ -134,8 +127,7 @@ def render(messages, **options):
     try:
         return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
     except Exception as error:
-        reason = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f'the chat template in {pretrained.folder} refuses: {reason}') from error
+        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}') from error
 
 
 if is_fine_tuned:
@@ -152,12 +144,11 @@ if is_fine_tuned:
             pretrained.folder, trust_remote_code=config.trust_remote_code
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = ' '.join(str(error).split())[:200]
-        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer in it: {reason}') from error
+        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer: {errors.one_line(error)}') from error
     if config.chat and not text_tokenizer.chat_template:
         raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')
     if config.chat is None:
-        config.chat = answers_messages()
+        config.chat = bool(run.get('packed') and text_tokenizer.chat_template)  # it has learned conversations
     stop_tokens = find_stop_tokens()
     model = finetune.for_inference(pretrained, weights)
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
@@ -180,15 +171,12 @@ else:
     model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
     if config.tokenizer is not None:
         text_tokenizer = load_tokenizer(config.tokenizer)
-    elif run['dataset'] == 'synthetic':
-        raise ValueError(f'{config.out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
     else:
-        if not os.path.exists(os.path.join(dataset_folder, 'meta.json')):
-            raise ValueError(
-                f'{dataset_folder}/meta.json, which names the tokenizer of {config.out_dir}, is missing: '
-                'say where the dataset lies with --data_dir=FOLDER, or name the tokenizer with --tokenizer=NAME'
-            )
-        text_tokenizer = tokenizer_of(dataset_folder)
+        try:
+            text_tokenizer = tokenizer_of(dataset_folder)
+        except (ValueError, OSError) as error:
+            advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
+            raise ValueError(f'{error}; {advice}') from error
     if text_tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
             f'tokenizer {text_tokenizer.name} has {text_tokenizer.vocab_size} tokens, the model '

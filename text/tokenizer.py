@@ -130,7 +130,7 @@ def tokenizer_of(dataset_folder):
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
-        raise ValueError(f'{path} does not name a tokenizer: prepare_data.py writes it; other datasets are often gpt2')
+        raise ValueError(f'{path} is missing, or does not name a tokenizer (often gpt2)')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
         return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'])
     return load_tokenizer(facts['name'], dataset_folder)
