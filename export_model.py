@@ -68,10 +68,8 @@ def foreign_format(folder):
     return None
 
 
-if foreign_format(config.out_dir):
-    raise ValueError(
-        f'out_dir={config.out_dir} is {foreign_format(config.out_dir)}: only runs of the scripts here are exported'
-    )
+if found := foreign_format(config.out_dir):
+    raise ValueError(f'out_dir={config.out_dir} is {found}: only runs of the scripts here are exported')
 if not re.fullmatch(r'\d+[KMG]B', config.max_shard_size):
     raise ValueError(f'max_shard_size={config.max_shard_size!r}: expected a number of KB, MB or GB, as in 500MB')
 config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename(os.path.abspath(config.out_dir))))

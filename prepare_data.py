@@ -121,9 +121,7 @@ def encoded_units(units, rules):
     except OSError as error:  # a file that is gone, or has become shorter
         raise OSError(str(error)) from error
     except BrokenProcessPool as error:
-        raise OSError(
-            'a worker was killed, by hand or because memory ran out; the same command goes on, --num_proc=N takes less'
-        ) from error
+        raise OSError('a worker was killed: the same command goes on, --num_proc=N takes less memory') from error
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
@@ -136,13 +134,9 @@ if config.val_fraction is None:
 if not 0 <= config.val_fraction < 1:
     raise ValueError(f'val_fraction={config.val_fraction}: expected at least 0 (no validation split) and below 1')
 if not 0 < config.shard_tokens < 1 << 31:
-    raise ValueError(
-        f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1, for the header counts them in an int32'
-    )
+    raise ValueError(f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1 (the header has an int32)')
 if 'vocab_size' in explicit and config.tokenizer != 'bpe':
-    raise ValueError(
-        f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own: leave it out'
-    )
+    raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.chat and config.text_field is not None:
@@ -156,9 +150,8 @@ else:
 chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(
-        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: '
-        'give the folder of a chat model, as with --tokenizer=models/Qwen3-0.6B (python download_model.py '
-        '--model=Qwen/Qwen3-0.6B), or --chat=False to learn all strings as text'
+        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
+        'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
     )
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
@@ -300,10 +293,8 @@ def choose_val_below():
         if lowest < below <= highest:  # soon found, in all but small corpora
             return below
     if lowest >= highest:
-        raise ValueError(
-            f'dataset={config.dataset} is not two different documents, so a hash cannot choose some for validation: '
-            f'use --val_rule=tail for a text file, or --val_fraction=0'
-        )
+        advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
+        raise ValueError(f'dataset={config.dataset} is not two different documents, to be split by a hash: {advice}')
     return max(lowest + 1, min(below, highest))
 
 
@@ -406,9 +397,7 @@ save_state()
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
         reasons = f' ({"; ".join(note for note, _ in notes.most_common(2))})' if notes else ''
-        raise ValueError(
-            f'{facts["name"]} left no text for split {split!r}{reasons}: give more text or another --val_fraction'
-        )
+        raise ValueError(f'{facts["name"]} left no text for split {split!r}{reasons}: more text, or --val_fraction=0')
     writer.finish()
 meta = {
     'format_version': 1,

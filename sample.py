@@ -132,10 +132,7 @@ def render(messages, **options):
 
 if is_fine_tuned:
     if config.tokenizer is not None:
-        raise ValueError(
-            f'tokenizer={config.tokenizer}: a fine-tuned model has its own, in '
-            f'{config.out_dir}/{finetune.KEPT}; leave it out'
-        )
+        raise ValueError(f'tokenizer={config.tokenizer}: a fine-tuned model has its own; leave it out')
     transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
     pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
@@ -158,9 +155,7 @@ if is_fine_tuned:
 else:
     for key, value in (('chat', config.chat), ('system', config.system)):
         if value:
-            raise ValueError(
-                f'{key}={value}: {config.out_dir} was trained from scratch, on text alone: leave --{key} out'
-            )
+            raise ValueError(f'{key}={value}: the model was trained from scratch, on text alone: leave --{key} out')
     model_config = ModelConfig(**state['identity']['model'])
     with torch.device('meta'):
         model = GPT(model_config, compute_dtype)
@@ -178,10 +173,8 @@ else:
             advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
             raise ValueError(f'{error}; {advice}') from error
     if text_tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(
-            f'tokenizer {text_tokenizer.name} has {text_tokenizer.vocab_size} tokens, the model '
-            f'{model_config.vocab_size}: give the one it was trained with, --tokenizer=NAME'
-        )
+        sizes = f'has {text_tokenizer.vocab_size} tokens, the model {model_config.vocab_size}'
+        raise ValueError(f'tokenizer {text_tokenizer.name} {sizes}: give the one it was trained with, --tokenizer=NAME')
 del weights
 parameters = sum(parameter.numel() for parameter in model.parameters())
 say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {config.device}')

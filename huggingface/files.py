@@ -34,8 +34,8 @@ def find_folder(init_from):
             pass
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
     raise ValueError(
-        f'init_from={init_from}: no such folder, and no model of that name in the cache of the Hugging Face hub; where '
-        f'there is internet: `python download_model.py --model={hub_id}`, then --init_from=models/NAME'
+        f'init_from={init_from}: no such folder, and no such model in the cache of the Hugging Face hub: '
+        f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
     )
 
 
@@ -70,9 +70,8 @@ class Weights:
             try:
                 self.files[name] = safe_open(path, framework='pt')
             except SafetensorError as error:
-                raise ValueError(
-                    f'{path}: damaged ({error}); `python download_model.py --model={self.folder}` names what differs'
-                ) from error
+                advice = f'`python download_model.py --model={self.folder}` names what differs'
+                raise ValueError(f'{path}: damaged ({error}); {advice}') from error
         return self.files[name]
 
     def read(self, name, rows=slice(None)):

@@ -92,9 +92,7 @@ class Pretrained:
         folder, block_size = self.folder, self.block_size
         transformers = transformers_offline()
         if not os.path.exists(os.path.join(folder, 'config.json')):
-            raise ValueError(
-                f'{folder}: no config.json; `python download_model.py --model={folder}` says what is amiss'
-            )
+            raise ValueError(f'{folder}: no config.json; see `python download_model.py --model={folder}`')
         try:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
@@ -111,18 +109,14 @@ class Pretrained:
         if not own_code and self.arch not in known:
             raise ValueError(f'{folder}: model_type={self.arch!r} is no causal language model of transformers')
         if getattr(self.config, 'quantization_config', None):
-            raise ValueError(
-                f'{folder}: its weights are quantized, which cannot be trained: take the model in bfloat16'
-            )
+            raise ValueError(f'{folder}: quantized weights cannot be trained: take the model in bfloat16')
         text = self.config.get_text_config()
         self.vocab_size = text.vocab_size
         positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
         if block_size and positions and block_size > positions:
-            raise ValueError(
-                f'block_size={block_size}: {self.arch} in {folder} has {positions} positions: use '
-                f'--block_size={positions} or less'
-            )
+            advice = f'use --block_size={positions} or less'
+            raise ValueError(f'block_size={block_size}: {folder} ({self.arch}) has {positions} positions: {advice}')
         if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
             given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
             raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
@@ -133,10 +127,8 @@ class Pretrained:
         that is not there, and for one without weights that no earlier start of this run has read."""
         set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
         if set_here:
-            raise ValueError(
-                f'{set_here[0]}={config[set_here[0]]!r}: the model of init_from={config["init_from"]} has its own; '
-                f'leave out {", ".join(set_here)}'
-            )
+            given = f'{set_here[0]}={config[set_here[0]]!r}'
+            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {", ".join(set_here)}')
         init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
         try:
             source = find_folder(init_from)
@@ -155,9 +147,7 @@ class Pretrained:
         """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
         folder = os.path.join(out_dir, KEPT)
         if not os.path.isdir(folder):
-            raise ValueError(
-                f'{folder} is missing, which has the configuration and tokenizer of the model: copy it back'
-            )
+            raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
         options = {key: saved[key] for key in ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets')}
         return cls(folder, trust_remote_code=trust_remote_code, **options)
@@ -336,9 +326,7 @@ def find_blocks(model):
     found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
     found = found or [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
     if not found:
-        raise ValueError(
-            f'{type(model).__name__} has no list of blocks that could be sharded: train it with train_ddp.py'
-        )
+        raise ValueError(f'{type(model).__name__} has no list of blocks that could be sharded: not supported')
     return max(found, key=len)
 
 
@@ -398,9 +386,7 @@ def fill_buffers(model, device):
             module._parameters = parameters
         for name in unset:
             if module._buffers[name].isnan().any():
-                raise ValueError(
-                    f'transformers does not say how to fill {name} of {type(module).__name__}: not supported'
-                )
+                raise ValueError(f'transformers has no rule to fill {name} of {type(module).__name__}: not supported')
 
 
 # --- LoRA and frozen parts --------------------------------------------------------------------------------------------
@@ -503,10 +489,8 @@ def load(model, pretrained, seed=0):
         elif lacking:
             local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
         elif weights.shape(found[name]) != tuple(tensors[name].shape):
-            raise ValueError(
-                f'{pretrained.weights_folder}: {found[name]} has the shape {weights.shape(found[name])}, config.json '
-                f'asks for {tuple(tensors[name].shape)}'
-            )
+            shapes = f'has the shape {weights.shape(found[name])}, config.json asks for {tuple(tensors[name].shape)}'
+            raise ValueError(f'{pretrained.weights_folder}: {found[name]} {shapes}')
         elif local.numel():
             local.copy_(weights.read(found[name], rows))
 
@@ -523,10 +507,8 @@ def whole_model(pretrained):
     options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
     if info['missing_keys']:
-        raise ValueError(
-            f'{pretrained.weights_folder}: the files lack {len(info["missing_keys"])} weights of {pretrained.arch}, '
-            f'{sorted(info["missing_keys"])[0]} first; `python download_model.py --model=OWNER/NAME` fetches them'
-        )
+        lacking = f'lacks {len(info["missing_keys"])} weights, as {min(info["missing_keys"])}'
+        raise ValueError(f'{pretrained.weights_folder} {lacking}: see `python download_model.py --model=FOLDER`')
     return model.eval()
 
 

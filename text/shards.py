@@ -158,9 +158,7 @@ class ShardWriter:
         self.file = open(self.path, 'ab')
         saved = self.totals['in_partial'] * self.partial_dtype.itemsize
         if self.file.tell() < saved:
-            raise OSError(
-                f'{self.path} has {self.file.tell():,} bytes of {saved:,}: delete {self.folder} and start over'
-            )
+            raise OSError(f'{self.path} has only {self.file.tell():,} bytes: delete {self.folder} and start over')
         self.file.truncate(saved)  # what is behind was written after the totals had been saved
 
     def _finish_shard(self):

@@ -103,8 +103,8 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
         root, files = path.parent, [path]
     else:
         raise FileNotFoundError(
-            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of '
-            f'the Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
+            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
+            f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
     return _files_source(name, root, files, text_field, tail_fraction, chat)
 
@@ -139,9 +139,7 @@ def _saved_files(folder, split):
     if (folder / 'dataset_dict.json').exists():
         splits = json.loads((folder / 'dataset_dict.json').read_text(encoding='utf-8'))['splits']
         if split not in splits:
-            raise ValueError(
-                f'dataset={folder}: has no split {split!r}, choose with --source_split; it has: {", ".join(splits)}'
-            )
+            raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
     state = json.loads((folder / 'state.json').read_text(encoding='utf-8'))
     return [folder / file['filename'] for file in state['_data_files']]
@@ -316,9 +314,7 @@ def _cut_tail(part, fraction):
                 break
             cut += 1
     if not 0 < cut < part.end:
-        raise ValueError(
-            f'{part.path}: its {part.end} bytes cannot be cut so that the last {fraction:%} are the split val'
-        )
+        raise ValueError(f'{part.path}: the last {fraction:%} of its {part.end} bytes cannot be the split val')
     return [part._replace(end=cut, split='train'), part._replace(start=cut, split='val')]
 
 
@@ -368,9 +364,7 @@ def download(dataset, config, hub_folder):
     Raises ValueError for what is not on the hub, or when the hub cannot be reached.
     """
     if not is_hub_name(dataset):
-        raise ValueError(
-            f'dataset={dataset} is no dataset of the hub: nothing to download, prepare it without --download_only'
-        )
+        raise ValueError(f'dataset={dataset} is no dataset of the hub: prepare it without --download_only')
     import datasets
     import huggingface_hub
 
@@ -389,9 +383,7 @@ def download(dataset, config, hub_folder):
         raise ValueError(_advice(dataset, error)) from error
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
-        raise ValueError(
-            f'dataset={dataset}: {folder} still lacks {len(missing)} files, {missing[0]} first: run it again'
-        )
+        raise ValueError(f'dataset={dataset}: {folder} lacks {len(missing)} files, as {missing[0]}: run it again')
     write_file(marker, json.dumps(downloaded | {str(config): revision}))
     return folder
 

@@ -194,9 +194,7 @@ def describe(name, vocab_size):
     """
     if name == 'bpe':
         if vocab_size < SMALLEST_BPE:
-            raise ValueError(
-                f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens, 256 bytes and {END_OF_TEXT}'
-            )
+            raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
         return {'name': name, 'asked_vocab_size': vocab_size}
     if os.path.isdir(name):
         path, eot = _hugging_face_files(name)
@@ -210,15 +208,10 @@ def _hugging_face_files(folder):
     """(path of tokenizer.json, text of the end-of-text token) of a Hugging Face folder."""
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():
-        raise FileNotFoundError(
-            f'tokenizer={folder}: there is no tokenizer.json in this folder; AutoTokenizer.from_pretrained(...)'
-            f'.save_pretrained({str(folder)!r}) of transformers writes one'
-        )
+        raise FileNotFoundError(f'tokenizer={folder}: no tokenizer.json in it (save_pretrained() writes one)')
     eot = _end_of_text_of(path)
     if not eot:
-        raise ValueError(
-            f'tokenizer={folder}: tokenizer_config.json names no eos_token, and every document must end with it'
-        )
+        raise ValueError(f'tokenizer={folder}: tokenizer_config.json names no eos_token, to end documents with')
     return path, eot
 
 
@@ -259,9 +252,7 @@ def _check_tiktoken_name(name):
     if os.sep in name:
         raise FileNotFoundError(f'tokenizer={name}: there is no such folder')
     close = difflib.get_close_matches(name, known, n=3) or known
-    raise ValueError(
-        f'tokenizer={name!r} is not known: did you mean {" or ".join(close)}? A Hugging Face folder works, too'
-    )
+    raise ValueError(f'tokenizer={name!r}: did you mean {" or ".join(close)}, or the path of a folder?')
 
 
 def _load_tiktoken(name, default_cache):
