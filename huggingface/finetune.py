@@ -34,6 +34,7 @@ from torch import nn
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, generator_of, recomputed
 from runtime import processes
+from runtime.errors import one_line
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -91,12 +92,10 @@ class Pretrained:
         self.weights_folder = self.weights_folder or self.folder
         folder, block_size = self.folder, self.block_size
         transformers = transformers_offline()
-        if not os.path.exists(os.path.join(folder, 'config.json')):
-            raise ValueError(f'{folder}: no config.json; see `python download_model.py --model={folder}`')
         try:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
-            reason = ' '.join(str(error).split())[:300]
+            reason = f'{one_line(error)}; see `python download_model.py --model={folder}`'
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
