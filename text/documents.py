@@ -128,14 +128,16 @@ def _read_json(source, part, offset):
 
 def _elements(file):
     """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
-    text = file.read(UNIT_BYTES).lstrip().removeprefix('[')
-    at_end = False
+    text, at_end, decoder = file.read(UNIT_BYTES).lstrip().removeprefix('['), False, json.JSONDecoder()
     while True:
         text = text.lstrip(' \t\r\n,')
         if text.startswith(']'):
             return
-        end = _end_of_value(text)
-        if end is not None and (end < len(text) or at_end):  # at the end of what was read a number may go on
+        try:
+            end = decoder.raw_decode(text)[1]
+        except (ValueError, RecursionError):  # cut off, or no JSON
+            end = len(text)
+        if end < len(text):  # at the end of what was read a number may go on
             yield text[:end]
             text = text[end:]
         elif not at_end:
@@ -145,14 +147,6 @@ def _elements(file):
         else:
             yield text[:HEAD_BYTES] + '?'
             return
-
-
-def _end_of_value(text):
-    """Where the JSON value ends with which a text begins; None if it is cut off or no JSON."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return None
 
 
 def _read_parquet(source, part, offset):
@@ -293,7 +287,7 @@ def documents_of(piece, text_field, notes, conversation_of=None):
         raise OSError(f'{piece.origin}: became shorter while it was read')
     for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):
         mended = _mended(data)
-        if mended is not data:
+        if mended != data:
             notes[f'{piece.origin}: not UTF-8, what is no character became U+FFFD'] += 1
         if mended:
             yield mended
@@ -302,12 +296,8 @@ def documents_of(piece, text_field, notes, conversation_of=None):
 
 
 def _mended(data):
-    """The same bytes when they are UTF-8; else with U+FFFD for what is no character."""
-    try:
-        data.decode()
-        return data
-    except UnicodeDecodeError:
-        return data.decode('utf-8', 'replace').encode()
+    """UTF-8, with U+FFFD for what is no character."""
+    return data.decode('utf-8', 'replace').encode()
 
 
 def _texts(piece, data, text_field, notes, conversation_of):
