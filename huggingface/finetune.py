@@ -51,17 +51,15 @@ OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 
+@functools.cache
 def transformers_offline():
     """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
     os.environ.setdefault('HF_HUB_OFFLINE', '1')
-    logging.getLogger('DeepSpeed').addFilter(is_worth_saying)  # which transformers imports where it is installed
+    # transformers imports DeepSpeed where it is installed.
+    logging.getLogger('DeepSpeed').addFilter(lambda record: 'Setting accelerator to CPU' not in record.getMessage())
     import transformers
 
     return transformers
-
-
-def is_worth_saying(record):
-    return not record.getMessage().startswith('Setting accelerator to CPU')
 
 
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ class Pretrained:
 
     def to_dict(self):
         """What decides shapes and numbers: for the log, scaling.py, estimate.py and the identity of a checkpoint."""
-        return dict(self.facts)
+        return self.facts
 
     @functools.cached_property
     def facts(self):
@@ -195,25 +193,18 @@ class Pretrained:
         of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
-        return {
-            'arch': self.arch,
+        own = ('arch', 'vocab_size', 'block_size', 'dropout', 'z_loss')
+        own += ('lora_rank', 'lora_alpha', 'lora_targets', 'freeze')
+        return {key: getattr(self, key) for key in own} | {
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
             'head_dim': head_dim,
             'n_embd': text.hidden_size,
             'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
-            'vocab_size': self.vocab_size,
-            'block_size': self.block_size,
-            'dropout': self.dropout,
-            'z_loss': self.z_loss,
             'bias': any(name.endswith('bias') for name, _ in model.named_parameters()),
             'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
             'attention_gate': False,
-            'lora_rank': self.lora_rank,
-            'lora_alpha': self.lora_alpha,
-            'lora_targets': self.lora_targets,
-            'freeze': self.freeze,
             'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
 
@@ -408,14 +399,15 @@ def freeze(model, pretrained):
             module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
             module.register_forward_hook(add_lora)
     if pretrained.freeze:
+        parameters = dict(model.named_parameters())
         try:
-            frozen = [p for name, p in model.named_parameters() if re.search(pretrained.freeze, name)]
+            frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
         except re.error as error:
             raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
         if not frozen:
-            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter; they are {some_names(model)}')
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
+        for name in frozen:
+            parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
 
@@ -441,11 +433,6 @@ def lora_modules(model, targets):
 def is_conv1d(module):
     """GPT-2's linear layer, with its weight as (in, out)."""
     return type(module).__name__ == 'Conv1D'
-
-
-def some_names(model):
-    names = [name for name, _ in model.named_parameters()]
-    return f'{", ".join(names[:3])}, ... {names[-1]}'
 
 
 def merge_lora(model, weights, pretrained):
