@@ -12,6 +12,7 @@ which lies in out_dir/model, and stdout has the answer alone. Any other model go
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -108,11 +109,8 @@ is_fine_tuned = 'transformers' in state['identity']['model']
 def find_stop_tokens():
     """Ids of the tokens that end a text, as the model's folder names them, and of the one that ends an answer."""
     named = [text_tokenizer.eos_token_id, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)]
-    with (
-        contextlib.suppress(FileNotFoundError),
-        open(os.path.join(pretrained.folder, 'generation_config.json')) as file,
-    ):
-        named.append(json.load(file).get('eos_token_id'))
+    with contextlib.suppress(OSError):  # there is no generation_config.json
+        named.append(transformers.GenerationConfig.from_pretrained(pretrained.folder).eos_token_id)
     found = {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if token is not None}
     if config.chat:  # where a model without a template was given one, its folder names the end of a text alone
         conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
@@ -137,9 +135,8 @@ if is_fine_tuned:
     transformers.logging.set_verbosity_error()
     pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
     try:
-        text_tokenizer = transformers.AutoTokenizer.from_pretrained(
-            pretrained.folder, trust_remote_code=config.trust_remote_code
-        )
+        options = {'trust_remote_code': config.trust_remote_code}
+        text_tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder, **options)
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer: {errors.one_line(error)}') from error
     if config.chat and not text_tokenizer.chat_template:
@@ -215,13 +212,16 @@ def continue_natively(text):
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=config.device)
         others[tokens_that_begin_with(begin)] = False
         batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
-    rows = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)[
-        :, len(tokens) :
-    ].tolist()
-    rows = [row[: row.index(text_tokenizer.eot)] if text_tokenizer.eot in row else row for row in rows]
+    batch = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)
+    rows = without_end(batch[:, len(tokens) :].tolist(), [text_tokenizer.eot])
     # A vocab_size set above the tokenizer's leaves unused ids.
     rows = [[token for token in row if token < text_tokenizer.vocab_size] for row in rows]
     return [text_tokenizer.decode(row).removeprefix(begin) for row in rows]
+
+
+def without_end(rows, stop_tokens):
+    """Lists of tokens, each up to its first stop token."""
+    return [list(itertools.takewhile(lambda token: token not in stop_tokens, row)) for row in rows]
 
 
 def generate(tokens):
@@ -234,15 +234,14 @@ def generate(tokens):
         options |= {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p or 1.0}
     batch = torch.tensor([tokens] * config.num_samples, device=config.device)  # (num_samples, T)
     torch.manual_seed(config.seed)
-    rows = model.generate(
+    batch = model.generate(
         batch,
         attention_mask=torch.ones_like(batch),
         max_new_tokens=min(config.max_new_tokens, positions - len(tokens)),
         pad_token_id=stop_tokens[0] if stop_tokens else 0,  # it fills rows that have ended
         **options,
-    )[:, len(tokens) :].tolist()
-    ends = [[at for at, token in enumerate(row) if token in stop_tokens] for row in rows]
-    return [row[: end[0]] if end else row for row, end in zip(rows, ends, strict=True)]
+    )
+    return without_end(batch[:, len(tokens) :].tolist(), stop_tokens)
 
 
 def continue_text(text):
@@ -256,9 +255,8 @@ def continue_text(text):
         raise ValueError('an empty prompt, and the tokenizer has no token that starts a text: give a --prompt')
     before = text_tokenizer.decode(tokens, skip_special_tokens=True)
     # Decoded with the prompt: some tokenizers drop the space that a text begins with.
-    return [
-        text_tokenizer.decode(tokens + row, skip_special_tokens=True).removeprefix(before) for row in generate(tokens)
-    ]
+    texts = [text_tokenizer.decode(tokens + row, skip_special_tokens=True) for row in generate(tokens)]
+    return [text.removeprefix(before) for text in texts]
 
 
 def answer(text):

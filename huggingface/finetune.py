@@ -536,13 +536,14 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     y = x.roll(-1, 1)
     facts, problems = [], []
     exact = raw_model.compute_dtype == torch.float32
+    tolerance = 1e-4 if exact else 0.02
     model.eval()
     compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
     if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
         torch.compiler.set_stance('force_eager')
     logits = model(x).float()  # (1, T, V)
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
-    if not abs(ce - expected_ce) <= (1e-4 if exact else 0.02) * expected_ce:
+    if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
     whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
     facts.append(f'the loss is that of the logits{whole}')
@@ -551,9 +552,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
         second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
-        if (
-            not (second - again).norm() <= (1e-4 if exact else 0.02) * second.norm()
-        ):  # experts of mixtures add up in another order
+        if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
             problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
         facts.append('packed documents do not see each other')
     if compiled:
@@ -566,9 +565,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         expected = processes.on_rank_0(reference_logits, pretrained, tokens)
         difference = (logits.cpu() - expected).norm() / expected.norm()
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
-            problems.append(
-                f'logits differ from those of {pretrained.weights_folder} by {difference:.2g} of their norm'
-            )
+            problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm')
         facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference:.1g} of their norm)')
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
@@ -585,7 +582,6 @@ def reference_logits(pretrained, tokens):
         return whole_model(pretrained)(tokens, use_cache=False).logits
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
     fill_buffers(model, 'cpu')
-
     blocks = find_blocks(model)
     inside = {inner for block in blocks for inner in block.modules()}
     for name, module in model.named_modules():
