@@ -6,8 +6,7 @@ A split of a dataset on its way to disk, so that a kill at any moment costs seco
     writer.sync(); save writer.totals; writer.delete_full_partials()    # now and then: from here a later run goes on
     writer.finish()                                                     # the rest becomes the last shard
 
-    writer = ShardWriter(..., totals)                                   # goes on from saved totals
-    writer = ShardWriter(..., masked=True)                              # of conversations: train_000000.mask, too
+    writer = ShardWriter(..., totals, masked=True)       # goes on from saved totals; of conversations: .mask files, too
 
 Tokens collect in train_000000.partial. When they fill a shard, write_shard copies them to train_000000.bin, and
 train_000001.partial is begun. The full one stays until totals that do not need it have been saved.
@@ -26,7 +25,6 @@ from runtime.files import replacing, sha256_of
 
 LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
 TOKENS_AT_ONCE = 1 << 22  # written to a shard: of a masked one they are copied first
-
 # A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dtype -> magic, version
@@ -38,7 +36,6 @@ HEADERLESS_NAMES = ('train.bin', 'val.bin')
 def write_shard(path, tokens, dtype):
     """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32.
 
-    The name appears only when every byte is on disk, so a killed run leaves no half-written shard.
     Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
     """
     tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
