@@ -9,8 +9,8 @@ Text to token ids and back.
     check_same_tokenizer('data/mine', 'models/some_model')      # whether a dataset is made for a model
 
 Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
-encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it
-spells '<|endoftext|>', it gets the tokens of those letters, never the end-of-text token.
+encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: one that
+spells '<|endoftext|>' gets the tokens of those letters.
 """
 
 import difflib
@@ -107,10 +107,9 @@ class FileTokenizer:
 def load_tokenizer(name, folder=None):
     """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
 
-    folder: the dataset's folder. It holds tokenizer.json where name='bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files
-    are looked for, and kept, in `tiktoken` beside it.
-    Raises ValueError for a name that does not exist, with the closest one, and for files that cannot be had offline;
-    FileNotFoundError for a folder without tokenizer.json.
+    folder: the dataset's, with tokenizer.json for 'bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files are kept in
+    `tiktoken` beside it. Raises ValueError for a name that does not exist, with the closest one, and for files that
+    cannot be had offline; FileNotFoundError for a folder without tokenizer.json.
     """
     if name == 'bytes':
         return ByteTokenizer()
@@ -122,10 +121,7 @@ def load_tokenizer(name, folder=None):
 
 
 def tokenizer_of(dataset_folder):
-    """The tokenizer that a prepared dataset was made with, as its meta.json says.
-
-    Raises ValueError when there is no meta.json or it does not tell, and what load_tokenizer raises.
-    """
+    """The tokenizer that a dataset's meta.json names. Raises ValueError when it does not, and as load_tokenizer."""
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
@@ -146,9 +142,8 @@ def _read_meta(dataset_folder):
 def check_same_tokenizer(dataset_folder, model_folder):
     """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
 
-    The same file is the same tokenizer; else the ids of a sample text and of end-of-text are compared, for newer
-    versions of transformers write the same tokenizer in another way. A dataset that does not tell its tokenizer, as one
-    without meta.json or 'synthetic', is not checked. Raises, too, what load_tokenizer raises for either.
+    Versions of transformers write the same tokenizer in other bytes: then the ids of a sample text and of end-of-text
+    are compared. A dataset that does not name its tokenizer is not checked. Raises, too, what load_tokenizer raises.
     """
     meta, facts = _read_meta(dataset_folder)
     if facts is None:
@@ -210,25 +205,21 @@ def _end_of_text_of(path):
     """The text of the end-of-text token, as the files beside tokenizer.json name it; None where they do not."""
     if not path.with_name('tokenizer_config.json').exists():
         return END_OF_TEXT
-    for name in ('tokenizer_config.json', 'special_tokens_map.json'):
-        token = _first_value(path.with_name(name), 'eos_token')
+    for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
+        file = path.with_name(name)
+        content = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+        token = content.get('eos_token') or content.get('eos_token_id')
         if isinstance(token, dict):  # an AddedToken, written out
-            token = token.get('content')
-        if token:
-            return token
-    for name in ('generation_config.json', 'config.json'):
-        token = _first_value(path.with_name(name), 'eos_token_id')
+            token = token['content']
+        if isinstance(token, list) and token:  # Llama 3 has several
+            token = token[0]
         if isinstance(token, int):
             from tokenizers import Tokenizer
 
-            return Tokenizer.from_file(str(path)).id_to_token(token)
+            token = Tokenizer.from_file(str(path)).id_to_token(token)
+        if token:
+            return token
     return None
-
-
-def _first_value(path, key):
-    """What a JSON file has under that key, the first of a list (Llama 3 has several); None without key or file."""
-    value = json.loads(path.read_text(encoding='utf-8')).get(key) if path.exists() else None
-    return value[0] if isinstance(value, list) and value else value
 
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------
