@@ -78,6 +78,7 @@ from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 errors.report_errors(lambda: 'lower num_proc')
 
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
+LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
@@ -173,14 +174,10 @@ if not re.fullmatch(r'\w[\w.-]*', config.name):
 folder = Path(config.data_dir) / config.name
 settings = {  # what decides the tokens
     'source': facts['sha256'],
-    'text_field': config.text_field,
     'tokenizer': tokenizer_facts,
-    'val_rule': config.val_rule,
-    'val_fraction': config.val_fraction,
-    'seed': config.seed,
-    'shard_tokens': config.shard_tokens,
     'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
 }
+settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
 
 
 def refuse(state_of_folder):
@@ -236,10 +233,9 @@ def lock_folder():
         pass  # not every network file system has locks
 
 
-def remove_leftovers():
-    """Delete what a complete dataset does not need."""
-    for path in [folder / STATE_FILE, *folder.glob('*.partial'), *folder.glob('*.tmp')]:
-        path.unlink(missing_ok=True)
+def delete(*patterns):
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        path.unlink()
 
 
 state = {'settings': settings, 'source': facts, 'position': [0, 0], 'work': 0, 'notes': {}, 'splits': {}}
@@ -251,7 +247,7 @@ if was_there:
         if 'settings' not in meta:
             refuse('holds a meta.json that this script has not written')
         refuse_other_settings(meta, 'made')
-        remove_leftovers()
+        delete(*LEFTOVERS)
         print('nothing to do, it is complete:')
         print_summary(meta)
         sys.exit()
@@ -263,8 +259,7 @@ if was_there:
             state, is_resumed = found, True
             print(f'{folder}: going on behind the first {tokens_written:,} tokens')
         else:  # killed before the first tokens counted: start over
-            for path in [path for kind in ('bin', 'mask', 'partial') for path in folder.glob(f'*.{kind}')]:
-                path.unlink()
+            delete('*.bin', '*.mask', '*.partial')
     elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
         refuse('holds token files that this script has not written')
 
@@ -414,7 +409,7 @@ meta = {
     'settings': settings,
 }
 write_json(folder / 'meta.json', meta)  # last: with it, the dataset is complete
-remove_leftovers()
+delete(*LEFTOVERS)
 for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')
 if len(notes) > 10:

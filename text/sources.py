@@ -87,8 +87,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
     text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
     folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
     conversations; None = if the first row is one, and neither text_field nor a field 'text' says otherwise.
-    Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it, or when
-    rows lack the field.
+    Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
     """
     name, path = dataset, Path(dataset)
     if dataset == 'stdlib':
@@ -135,24 +134,13 @@ def kind_of(path):
 
 
 def _saved_files(folder, split):
-    """The .arrow files of a folder written by datasets' save_to_disk, in order: state.json lists them."""
+    """The .arrow files of a folder written by datasets' save_to_disk, in order."""
     if (folder / 'dataset_dict.json').exists():
         splits = json.loads((folder / 'dataset_dict.json').read_text(encoding='utf-8'))['splits']
         if split not in splits:
             raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
-    state = json.loads((folder / 'state.json').read_text(encoding='utf-8'))
-    return [folder / file['filename'] for file in state['_data_files']]
-
-
-class FoundFile(NamedTuple):
-    """What is known of a file before its text is read."""
-
-    path: Path
-    kind: str
-    size: int
-    sha256: str
-    row: dict | None  # {field: value} of its first row; None where it has no rows
+    return sorted(folder.glob('data-*.arrow'))
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat):
@@ -160,29 +148,29 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
     found, skipped = [], []
     for path in paths:
         try:
-            file = _inspect(path)
+            part, sha256, row = _inspect(path)
         except (OSError, ValueError) as error:
             skipped.append(f'{path}: {getattr(error, "strerror", error)}')
         else:
-            found += [file] if file.size else []
+            found += [(part, sha256, row)] if part.end else []
     if chat is None:
-        row = next((file.row for file in found if file.row is not None), {})
-        chat = _takes_conversations(row, text_field)
+        first_row = next((row for _, _, row in found if row is not None), {})
+        chat = _takes_conversations(first_row, text_field)
 
     parts = []
     digest = hashlib.sha256()
-    for file in found:
-        is_text = file.kind in ('text', 'yaml')
-        if chat and (is_text or (file.row is not None and not _has_chat_fields(file.row))):
-            fields = f'; it has: {", ".join(file.row)}' if file.row else ''
-            skipped.append(f'{file.path}: no conversations (messages, or prompt and completion){fields}')
+    for part, sha256, row in found:
+        has_no_rows = part.kind in ('text', 'yaml')
+        if chat and (has_no_rows or (row is not None and not _has_chat_fields(row))):
+            fields = f'; it has: {", ".join(row)}' if row else ''
+            skipped.append(f'{part.path}: no conversations (messages, or prompt and completion){fields}')
             continue
         # Rows of .jsonl may lack the field 'text': all their strings are read then.
-        if not chat and (file.kind in ('parquet', 'arrow') or (file.kind == 'jsonl' and text_field)):
-            check_text_field(file.path, file.row, text_field or 'text')
-        line = f'{file.path.relative_to(root).as_posix()} {file.size} {file.sha256}\n'
+        if not chat and (part.kind in ('parquet', 'arrow') or (part.kind == 'jsonl' and text_field)):
+            check_text_field(part.path, row, text_field or 'text')
+        line = f'{Path(part.path).relative_to(root).as_posix()} {part.end} {sha256}\n'
         digest.update(line.encode('utf-8', 'surrogateescape'))
-        parts.append(Part(str(file.path), file.kind, 0, file.size))
+        parts.append(part)
     if not parts:
         raise ValueError(f'dataset={name}: nothing to read in it: {"; ".join(skipped[:3]) or "all files are empty"}')
     n_bytes = sum(part.end for part in parts)
@@ -193,14 +181,13 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
 
 
 def _inspect(path):
-    """The FoundFile of a path. Raises OSError or ValueError with the reason for what cannot be read."""
+    """(Part, sha256, {field: value} of the first row or None where it has no rows) of a file, before its text is read.
+    Raises OSError or ValueError with the reason for what cannot be read."""
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
-    row = None
     if size:
         _check_content(kind, start, end)
-        row = _first_row(path, kind)
-    return FoundFile(path, kind, size, sha256, row)
+    return Part(str(path), kind, 0, size), sha256, _first_row(path, kind) if size else None
 
 
 def _fingerprint(path):
