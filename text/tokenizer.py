@@ -9,8 +9,8 @@ Text to token ids and back.
     check_same_tokenizer('data/mine', 'models/some_model')      # whether a dataset is made for a model
 
 Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
-encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: one that
-spells '<|endoftext|>' gets the tokens of those letters.
+encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where
+it spells a special token, it gets the tokens of those letters.
 """
 
 import difflib
@@ -25,7 +25,8 @@ from runtime.files import sha256_of, write_file
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
-# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English.
+# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English. No
+# special token: transformers would take it for one.
 SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
     + __doc__
