@@ -304,9 +304,8 @@ def download(repo, folder):
                 path.unlink()
     files = {name: {'size': listing[name].size, 'sha256': sha256} for name, sha256 in hashes.items()}
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
-    write_file(
-        folder / RECORD, json.dumps({'repo': repo, 'revision': info.sha, 'date': date, 'files': files}, indent=1)
-    )
+    record = {'repo': repo, 'revision': info.sha, 'date': date, 'files': files}
+    write_file(folder / RECORD, json.dumps(record, indent=1))
     os.remove(folder / UNFINISHED)  # last: from here on the folder is complete
     check(folder, compare=False)  # each file has just been compared
 

@@ -11,8 +11,7 @@ Of models from scratch, gpt2, llama and qwen3 become the classes of that name. W
 (enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and loads with
 trust_remote_code=True.
 The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
-It takes memory for two copies of the fp32 weights, and for three of a model from scratch. Checkpoints in
-DeepSpeed's own format and of other trainers are not read (train_deepspeed.py writes none).
+It takes memory for two copies of the fp32 weights, and for three of a model from scratch.
 """
 
 import json
@@ -216,11 +215,8 @@ def write_adapter(folder):
         'base_model_name_or_path': state['config']['init_from'],
         'r': rank,
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
-        'lora_dropout': 0.0,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
         'fan_in_fan_out': any(finetune.is_conv1d(model.get_submodule(name)) for name in modules),
-        'bias': 'none',
-        'inference_mode': True,
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
     tensors = {f'base_model.model.{name}.weight': tensor.contiguous() for name, tensor in lora.items()}
@@ -241,14 +237,8 @@ def write_tokenizer(ours, dataset_folder, folder):
     # The model saw no token before a text but eot: what a Hugging Face tokenizer would add there is left out.
     fast.post_processor = tokenizers.processors.TemplateProcessing('$A', '$A $B', [])
     eot = fast.id_to_token(ours.eot)
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        bos_token=eot,
-        eos_token=eot,
-        model_max_length=model_config.block_size,
-        clean_up_tokenization_spaces=False,
-    )
-    theirs.save_pretrained(folder)
+    ends = {'bos_token': eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends).save_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = theirs.encode(SAMPLE_TEXT)
     if ids != ours.encode(SAMPLE_TEXT) or theirs.decode(ids) != ours.decode(ids) or theirs.eos_token_id != ours.eot:

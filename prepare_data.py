@@ -188,10 +188,8 @@ def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
-        refuse(
-            f'was {how_far} from {found["source"]["name"]} (sha256 {found["source"]["sha256"][:12]}), this command '
-            f'reads {facts["name"]} (sha256 {facts["sha256"][:12]})'
-        )
+        theirs, ours = (f'{about["name"]} (sha256 {about["sha256"][:12]})' for about in (found['source'], facts))
+        refuse(f'was {how_far} from {theirs}, this command reads {ours}')
     if differences:
         both = (f'{key}={found["settings"].get(key)!r}, this command has {settings[key]!r}' for key in differences)
         refuse(f'was {how_far} with {"; ".join(both)}')
@@ -216,7 +214,7 @@ def print_summary(meta):
     command = 'python train_ddp.py'
     is_of_a_model = os.path.exists(os.path.join(config.tokenizer, 'config.json'))
     if meta.get('masked') or is_of_a_model:  # which can learn it
-        family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(config.tokenizer)).lower() else 'llama'
+        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
@@ -361,10 +359,10 @@ def save_state():
         writer.delete_full_partials()
 
 
-writers = {
-    split: ShardWriter(folder, split, dtype, config.shard_tokens, state['splits'].get(split), source.chat)
-    for split in (['train', 'val'] if config.val_fraction else ['train'])
-}
+writers = {}
+for split in ['train', 'val'] if config.val_fraction else ['train']:
+    totals = state['splits'].get(split)
+    writers[split] = ShardWriter(folder, split, dtype, config.shard_tokens, totals, source.chat)
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0

@@ -33,10 +33,8 @@ def find_folder(init_from):
         except (OSError, ValueError):  # its LocalEntryNotFoundError is both
             pass
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
-    raise ValueError(
-        f'init_from={init_from}: no such folder, and no such model in the cache of the Hugging Face hub: '
-        f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
-    )
+    advice = f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
+    raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
 
 
 class Weights:

@@ -37,6 +37,7 @@ KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.arrow': 'arrow',
 }
 CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
+NO_CONVERSATIONS = 'no conversations (messages, or prompt and completion)'
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -163,7 +164,7 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
         has_no_rows = part.kind in ('text', 'yaml')
         if chat and (has_no_rows or (row is not None and not _has_chat_fields(row))):
             fields = f'; it has: {", ".join(row)}' if row else ''
-            skipped.append(f'{part.path}: no conversations (messages, or prompt and completion){fields}')
+            skipped.append(f'{part.path}: {NO_CONVERSATIONS}{fields}')
             continue
         # Rows of .jsonl may lack the field 'text': all their strings are read then.
         if not chat and (part.kind in ('parquet', 'arrow') or (part.kind == 'jsonl' and text_field)):
@@ -363,9 +364,8 @@ def download(dataset, config, hub_folder):
         prefix = f'hf://datasets/{repository}@{revision}/'
         urls = [url for files in builder.config.data_files.values() for url in files]
         files = [url.removeprefix(prefix) for url in urls]
-        huggingface_hub.snapshot_download(
-            repository, repo_type='dataset', revision=revision, local_dir=folder, allow_patterns=[*files, 'README.md']
-        )
+        options = {'repo_type': 'dataset', 'local_dir': folder, 'allow_patterns': [*files, 'README.md']}
+        huggingface_hub.snapshot_download(repository, revision=revision, **options)
     except Exception as error:  # as above
         raise ValueError(_advice(dataset, error)) from error
     missing = [file for file in files if not (folder / file).exists()]
@@ -388,9 +388,7 @@ def stream_source(stream, description, text_field=None, chat=None):
     if not chat:
         check_text_field(description['name'], names, text_field or 'text')
     elif not _has_chat_fields(names):
-        raise ValueError(
-            f'{description["name"]}: no conversations (messages, or prompt and completion); it has: {", ".join(names)}'
-        )
+        raise ValueError(f'{description["name"]}: {NO_CONVERSATIONS}; it has: {", ".join(names)}')
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
@@ -416,11 +414,6 @@ def _newest_revision(repository):
 def _advice(dataset, error):
     """One line for an error of the hub's libraries."""
     if 'NotFound' in type(error).__name__ or 'Gated' in type(error).__name__ or isinstance(error, ValueError):
-        return (
-            f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error, 300)}'
-        )
-    reason = f'{type(error).__name__}: {one_line(error, 120)}'
-    return (
-        f'dataset={dataset}: the Hugging Face hub cannot be reached ({reason}); where there is a network, run '
-        f'`python prepare_data.py --dataset={dataset} --download_only`, then this again here'
-    )
+        return f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error)}'
+    command = f'`python prepare_data.py --dataset={dataset} --download_only`'
+    return f'the Hugging Face hub cannot be reached ({one_line(error)}): first {command} where there is a network'

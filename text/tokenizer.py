@@ -161,10 +161,8 @@ def check_same_tokenizer(dataset_folder, model_folder):
         difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
     else:
         return
-    raise ValueError(
-        f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare the text for this model: '
-        f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
-    )
+    command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
+    raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare it anew: {command}')
 
 
 def _tokens_elsewhere(ours, theirs):
@@ -255,11 +253,8 @@ def _load_tiktoken(name, default_cache):
         if deleted:
             files = f'{", ".join(deleted)} in {cache}'
             problem = f'{files} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
-        raise ValueError(
-            f'tokenizer={name}: {problem} and cannot be fetched ({type(error).__name__}); where there is a network, '
-            f'run `python prepare_data.py --cache_tokenizer={name}`, then copy the folder here or set '
-            f'TIKTOKEN_CACHE_DIR to it'
-        ) from error
+        advice = f'where there is a network, run `python prepare_data.py --cache_tokenizer={name}`'
+        raise ValueError(f'tokenizer={name}: {problem} and cannot be fetched ({type(error).__name__}); {advice}') from error
 
 
 def fetch_tokenizer(name, folder):
