@@ -333,8 +333,7 @@ if not is_resumed:
     if not was_there:
         lock_folder()
     if config.tokenizer == 'bpe':
-        sample = f'the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)'
-        print(f'training a BPE of {config.vocab_size:,} tokens on {sample}')
+        print(f'training a BPE of {config.vocab_size:,} tokens on the first {BPE_SAMPLE_BYTES >> 20} MB to train on')
         train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json')
     elif 'sha256' in tokenizer_facts:
         # sample.py needs it, wherever the dataset is copied to
@@ -380,8 +379,8 @@ with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, 
         if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
             save_state()
             saved_at, saved_shards = time.perf_counter(), shards
-        tokens_per_second = tokens_made / (time.perf_counter() - start)
-        bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
+        rate = tokens_made / (time.perf_counter() - start) / 1e6
+        bar.set_postfix_str(f'{tokens_made:,} tokens, {rate:.2f}M tokens/s', refresh=False)
         bar.update(unit.work)
 seconds = time.perf_counter() - start
 

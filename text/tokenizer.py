@@ -254,7 +254,7 @@ def _load_tiktoken(name, default_cache):
             files = f'{", ".join(deleted)} in {cache}'
             problem = f'{files} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
         advice = f'where there is a network, run `python prepare_data.py --cache_tokenizer={name}`'
-        raise ValueError(f'tokenizer={name}: {problem} and cannot be fetched ({type(error).__name__}); {advice}') from error
+        raise ValueError(f'tokenizer={name}: {problem} and cannot be fetched; {advice}') from error
 
 
 def fetch_tokenizer(name, folder):
