@@ -115,13 +115,11 @@ else:
     config.dtype = config.dtype or 'float32'
     model_config = ModelConfig(**model_facts)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
-    if model_config.tie_embeddings:
-        weights['head.weight'] = weights['embed.weight']  # a checkpoint holds tied weights once
     with torch.device('meta'):
         model = GPT(model_config).eval()
-    model.load_state_dict(weights, assign=True)  # no copy
-    if model_config.tie_embeddings:
-        model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
+    model.to_empty(device='cpu')
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
+    model.load_state_dict(weights)
 if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -157,9 +157,8 @@ else:
     with torch.device('meta'):
         model = GPT(model_config, compute_dtype)
     model.to_empty(device=config.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
+    model.load_state_dict(weights)
     model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
     if config.tokenizer is not None:
         text_tokenizer = load_tokenizer(config.tokenizer)

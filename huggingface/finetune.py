@@ -170,9 +170,7 @@ class Pretrained:
 
     def empty_model(self, kind=None):
         """The transformers model without its weights: parameters and buffers as the context says, best on meta.
-
-        kind: a subclass of the class that transformers has for it, in place of that class.
-        """
+        kind: a subclass of the class that transformers has for it, in its place."""
         transformers, config = transformers_offline(), copy.deepcopy(self.config)
         if kind is None:
             options = {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
@@ -356,10 +354,8 @@ def loss_of_logits(logits, targets, vocab_size, z_loss):
 
 
 def fill_buffers(model, device):
-    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies.
-
-    transformers has a rule for each in _init_weights(). Raises ValueError for one that it leaves alone.
-    """
+    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies: transformers has
+    rules for them in _init_weights(). Raises ValueError for one without."""
     for module in model.modules():
         unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name, buffer in module._buffers.items():

@@ -129,14 +129,12 @@ class ChatEncoder:
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
 
     def examples(self, conversation):
-        """
-        Yield (ids, flags, text) of what there is to learn in a conversation, JSON text that conversation_of() returned.
+        """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
 
-        ids: uint32 array; flags: uint8 array of the same length, FIRST at its beginning and LEARNED where a token
-        belongs to an answer. text: what was tokenized.
-        It is one example, where the template writes every answer in the whole conversation as it wrote it when it came
-        last. Where not, as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. The answers
-        of a template that writes no end-of-turn token end with end-of-text, and each is an example.
+        ids: uint32 array; flags: uint8, as many, FIRST at the beginning and LEARNED where a token belongs to an answer.
+        It is one example, if the template writes every answer in the whole conversation as when it came last. If not,
+        as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. So it is, with end-of-text
+        behind each answer, if the template writes no end-of-turn token.
         Raises ValueError with the reason for what the template cannot write.
         """
         conversation = json.loads(conversation)

@@ -6,8 +6,7 @@ The documents of a source that sources.py has found, a unit at a time.
     for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
 A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
-that is a list, each element. Memory is bounded: units_of() hands out stretches of files, or a few rows. Reading the
-stretches and parsing them is left to documents_of().
+that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
 """
 
 import itertools
@@ -246,12 +245,9 @@ LAST_WORD_END = re.compile(rb'.*[A-Za-z0-9](?=[ \n])', re.DOTALL)
 
 
 def cut_point(data):
-    """
-    Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
-    letter or digit that a space or line break follows. There, each of tiktoken's patterns begins a new word.
-
-    Where the last 4 kB have no such place, behind their last line break, or else before the last character.
-    """
+    """Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
+    letter or digit that a space or line break follows, where each of tiktoken's patterns begins a new word. If the last
+    4 kB have no such place, behind their last line break, or else before the last character."""
     window = max(0, len(data) - CUT_WINDOW)
     word = LAST_WORD_END.match(data, window)
     if word:

@@ -102,11 +102,8 @@ def stretches_of(document):
 
 
 def encode_unit(pieces, rules):
-    """The tokens of a unit's pieces: ({split: Encoded}, Counter of what was mended or left out).
-
-    Behind each document stands the end-of-text token. Conversations are examples one behind the other, with a flag for
-    each token that is learned.
-    """
+    """The tokens of a unit's pieces, with end-of-text behind each document: ({split: Encoded}, Counter of what was
+    mended or left out)."""
     notes = collections.Counter()
     encode = _encode_conversations if rules.chat else _encode_texts
     return encode(pieces, rules, notes), notes

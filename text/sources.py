@@ -6,8 +6,7 @@ Where text comes from: the standard library, files and folders, datasets saved t
     source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
     download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 
-documents.py reads what is found here. A source of conversations (source.chat) has rows with `messages`, or with
-`prompt` and `completion`.
+documents.py reads what is found here. A source of conversations (source.chat) has rows that chat.py understands.
 """
 
 import hashlib
@@ -221,10 +220,8 @@ def _check_content(kind, start, end):
 
 
 def _first_row(path, kind):
-    """{field: value} of a file's first row; None where it has no rows. Raises ValueError for a damaged file.
-
-    Of columnar files, and of the first element of a .json file, which has rows only if those are conversations.
-    """
+    """{field: value} of a file's first row; None where it has no rows. Those of a .json file are its elements, if they
+    are conversations. Raises ValueError for a damaged file."""
     if kind in ('parquet', 'arrow'):
         return _fields_of_columns(path, kind)
     if kind == 'jsonl':
@@ -347,10 +344,7 @@ def open_stream(dataset, config, split, hub_folder):
 
 
 def download(dataset, config, hub_folder):
-    """Fetch the files of a hub dataset, or the rest of them. Returns their folder.
-
-    Raises ValueError for what is not on the hub, or when the hub cannot be reached.
-    """
+    """Fetch the files of a hub dataset, or the rest of them. Returns their folder. Raises as open_stream."""
     if not is_hub_name(dataset):
         raise ValueError(f'dataset={dataset} is no dataset of the hub: prepare it without --download_only')
     import datasets
@@ -376,10 +370,7 @@ def download(dataset, config, hub_folder):
 
 
 def stream_source(stream, description, text_field=None, chat=None):
-    """The Source of a datasets.IterableDataset; it reads one shard, usually one file of the hub, after the other.
-
-    description: as Source has it. text_field, chat: as find_source has them. Raises ValueError when a field is missing.
-    """
+    """The Source of a datasets.IterableDataset, which is read shard by shard; the rest is as in find_source."""
     names = stream.column_names
     if names is None or (chat is None and text_field is None and _has_chat_fields(names)):
         row = next(iter(stream))

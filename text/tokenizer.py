@@ -172,10 +172,8 @@ def _tokens_elsewhere(ours, theirs):
 
 
 def describe(name, vocab_size):
-    """What tells this tokenizer from others before it is loaded or trained: a dict for meta.json.
-
-    vocab_size: wanted for 'bpe'. Raises what load_tokenizer raises for names and folders that do not exist.
-    """
+    """What tells this tokenizer from others before it is loaded or trained, for meta.json. vocab_size: wanted for
+    'bpe'. Raises what load_tokenizer raises for names and folders that do not exist."""
     if name == 'bpe':
         if vocab_size < SMALLEST_BPE:
             raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
@@ -258,10 +256,8 @@ def _load_tiktoken(name, default_cache):
 
 
 def fetch_tokenizer(name, folder):
-    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them.
-
-    Returns (the folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256.
-    """
+    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them. Returns (the
+    folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256."""
     import tiktoken
 
     if name in ('bytes', 'bpe') or os.path.isdir(name):
@@ -275,11 +271,8 @@ def fetch_tokenizer(name, folder):
 
 
 def train_bpe(texts, vocab_size, path):
-    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json.
-
-    The result depends on the texts and their order alone. A small text may not have enough pairs to merge: the
-    vocabulary is smaller then.
-    """
+    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json. It
+    depends on the texts and their order alone. A small text may not have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -296,12 +289,8 @@ def train_bpe(texts, vocab_size, path):
 
 
 def _load_bpe(path):
-    """
-    What train_bpe wrote, run by tiktoken, which takes a tenth of the time.
-
-    tiktoken merges the neighbours whose union has the lowest id, `tokenizers` the first pair in its list of merges. Ids
-    are given in the order of the list, so both find the same tokens.
-    """
+    """What train_bpe wrote, run by tiktoken, which takes a tenth of the time. It merges the neighbours whose union has
+    the lowest id, `tokenizers` the first pair in its list of merges; ids have the order of the list."""
     import tiktoken
 
     if not path.exists():
