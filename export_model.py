@@ -49,7 +49,6 @@ from runtime import checkpoint, errors, files
 from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
 errors.report_errors()
-HERE = os.path.dirname(os.path.abspath(__file__))
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def write_native(folder, eot):
         their_config = convert.config_to_transformers(model_config)
     else:
         for name in CUSTOM_CODE:
-            shutil.copy(os.path.join(HERE, name), folder)
+            shutil.copy(os.path.join(files.ROOT, name), folder)
         auto_map = {'AutoConfig': 'modeling_gpt.GPTConfig', 'AutoModelForCausalLM': 'modeling_gpt.GPTForCausalLM'}
         keys = {'model_type': 'native_gpt', 'auto_map': auto_map, **model_config.to_dict()}
         files.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))
@@ -189,16 +188,11 @@ def write_native(folder, eot):
 
 def write_fine_tuned(folder):
     """Write config.json and the weights, and copy what else the model's folder held: tokenizer, licence, code, ..."""
-    files = os.listdir(pretrained.folder)
-    if 'generation_config.json' in files:
+    if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
         model.generation_config = transformers.GenerationConfig()  # in its place: save_pretrained refuses some models'
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
-    for name in files:
-        source = os.path.join(pretrained.folder, name)
-        if os.path.isdir(source):
-            shutil.copytree(source, os.path.join(folder, name))
-        elif name != 'config.json':
-            shutil.copyfile(source, os.path.join(folder, name))
+    options = {'ignore': shutil.ignore_patterns('config.json'), 'copy_function': shutil.copyfile}
+    shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
 
 
 def write_adapter(folder):

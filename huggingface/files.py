@@ -8,6 +8,7 @@ The folder of a Hugging Face model: where it is, and its weights, mapped, by row
     local.copy_(weights.read(found['model.norm.weight'], rows))
 """
 
+import contextlib
 import json
 import os
 import re
@@ -28,10 +29,8 @@ def find_folder(init_from):
         os.environ.setdefault('HF_HUB_OFFLINE', '1')
         import huggingface_hub
 
-        try:
+        with contextlib.suppress(OSError, ValueError):  # its LocalEntryNotFoundError is both
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
-        except (OSError, ValueError):  # its LocalEntryNotFoundError is both
-            pass
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
     advice = f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
     raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')

@@ -34,10 +34,6 @@ class Piece(NamedTuple):
     split: str | None = None
     kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml'
 
-    def read(self):
-        """Its bytes."""
-        return _read_stretch(self.origin, self.start, self.length) if self.data is None else self.data
-
     def head_of(self, document):
         """The first bytes of the document that `document` is a stretch of."""
         if self.start != self.document_start and self.kind == 'text':
@@ -278,7 +274,7 @@ def documents_of(piece, text_field, notes, conversation_of=None):
     source of conversations; from a row to the document, with a ValueError for rows that are left out, which says why.
     Raises OSError for a file that has become shorter.
     """
-    bytes_read = piece.read()
+    bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
     if len(bytes_read) != piece.length:
         raise OSError(f'{piece.origin}: became shorter while it was read')
     for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):

@@ -61,10 +61,7 @@ def start_worker():
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-@functools.cache
-def worker_tokenizer(name, folder):
-    """The tokenizer, loaded once per worker."""
-    return load_tokenizer(name, folder)
+worker_tokenizer = functools.cache(load_tokenizer)  # loaded once per worker
 
 
 @functools.cache

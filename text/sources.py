@@ -326,6 +326,7 @@ def open_stream(dataset, config, split, hub_folder):
     Raises ValueError when the hub has no such dataset, or cannot be reached.
     """
     import datasets
+    import huggingface_hub
 
     repository, config = HUB_NAMES.get(dataset, (dataset, config))
     folder, _, downloaded = _downloaded(repository, hub_folder)
@@ -334,7 +335,7 @@ def open_stream(dataset, config, split, hub_folder):
             revision = downloaded[str(config)]
             place = {'path': str(folder)}
         else:
-            revision = _newest_revision(repository)
+            revision = huggingface_hub.HfApi().dataset_info(repository).sha
             place = {'path': repository, 'revision': revision}
         stream = datasets.load_dataset(name=config, split=split, streaming=True, **place)
     except Exception as error:  # datasets, huggingface_hub, the HTTP library and pyarrow raise all kinds
@@ -353,7 +354,7 @@ def download(dataset, config, hub_folder):
     repository, config = HUB_NAMES.get(dataset, (dataset, config))
     folder, marker, downloaded = _downloaded(repository, hub_folder)
     try:
-        revision = _newest_revision(repository)
+        revision = huggingface_hub.HfApi().dataset_info(repository).sha
         builder = datasets.load_dataset_builder(repository, config, revision=revision)
         prefix = f'hf://datasets/{repository}@{revision}/'
         urls = [url for files in builder.config.data_files.values() for url in files]
@@ -393,13 +394,6 @@ def _downloaded(repository, hub_folder):
     folder = Path(hub_folder) / repository.replace('/', '--')
     marker = folder.with_name(f'{folder.name}.json')  # beside the folder: in it, it would be read as data
     return folder, marker, json.loads(marker.read_text(encoding='utf-8')) if marker.exists() else {}
-
-
-def _newest_revision(repository):
-    """The commit that the hub has now; the first request, so that a machine without network notices at once."""
-    import huggingface_hub
-
-    return huggingface_hub.HfApi().dataset_info(repository).sha
 
 
 def _advice(dataset, error):

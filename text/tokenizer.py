@@ -153,22 +153,18 @@ def check_same_tokenizer(dataset_folder, model_folder):
     if facts.get('sha256') == sha256_of(file):
         return
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
+    added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # a chat template's are among them
+    moved = [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
     if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
         difference = f'gives other tokens than that of {model_folder}'
     elif ours.eot != theirs.eot:
         difference = f'ends documents with the token {ours.eot}, that of {model_folder} with {theirs.eot} ({eot})'
-    elif meta.get('masked') and (moved := _tokens_elsewhere(ours, theirs)):  # a chat template's are among them
+    elif moved:
         difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
     else:
         return
     command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
     raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare it anew: {command}')
-
-
-def _tokens_elsewhere(ours, theirs):
-    """Texts of the added tokens of a FileTokenizer that have another id in another, or none."""
-    added = ours.tokenizer.get_added_tokens_decoder()
-    return [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
 
 
 def describe(name, vocab_size):
