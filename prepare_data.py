@@ -13,8 +13,7 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
 Rows with `messages`, or `prompt` and `completion`, are written by the tokenizer's chat template, and the loss counts on
 the assistant's tokens only: they are marked in train_000000.mask. One conversation is printed, with what is learned.
 
-This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on. The shards are the
-same bytes with and without such a break, and for any number of processes.
+This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on, to the same bytes.
 """
 
 from typing import Literal
@@ -274,10 +273,8 @@ def documents_of_source():
 
 
 def choose_val_below():
-    """
-    Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
-    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`.
-    """
+    """Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
+    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`."""
     below = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     for piece, document in documents_of_source():

@@ -5,11 +5,8 @@ Models of model.py as models of `transformers`: configuration, weights, and the 
     hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
-gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Numbers are copied, none is
-computed. Only the layout differs:
-    - queries, keys and values are one matrix here, and three there (in GPT-2 one, too)
-    - GPT-2's matrices are (in, out) there, all are (out, in) here
-    - the vocabulary is padded here, and those rows are cut off
+gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Only the layout differs: queries,
+keys and values are three matrices in the latter two; those of GPT-2's blocks are (in, out); nobody pads the vocabulary.
 """
 
 import re

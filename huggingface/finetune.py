@@ -10,8 +10,7 @@ A model of `transformers` as the train scripts want it: with the methods of mode
     line = self_test(model, pretrained, ...)  # logits are those of the folder
 
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
-and the loss are computed together in chunks (model.ChunkedCrossEntropy): logits over 150,000 tokens never exist whole.
-
+and the loss are computed together in chunks (model.ChunkedCrossEntropy).
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
 """
 
@@ -68,12 +67,7 @@ def transformers_offline():
 @dataclass(eq=False)
 class Pretrained:
     """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
-    model.ModelConfig. Raises ValueError where the folder holds no causal language model, or not one for block_size.
-
-    config        the PretrainedConfig
-    vocab_size    rows of the embedding; a tokenizer may have fewer tokens
-    arch          its model_type
-    """
+    model.ModelConfig. Raises ValueError where the folder holds no causal language model, or not one for block_size."""
 
     folder: str  # with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
     block_size: int | None = None
@@ -108,7 +102,7 @@ class Pretrained:
         if getattr(self.config, 'quantization_config', None):
             raise ValueError(f'{folder}: quantized weights cannot be trained: take the model in bfloat16')
         text = self.config.get_text_config()
-        self.vocab_size = text.vocab_size
+        self.vocab_size = text.vocab_size  # rows of the embedding; a tokenizer may have fewer tokens
         positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
         if block_size and positions and block_size > positions:
@@ -321,9 +315,8 @@ def find_blocks(model):
 def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
     """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
 
-    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU bf16
-    is slow in here: fp32 inside takes 0.6 of the time.
-    """
+    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU, fp32
+    inside takes 0.6 of the time of bf16."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype

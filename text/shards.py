@@ -10,9 +10,7 @@ A split of a dataset on its way to disk, so that a kill at any moment costs seco
 
 Tokens collect in train_000000.partial. When they fill a shard, write_shard copies them to train_000000.bin, and
 train_000001.partial is begun. The full one stays until totals that do not need it have been saved.
-
-A masked dataset has one byte of flags per token. In .partial it stands behind its token, so that the two cannot come
-apart; a full shard becomes .mask and .bin.
+A masked dataset has one byte of flags per token, which stands behind it in .partial, and in a file .mask beside .bin.
 """
 
 import os

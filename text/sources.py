@@ -1,8 +1,7 @@
 """
 Where text comes from: the standard library, files and folders, datasets saved to disk, or the Hugging Face hub.
 
-    source = find_source('stdlib')                                    # its parts, their sizes, a fingerprint
-    source = find_source('my_texts/')                                 # any tree of files
+    source = find_source('my_texts/')                                 # its parts, their sizes, a fingerprint
     source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
     download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 

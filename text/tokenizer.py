@@ -1,8 +1,7 @@
 """
 Text to token ids and back.
 
-    tokenizer = load_tokenizer('gpt2')                          # any name of tiktoken's
-    tokenizer = load_tokenizer('bytes')                         # UTF-8 bytes, nothing to download
+    tokenizer = load_tokenizer('gpt2')                          # any name of tiktoken's; 'bytes' needs no download
     tokenizer = load_tokenizer('bpe', 'data/stdlib-bpe2048')    # trained by prepare_data.py, lies with the dataset
     tokenizer = load_tokenizer('models/some_model')             # a Hugging Face folder with tokenizer.json
     tokenizer = tokenizer_of('data/stdlib-bpe2048')             # the one a dataset was made with
