@@ -111,9 +111,7 @@ def in_words(size):
 
 def weights_among(names, place, way_out):
     """SINGLE or INDEX, whichever is among the names of a model's files. Raises ValueError if these are not all there.
-
-    place: where they lie; way_out: ends the error message.
-    """
+    place: where they lie. way_out: ends the error message."""
     if 'config.json' not in names:
         raise ValueError(f'{place} has no config.json: {way_out}')
     if not any(files <= set(names) for files in TOKENIZERS):
@@ -139,9 +137,7 @@ def read_header(path):
 
 def check(folder, compare=True):
     """Raise ValueError unless the folder holds a whole model with its tokenizer; print what it holds.
-
-    compare: read every file that download.json lists, and compare its sha256.
-    """
+    compare: read every file that download.json lists, and compare its sha256."""
     names = {path.name for path in folder.iterdir()}
     if UNFINISHED in names:
         raise ValueError(f'{folder}: its download has not finished: {mend(folder)}')
@@ -253,9 +249,7 @@ def fetch(repo, commit, listed, folder, bar):
 
 def download(repo, folder):
     """Bring the folder to what the hub has at `revision`: fetch what is missing or damaged, then write download.json.
-
-    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else.
-    """
+    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else."""
     from huggingface_hub import HfApi
 
     if folder.is_dir() and any(folder.iterdir()) and origin(folder).get('repo') != repo:

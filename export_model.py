@@ -124,8 +124,8 @@ if not config.adapter:
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
 
-generator = torch.Generator().manual_seed(1337)
-some_tokens = torch.randint(vocab_size, (2, min(128, block_size or 128)), generator=generator)
+T = min(128, block_size or 128)
+some_tokens = torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(1337))
 trained_logits = logits_of(model)
 if config.adapter:
     lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}

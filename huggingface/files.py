@@ -19,10 +19,8 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file,
 
 
 def find_folder(init_from):
-    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME).
-
-    Raises ValueError with the command that fetches it.
-    """
+    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME). Raises
+    ValueError with the command that fetches it."""
     if os.path.isdir(init_from):
         return init_from
     if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):

@@ -220,9 +220,7 @@ class ForTraining:
 
     def forward(self, x, y=None, positions=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-
-        positions (B, T): restart at 0 with each packed document; attention then stays within documents.
-        """
+        positions (B, T): restart at 0 with each packed document; attention then stays within documents."""
         options = {'use_cache': False}
         if positions is not None:
             options['position_ids'] = positions
@@ -263,10 +261,8 @@ class ForTraining:
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     """The transformers model of a Pretrained with the methods of ForTraining, on meta under torch.device('meta').
-
     device: where it will compute; buffers go there even when the shards are kept on the host.
-    Raises ValueError for LoRA targets and frozen parameters that the model does not have.
-    """
+    Raises ValueError for LoRA targets and frozen parameters that the model does not have."""
     transformers = transformers_offline()
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
     config = pretrained.config

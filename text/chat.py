@@ -10,6 +10,7 @@ What is learned of an assistant's message is what the template adds to the promp
 very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -139,8 +140,7 @@ class ChatEncoder:
         """
         conversation = json.loads(conversation)
         messages = conversation['messages']
-        options = conversation.get('chat_template_kwargs', {})
-        options = {**options, 'tools': conversation['tools']} if 'tools' in conversation else options
+        options = {**conversation.get('chat_template_kwargs', {}), 'tools': conversation.get('tools')}
         answers = [
             self._answer(messages[: index + 1], options)
             for index in range(1, len(messages))
@@ -206,9 +206,8 @@ def marked_text(tokens, flags, decode, left, right):
     next_ones = np.flatnonzero(flags[1:] & FIRST) + 1
     end = next_ones[0] if len(next_ones) else len(tokens)
     changes = np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1
-    cuts = [0, *changes, end]
     parts = []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise([0, *changes, end]):
         # From two texts of the whole: some tokenizers drop the space with which a part begins.
         text = decode(tokens[:stop])[len(decode(tokens[:start])) :]
         text = text if len(text) <= 600 else f'{text[:400]} [...] {text[-200:]}'

@@ -32,10 +32,8 @@ HEADERLESS_NAMES = ('train.bin', 'val.bin')
 
 
 def write_shard(path, tokens, dtype):
-    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32.
-
-    Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
-    """
+    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32. Raises ValueError when an id does
+    not fit: numpy alone would store 128,000 in a uint16 as 62,464."""
     tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
     largest = np.iinfo(dtype).max
     assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
@@ -105,9 +103,7 @@ class ShardWriter:
 
     def add(self, tokens, documents, text_bytes, flags=None, longest=0):
         """Append tokens: an array of self.dtype, not empty. documents, text_bytes: what they add to the totals.
-
-        When masked, flags: uint8, as many, of whole conversations; longest: the tokens of the longest among them.
-        """
+        When masked, flags: uint8, as many, of whole conversations; longest: the tokens of the longest among them."""
         assert tokens.dtype == self.dtype, f'{tokens.dtype} tokens for a {self.dtype} shard'
         assert (flags is not None) == self.masked and (flags is None or len(flags) == len(tokens))
         totals = self.totals

@@ -319,11 +319,8 @@ def is_hub_name(dataset):
 
 
 def open_stream(dataset, config, split, hub_folder):
-    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts.
-
-    config: the configuration; None = the only one. hub_folder: where download() puts files; they are preferred.
-    Raises ValueError when the hub has no such dataset, or cannot be reached.
-    """
+    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts. config: None = the only one.
+    hub_folder: where download() puts files; they are preferred. Raises ValueError for what the hub cannot give."""
     import datasets
     import huggingface_hub
 
