@@ -20,6 +20,8 @@ import numpy as np
 from runtime.errors import one_line
 from text.shards import FIRST, LEARNED
 
+CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
+NO_CONVERSATIONS = 'no conversations (messages, or prompt and completion)'
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
 INSTRUCTIONS = ('system', 'developer')
 
@@ -83,6 +85,18 @@ def _messages_of(row):
     if not isinstance(messages, list):
         raise ValueError('rows whose messages are no list')
     return messages
+
+
+def has_chat_fields(row):
+    """Whether these are the names of a conversation's fields."""
+    return 'messages' in row or ('prompt' in row and 'completion' in row)
+
+
+def holds_conversations(row):
+    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
+    if isinstance(row.get('messages'), list):
+        return True
+    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
 
 
 def _without_nulls(value):

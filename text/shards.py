@@ -35,9 +35,8 @@ def write_shard(path, tokens, dtype):
     """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32. Raises ValueError when an id does
     not fit: numpy alone would store 128,000 in a uint16 as 62,464."""
     tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
-    largest = np.iinfo(dtype).max
     assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
         given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
         raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
     header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')

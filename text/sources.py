@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from runtime.errors import one_line
 from runtime.files import write_file
+from text.chat import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
@@ -34,8 +35,6 @@ KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.parquet': 'parquet',
     '.arrow': 'arrow',
 }
-CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
-NO_CONVERSATIONS = 'no conversations (messages, or prompt and completion)'
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -160,7 +159,7 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
     digest = hashlib.sha256()
     for part, sha256, row in found:
         has_no_rows = part.kind in ('text', 'yaml')
-        if chat and (has_no_rows or (row is not None and not _has_chat_fields(row))):
+        if chat and (has_no_rows or (row is not None and not has_chat_fields(row))):
             fields = f'; it has: {", ".join(row)}' if row else ''
             skipped.append(f'{part.path}: {NO_CONVERSATIONS}{fields}')
             continue
@@ -266,18 +265,6 @@ def _fields_of_columns(path, kind):
     return {field.name: values.get(str(field.type).partition('<')[0]) for field in schema}
 
 
-def _has_chat_fields(row):
-    """Whether these are the names of a conversation's fields."""
-    return 'messages' in row or ('prompt' in row and 'completion' in row)
-
-
-def holds_conversations(row):
-    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
-    if isinstance(row.get('messages'), list):
-        return True
-    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
-
-
 def _takes_conversations(row, text_field):
     """Whether rows like this one are read as conversations where the user has not said it."""
     if text_field is not None or not holds_conversations(row):
@@ -369,13 +356,13 @@ def download(dataset, config, hub_folder):
 def stream_source(stream, description, text_field=None, chat=None):
     """The Source of a datasets.IterableDataset, which is read shard by shard; the rest is as in find_source."""
     names = stream.column_names
-    if names is None or (chat is None and text_field is None and _has_chat_fields(names)):
+    if names is None or (chat is None and text_field is None and has_chat_fields(names)):
         row = next(iter(stream))
         names = list(row)
         chat = _takes_conversations(row, text_field) if chat is None else chat
     if not chat:
         check_text_field(description['name'], names, text_field or 'text')
-    elif not _has_chat_fields(names):
+    elif not has_chat_fields(names):
         raise ValueError(f'{description["name"]}: {NO_CONVERSATIONS}; it has: {", ".join(names)}')
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
