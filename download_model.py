@@ -39,10 +39,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime import errors
+from runtime.errors import one_line, report_errors
 from runtime.files import sha256_of, write_file
 
-errors.report_errors()
+report_errors()
 
 RECORD = 'download.json'  # repository, commit, size and sha256 of every file
 UNFINISHED = 'download.unfinished'  # is there, with the repository, while files are being fetched
@@ -109,6 +109,20 @@ def in_words(size):
 # --- CHECK A FOLDER ---------------------------------------------------------------------------------------------------
 
 
+def weights_among(names, place, way_out):
+    """SINGLE or INDEX, whichever is among the names of a model's files. Raises ValueError if these are not all there.
+    place: where they lie. way_out: ends the error message."""
+    if 'config.json' not in names:
+        raise ValueError(f'{place} has no config.json: {way_out}')
+    if not any(files <= set(names) for files in TOKENIZERS):
+        raise ValueError(f'{place} has no tokenizer ({" or ".join(map(min, TOKENIZERS))}): {way_out}')
+    for name in (SINGLE, INDEX):  # transformers, too, prefers the single file
+        if name in names:
+            return name
+    pickles = [f', only {name}, which can run code when it is read' for name in names if name.endswith(PICKLES)]
+    raise ValueError(f'{place} has no weights ({SINGLE} or {INDEX}){min(pickles, default="")}: {way_out}')
+
+
 def read_header(path):
     """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size is not what its header says."""
     from safetensors import SafetensorError, safe_open
@@ -123,24 +137,16 @@ def read_header(path):
 
 def check(folder, compare=True):
     """Raise ValueError unless the folder holds a whole model with its tokenizer; print what it holds.
-
-    compare: read every file that download.json lists, and compare its sha256.
-    """
+    compare: read every file that download.json lists, and compare its sha256."""
     names = {path.name for path in folder.iterdir()}
     if UNFINISHED in names:
         raise ValueError(f'{folder}: its download has not finished: {mend(folder)}')
+    weights = weights_among(names, folder, mend(folder))
     model_config = read_json(folder / 'config.json')
-    if not model_config:
-        raise ValueError(f'{folder} has no config.json: {mend(folder)}')
     placed = read_json(folder / INDEX).get('weight_map', {})  # tensor -> file
-    shards = {SINGLE} if SINGLE in names else set(placed.values())  # transformers, too, prefers the single file
-    if not shards:
-        pickles = [f', only {name}, which can run code when it is read' for name in names if name.endswith(PICKLES)]
-        raise ValueError(f'{folder} has no weights ({SINGLE} or {INDEX}){min(pickles, default="")}: {mend(folder)}')
-    if not any(files <= names for files in TOKENIZERS):
-        raise ValueError(f'{folder} has no tokenizer ({" or ".join(map(min, TOKENIZERS))}): {mend(folder)}')
     parameters, dtypes, size = 0, set(), 0
-    for name in sorted(shards):
+    shards = sorted({SINGLE} if weights == SINGLE else set(placed.values()))
+    for name in shards:
         if name not in names:
             raise ValueError(f'{folder / name}, which {INDEX} lists, is missing: {mend(folder)}')
         tensors = read_header(folder / name)
@@ -180,15 +186,10 @@ def one_line_errors(repo, folder):
         yield
     except Exception as error:
         if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, of which it is one
-            line = (
-                f'https://huggingface.co/{repo} wants its licence accepted: accept it there, then `hf auth login` '
-                'with a token of the account that did, and run this again'
-            )
+            page = f'https://huggingface.co/{repo}'
+            line = f'accept the licence on {page}, run `hf auth login` with a token of that account, then this again'
         elif isinstance(error, errors.RepositoryNotFoundError):
-            line = (
-                f'model={repo}: neither a folder here nor a model on the Hugging Face hub: look for its name on '
-                'https://huggingface.co/models (a private one wants `hf auth login` first)'
-            )
+            line = f'model={repo}: no folder, and not on the Hugging Face hub (a private one wants `hf auth login`)'
         elif isinstance(error, errors.RevisionNotFoundError):
             line = f'revision={config.revision}: {repo} has no such branch, tag or commit: try --revision=main'
         elif isinstance(error, errors.HfHubHTTPError):
@@ -199,11 +200,8 @@ def one_line_errors(repo, folder):
             line = f'{folder}: {error.strerror}: make room, or give another folder with --to=FOLDER'
         else:
             # An HTTP library quotes a header that it finds malformed, and the token is in one.
-            reason = re.sub(r'Bearer.*', 'Bearer ***', ' '.join(str(error).split()))[:200]
-            line = (
-                f'the Hugging Face hub cannot be reached ({type(error).__name__}: {reason}): run this where there is '
-                'internet, such as on a login node; what has arrived is kept'
-            )
+            reason = re.sub(r'Bearer.*', 'Bearer ***', one_line(error))
+            line = f'the Hugging Face hub cannot be reached ({reason}): run this on a login node, or where internet is'
         raise ValueError(line) from error
 
 
@@ -249,25 +247,9 @@ def fetch(repo, commit, listed, folder, bar):
     return sha256
 
 
-def choose(repo, listing):
-    """Names of what to fetch, without shards. Raises ValueError for a repository that is no model with a tokenizer."""
-    names = {name for name in listing for pattern in NEEDED if '/' not in name and fnmatch.fnmatchcase(name, pattern)}
-    weights = [name for name in (SINGLE, INDEX) if name in listing]
-    if 'config.json' not in names:
-        raise ValueError(f'{repo} has no config.json: it is no model of the transformers library')
-    if not weights:
-        pickles = [f', only {name}, which can run code when it is read' for name in listing if name.endswith(PICKLES)]
-        raise ValueError(f'{repo} has no safetensors weights{min(pickles, default="")}: choose another --model')
-    if not any(files <= names for files in TOKENIZERS):
-        raise ValueError(f'{repo} has no tokenizer: choose the --model that it was made from')
-    return names | {weights[0]}
-
-
 def download(repo, folder):
     """Bring the folder to what the hub has at `revision`: fetch what is missing or damaged, then write download.json.
-
-    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else.
-    """
+    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else."""
     from huggingface_hub import HfApi
 
     if folder.is_dir() and any(folder.iterdir()) and origin(folder).get('repo') != repo:
@@ -276,7 +258,8 @@ def download(repo, folder):
     with one_line_errors(repo, folder):  # some compute nodes drop packets silently, hence the timeout in seconds
         info = HfApi().model_info(repo, revision=config.revision, files_metadata=True, timeout=30)
         listing = {listed.rfilename: listed for listed in info.siblings}
-    names = choose(repo, listing)
+    names = {weights_among(listing, repo, 'choose another --model')}
+    names |= {name for name in listing for pattern in NEEDED if '/' not in name and fnmatch.fnmatchcase(name, pattern)}
     with one_line_errors(repo, folder):
         folder.mkdir(parents=True, exist_ok=True)
         marker = open(folder / UNFINISHED, 'a', encoding='utf-8')
@@ -315,9 +298,8 @@ def download(repo, folder):
                 path.unlink()
     files = {name: {'size': listing[name].size, 'sha256': sha256} for name, sha256 in hashes.items()}
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
-    write_file(
-        folder / RECORD, json.dumps({'repo': repo, 'revision': info.sha, 'date': date, 'files': files}, indent=1)
-    )
+    record = {'repo': repo, 'revision': info.sha, 'date': date, 'files': files}
+    write_file(folder / RECORD, json.dumps(record, indent=1))
     os.remove(folder / UNFINISHED)  # last: from here on the folder is complete
     check(folder, compare=False)  # each file has just been compared
 

@@ -11,8 +11,7 @@ Of models from scratch, gpt2, llama and qwen3 become the classes of that name. W
 (enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and loads with
 trust_remote_code=True.
 The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
-It takes memory for two copies of the fp32 weights, and for three of a model from scratch. Checkpoints in
-DeepSpeed's own format and of other trainers are not read (train_deepspeed.py writes none).
+It takes memory for two copies of the fp32 weights, and for three of a model from scratch.
 """
 
 import json
@@ -47,15 +46,10 @@ from safetensors.torch import load_file, save_file
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
-from text.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
+from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
 
 errors.report_errors()
-HERE = os.path.dirname(os.path.abspath(__file__))
 CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
-# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and all of English.
-SAMPLE_TEXT = (
-    "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|>\n" + __doc__
-)
 
 # --- CHECKPOINT -------------------------------------------------------------------------------------------------------
 
@@ -72,10 +66,8 @@ def foreign_format(folder):
     return None
 
 
-if foreign_format(config.out_dir):
-    raise ValueError(
-        f'out_dir={config.out_dir} is {foreign_format(config.out_dir)}: only runs of the scripts here are exported'
-    )
+if found := foreign_format(config.out_dir):
+    raise ValueError(f'out_dir={config.out_dir} is {found}: only runs of the scripts here are exported')
 if not re.fullmatch(r'\d+[KMG]B', config.max_shard_size):
     raise ValueError(f'max_shard_size={config.max_shard_size!r}: expected a number of KB, MB or GB, as in 500MB')
 config.to = os.path.abspath(config.to or os.path.join('models', os.path.basename(os.path.abspath(config.out_dir))))
@@ -96,9 +88,9 @@ transformers.logging.disable_progress_bar()
 
 def change_dtype(model, to):
     """Store weights as from_pretrained would: what its class keeps in fp32 stays, and so do RoPE's frequencies."""
-    kept = set(model._keep_in_fp32_modules_strict or ()) if to != torch.float32 else set()
+    kept = set() if to == torch.float32 else set(getattr(model, '_keep_in_fp32_modules_strict', None) or ())
     if to == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
+        kept |= set(getattr(model, '_keep_in_fp32_modules', None) or ())
     kept = [pattern.replace('*', '.*') for pattern in kept]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(re.search(pattern, name) for pattern in kept):
@@ -122,53 +114,42 @@ else:
     config.dtype = config.dtype or 'float32'
     model_config = ModelConfig(**model_facts)
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
-    if model_config.tie_embeddings:
-        weights['head.weight'] = weights['embed.weight']  # a checkpoint holds tied weights once
     with torch.device('meta'):
-        model = GPT(model_config).eval()  # computes in fp32, whatever the weights are stored in
-    model.load_state_dict(weights, assign=True)  # no copy
-    if model_config.tie_embeddings:
-        model.head.weight = model.embed.weight  # two parameters otherwise, though of one memory
+        model = GPT(model_config).eval()
+    model.to_empty(device='cpu')
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
+    model.load_state_dict(weights)
 if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
 
-generator = torch.Generator().manual_seed(1337)
-some_tokens = torch.randint(vocab_size, (2, min(128, block_size or 128)), generator=generator)
+T = min(128, block_size or 128)
+some_tokens = torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(1337))
 trained_logits = logits_of(model)
 if config.adapter:
     lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}
     lora = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in lora.items()}
     model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
     expected_logits = logits_of(model)
-elif is_fine_tuned:
+else:
     change_dtype(model, getattr(torch, config.dtype))
     change_dtype(model, torch.float32)  # the rounded numbers, but computed with in fp32
     expected_logits = logits_of(model)
     change_dtype(model, getattr(torch, config.dtype))
-else:
-    model.to(getattr(torch, config.dtype))
-    expected_logits = logits_of(model)
 
 # --- WRITE ------------------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer():
-    """(the run's tokenizer, the folder of its dataset); or (None, None), and the reason is printed."""
-    run = state['config']
-    folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
-    if run['dataset'] == 'synthetic':
-        print('exporting without tokenizer: the run learned random tokens (dataset=synthetic)')
-        return None, None
+def find_tokenizer(dataset_folder):
+    """The run's tokenizer; or None, and the reason is printed."""
     try:
-        ours = tokenizer_of(folder)
+        ours = tokenizer_of(dataset_folder)
         if ours.vocab_size > model_config.vocab_size:
-            raise ValueError(f'{ours.name} in {folder} has {ours.vocab_size} tokens, more than the model')
-        return ours, folder
+            raise ValueError(f'{ours.name} in {dataset_folder} has {ours.vocab_size} tokens, more than the model')
+        return ours
     except (ValueError, OSError) as error:
         print(f'exporting without tokenizer: {error} (--data_dir=FOLDER says where the dataset lies)')
-        return None, None
 
 
 def exported_weights():
@@ -178,8 +159,7 @@ def exported_weights():
         return weights
     if convert.is_in_transformers(model_config):
         return convert.to_transformers(weights, model_config)
-    rows = {name: convert.unpadded_shape(name, tensor.shape, model_config)[0] for name, tensor in weights.items()}
-    return {f'model.{name}': tensor[: rows[name]] for name, tensor in weights.items()}
+    return {f'model.{name}': convert.unpadded(name, tensor, model_config) for name, tensor in weights.items()}
 
 
 def write_native(folder, eot):
@@ -189,7 +169,7 @@ def write_native(folder, eot):
         their_config = convert.config_to_transformers(model_config)
     else:
         for name in CUSTOM_CODE:
-            shutil.copy(os.path.join(HERE, name), folder)
+            shutil.copy(os.path.join(files.ROOT, name), folder)
         auto_map = {'AutoConfig': 'modeling_gpt.GPTConfig', 'AutoModelForCausalLM': 'modeling_gpt.GPTForCausalLM'}
         keys = {'model_type': 'native_gpt', 'auto_map': auto_map, **model_config.to_dict()}
         files.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))
@@ -208,16 +188,11 @@ def write_native(folder, eot):
 
 def write_fine_tuned(folder):
     """Write config.json and the weights, and copy what else the model's folder held: tokenizer, licence, code, ..."""
-    files = os.listdir(pretrained.folder)
-    if 'generation_config.json' in files:
+    if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
         model.generation_config = transformers.GenerationConfig()  # in its place: save_pretrained refuses some models'
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
-    for name in files:
-        source = os.path.join(pretrained.folder, name)
-        if os.path.isdir(source):
-            shutil.copytree(source, os.path.join(folder, name))
-        elif name != 'config.json':
-            shutil.copyfile(source, os.path.join(folder, name))
+    options = {'ignore': shutil.ignore_patterns('config.json'), 'copy_function': shutil.copyfile}
+    shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
 
 
 def write_adapter(folder):
@@ -232,11 +207,8 @@ def write_adapter(folder):
         'base_model_name_or_path': state['config']['init_from'],
         'r': rank,
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
-        'lora_dropout': 0.0,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
         'fan_in_fan_out': any(finetune.is_conv1d(model.get_submodule(name)) for name in modules),
-        'bias': 'none',
-        'inference_mode': True,
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
     tensors = {f'base_model.model.{name}.weight': tensor.contiguous() for name, tensor in lora.items()}
@@ -257,14 +229,8 @@ def write_tokenizer(ours, dataset_folder, folder):
     # The model saw no token before a text but eot: what a Hugging Face tokenizer would add there is left out.
     fast.post_processor = tokenizers.processors.TemplateProcessing('$A', '$A $B', [])
     eot = fast.id_to_token(ours.eot)
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        bos_token=eot,
-        eos_token=eot,
-        model_max_length=model_config.block_size,
-        clean_up_tokenization_spaces=False,
-    )
-    theirs.save_pretrained(folder)
+    ends = {'bos_token': eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends).save_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = theirs.encode(SAMPLE_TEXT)
     if ids != ours.encode(SAMPLE_TEXT) or theirs.decode(ids) != ours.decode(ids) or theirs.eos_token_id != ours.eot:
@@ -282,10 +248,7 @@ def check_model(folder):
     for name, tensor in exported_weights().items():
         if loaded[name].dtype != tensor.dtype or not torch.equal(loaded[name], tensor):
             raise RuntimeError(f'{name} in {folder} is not what was written')
-    if is_fine_tuned:
-        change_dtype(theirs, torch.float32)
-    else:
-        theirs.float()
+    change_dtype(theirs, torch.float32)
     compare_logits(theirs.eval())
 
 
@@ -313,11 +276,10 @@ def compare_logits(theirs):
     if not difference <= 1e-4 * largest:
         raise RuntimeError(f'logits of {unfinished} differ by up to {difference:.2g} of {largest:.2g}')
     equal = 'to the bit' if difference == 0 else f'within {difference:.1e} of {largest:.1f} (fp32, other order of sums)'
-    rounding = (expected_logits - trained_logits).abs().max()
-    rounded = (
-        '' if config.dtype == 'float32' else f'; the rounding to {config.dtype} moved them by up to {rounding:.1e}'
-    )
-    print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}{rounded}')
+    print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}')
+    if config.dtype != 'float32':
+        rounding = (expected_logits - trained_logits).abs().max()
+        print(f'the rounding to {config.dtype} moved them by up to {rounding:.1e}')
 
 
 unfinished = f'{config.to}.tmp'  # only a whole and checked folder gets the name
@@ -331,7 +293,9 @@ try:
         write_fine_tuned(unfinished)
         check_model(unfinished)
     else:
-        tokenizer, dataset_folder = find_tokenizer()
+        run = state['config']
+        dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
+        tokenizer = find_tokenizer(dataset_folder)
         write_native(unfinished, tokenizer and tokenizer.eot)
         if tokenizer:
             write_tokenizer(tokenizer, dataset_folder, unfinished)

@@ -13,8 +13,7 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
 Rows with `messages`, or `prompt` and `completion`, are written by the tokenizer's chat template, and the loss counts on
 the assistant's tokens only: they are marked in train_000000.mask. One conversation is printed, with what is learned.
 
-This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on. The shards are the
-same bytes with and without such a break, and for any number of processes.
+This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on, to the same bytes.
 """
 
 from typing import Literal
@@ -78,6 +77,7 @@ from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 errors.report_errors(lambda: 'lower num_proc')
 
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
+LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
@@ -121,9 +121,7 @@ def encoded_units(units, rules):
     except OSError as error:  # a file that is gone, or has become shorter
         raise OSError(str(error)) from error
     except BrokenProcessPool as error:
-        raise OSError(
-            'a worker was killed, by hand or because memory ran out; the same command goes on, --num_proc=N takes less'
-        ) from error
+        raise OSError('a worker was killed: the same command goes on, --num_proc=N takes less memory') from error
 
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
@@ -136,13 +134,9 @@ if config.val_fraction is None:
 if not 0 <= config.val_fraction < 1:
     raise ValueError(f'val_fraction={config.val_fraction}: expected at least 0 (no validation split) and below 1')
 if not 0 < config.shard_tokens < 1 << 31:
-    raise ValueError(
-        f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1, for the header counts them in an int32'
-    )
+    raise ValueError(f'shard_tokens={config.shard_tokens}: expected 1 to 2^31 - 1 (the header has an int32)')
 if 'vocab_size' in explicit and config.tokenizer != 'bpe':
-    raise ValueError(
-        f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own: leave it out'
-    )
+    raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.chat and config.text_field is not None:
@@ -156,9 +150,8 @@ else:
 chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(
-        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: '
-        'give the folder of a chat model, as with --tokenizer=models/Qwen3-0.6B (python download_model.py '
-        '--model=Qwen/Qwen3-0.6B), or --chat=False to learn all strings as text'
+        f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
+        'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
     )
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
@@ -180,14 +173,10 @@ if not re.fullmatch(r'\w[\w.-]*', config.name):
 folder = Path(config.data_dir) / config.name
 settings = {  # what decides the tokens
     'source': facts['sha256'],
-    'text_field': config.text_field,
     'tokenizer': tokenizer_facts,
-    'val_rule': config.val_rule,
-    'val_fraction': config.val_fraction,
-    'seed': config.seed,
-    'shard_tokens': config.shard_tokens,
     'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
 }
+settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
 
 
 def refuse(state_of_folder):
@@ -196,14 +185,10 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
-    if 'chat_template' not in found['settings'] and config.text_field is None:
-        found['settings']['text_field'] = None  # made when text_field was 'text' by default
     differences = [key for key in settings if found['settings'].get(key) != settings[key]]
     if 'source' in differences:
-        refuse(
-            f'was {how_far} from {found["source"]["name"]} (sha256 {found["source"]["sha256"][:12]}), this command '
-            f'reads {facts["name"]} (sha256 {facts["sha256"][:12]})'
-        )
+        theirs, ours = (f'{about["name"]} (sha256 {about["sha256"][:12]})' for about in (found['source'], facts))
+        refuse(f'was {how_far} from {theirs}, this command reads {ours}')
     if differences:
         both = (f'{key}={found["settings"].get(key)!r}, this command has {settings[key]!r}' for key in differences)
         refuse(f'was {how_far} with {"; ".join(both)}')
@@ -228,7 +213,7 @@ def print_summary(meta):
     command = 'python train_ddp.py'
     is_of_a_model = os.path.exists(os.path.join(config.tokenizer, 'config.json'))
     if meta.get('masked') or is_of_a_model:  # which can learn it
-        family = 'qwen' if 'qwen' in os.path.basename(os.path.abspath(config.tokenizer)).lower() else 'llama'
+        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
@@ -245,10 +230,9 @@ def lock_folder():
         pass  # not every network file system has locks
 
 
-def remove_leftovers():
-    """Delete what a complete dataset does not need."""
-    for path in [folder / STATE_FILE, *folder.glob('*.partial'), *folder.glob('*.tmp'), *folder.glob('*.bin.tokens')]:
-        path.unlink(missing_ok=True)
+def delete(*patterns):
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        path.unlink()
 
 
 state = {'settings': settings, 'source': facts, 'position': [0, 0], 'work': 0, 'notes': {}, 'splits': {}}
@@ -260,7 +244,7 @@ if was_there:
         if 'settings' not in meta:
             refuse('holds a meta.json that this script has not written')
         refuse_other_settings(meta, 'made')
-        remove_leftovers()
+        delete(*LEFTOVERS)
         print('nothing to do, it is complete:')
         print_summary(meta)
         sys.exit()
@@ -272,8 +256,7 @@ if was_there:
             state, is_resumed = found, True
             print(f'{folder}: going on behind the first {tokens_written:,} tokens')
         else:  # killed before the first tokens counted: start over
-            for path in [path for kind in ('bin', 'mask', 'partial') for path in folder.glob(f'*.{kind}')]:
-                path.unlink()
+            delete('*.bin', '*.mask', '*.partial')
     elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
         refuse('holds token files that this script has not written')
 
@@ -290,10 +273,8 @@ def documents_of_source():
 
 
 def choose_val_below():
-    """
-    Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
-    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`.
-    """
+    """Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
+    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`."""
     below = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     for piece, document in documents_of_source():
@@ -302,10 +283,8 @@ def choose_val_below():
         if lowest < below <= highest:  # soon found, in all but small corpora
             return below
     if lowest >= highest:
-        raise ValueError(
-            f'dataset={config.dataset} is not two different documents, so a hash cannot choose some for validation: '
-            f'use --val_rule=tail for a text file, or --val_fraction=0'
-        )
+        advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
+        raise ValueError(f'dataset={config.dataset} is not two different documents, to be split by a hash: {advice}')
     return max(lowest + 1, min(below, highest))
 
 
@@ -351,8 +330,7 @@ if not is_resumed:
     if not was_there:
         lock_folder()
     if config.tokenizer == 'bpe':
-        sample = f'the train split (its first {BPE_SAMPLE_BYTES >> 20} MB)'
-        print(f'training a BPE of {config.vocab_size:,} tokens on {sample}')
+        print(f'training a BPE of {config.vocab_size:,} tokens on the first {BPE_SAMPLE_BYTES >> 20} MB to train on')
         train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json')
     elif 'sha256' in tokenizer_facts:
         # sample.py needs it, wherever the dataset is copied to
@@ -377,10 +355,10 @@ def save_state():
         writer.delete_full_partials()
 
 
-writers = {
-    split: ShardWriter(folder, split, dtype, config.shard_tokens, state['splits'].get(split), source.chat)
-    for split in (['train', 'val'] if config.val_fraction else ['train'])
-}
+writers = {}
+for split in ['train', 'val'] if config.val_fraction else ['train']:
+    totals = state['splits'].get(split)
+    writers[split] = ShardWriter(folder, split, dtype, config.shard_tokens, totals, source.chat)
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
@@ -398,8 +376,8 @@ with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, 
         if shards > saved_shards or time.perf_counter() - saved_at > SAVE_SECONDS:
             save_state()
             saved_at, saved_shards = time.perf_counter(), shards
-        tokens_per_second = tokens_made / (time.perf_counter() - start)
-        bar.set_postfix_str(f'{tokens_made:,} tokens, {tokens_per_second / 1e6:.2f}M tokens/s', refresh=False)
+        rate = tokens_made / (time.perf_counter() - start) / 1e6
+        bar.set_postfix_str(f'{tokens_made:,} tokens, {rate:.2f}M tokens/s', refresh=False)
         bar.update(unit.work)
 seconds = time.perf_counter() - start
 
@@ -408,9 +386,7 @@ save_state()
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
         reasons = f' ({"; ".join(note for note, _ in notes.most_common(2))})' if notes else ''
-        raise ValueError(
-            f'{facts["name"]} left no text for split {split!r}{reasons}: give more text or another --val_fraction'
-        )
+        raise ValueError(f'{facts["name"]} left no text for split {split!r}{reasons}: more text, or --val_fraction=0')
     writer.finish()
 meta = {
     'format_version': 1,
@@ -427,7 +403,7 @@ meta = {
     'settings': settings,
 }
 write_json(folder / 'meta.json', meta)  # last: with it, the dataset is complete
-remove_leftovers()
+delete(*LEFTOVERS)
 for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')
 if len(notes) > 10:

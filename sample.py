@@ -12,6 +12,7 @@ which lies in out_dir/model, and stdout has the answer alone. Any other model go
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -105,21 +106,11 @@ is_fine_tuned = 'transformers' in state['identity']['model']
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------
 
 
-def answers_messages():
-    """Whether the run has learned conversations, and there is a template to write more of them."""
-    if run.get('packed') and not text_tokenizer.chat_template:
-        say(f'{pretrained.folder} has no chat template, so the prompt is taken as text')
-    return bool(run.get('packed') and text_tokenizer.chat_template)
-
-
 def find_stop_tokens():
     """Ids of the tokens that end a text, as the model's folder names them, and of the one that ends an answer."""
     named = [text_tokenizer.eos_token_id, getattr(pretrained.config.get_text_config(), 'eos_token_id', None)]
-    with (
-        contextlib.suppress(FileNotFoundError),
-        open(os.path.join(pretrained.folder, 'generation_config.json')) as file,
-    ):
-        named.append(json.load(file).get('eos_token_id'))
+    with contextlib.suppress(OSError):  # there is no generation_config.json
+        named.append(transformers.GenerationConfig.from_pretrained(pretrained.folder).eos_token_id)
     found = {token for ids in named for token in (ids if isinstance(ids, list) else [ids]) if token is not None}
     if config.chat:  # where a model without a template was given one, its folder names the end of a text alone
         conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
@@ -134,30 +125,24 @@ def render(messages, **options):
     try:
         return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
     except Exception as error:
-        reason = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f'the chat template in {pretrained.folder} refuses: {reason}') from error
+        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}') from error
 
 
 if is_fine_tuned:
     if config.tokenizer is not None:
-        raise ValueError(
-            f'tokenizer={config.tokenizer}: a fine-tuned model has its own, in '
-            f'{config.out_dir}/{finetune.KEPT}; leave it out'
-        )
+        raise ValueError(f'tokenizer={config.tokenizer}: a fine-tuned model has its own; leave it out')
     transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
     pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
     try:
-        text_tokenizer = transformers.AutoTokenizer.from_pretrained(
-            pretrained.folder, trust_remote_code=config.trust_remote_code
-        )
+        options = {'trust_remote_code': config.trust_remote_code}
+        text_tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder, **options)
     except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = ' '.join(str(error).split())[:200]
-        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer in it: {reason}') from error
+        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer: {errors.one_line(error)}') from error
     if config.chat and not text_tokenizer.chat_template:
         raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')
     if config.chat is None:
-        config.chat = answers_messages()
+        config.chat = bool(run.get('packed') and text_tokenizer.chat_template)  # it has learned conversations
     stop_tokens = find_stop_tokens()
     model = finetune.for_inference(pretrained, weights)
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
@@ -167,33 +152,25 @@ if is_fine_tuned:
 else:
     for key, value in (('chat', config.chat), ('system', config.system)):
         if value:
-            raise ValueError(
-                f'{key}={value}: {config.out_dir} was trained from scratch, on text alone: leave --{key} out'
-            )
+            raise ValueError(f'{key}={value}: the model was trained from scratch, on text alone: leave --{key} out')
     model_config = ModelConfig(**state['identity']['model'])
     with torch.device('meta'):
         model = GPT(model_config, compute_dtype)
     model.to_empty(device=config.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
+    model.load_state_dict(weights)
     model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
     if config.tokenizer is not None:
         text_tokenizer = load_tokenizer(config.tokenizer)
-    elif run['dataset'] == 'synthetic':
-        raise ValueError(f'{config.out_dir} was trained on random tokens (dataset=synthetic), there is no text in them')
     else:
-        if not os.path.exists(os.path.join(dataset_folder, 'meta.json')):
-            raise ValueError(
-                f'{dataset_folder}/meta.json, which names the tokenizer of {config.out_dir}, is missing: '
-                'say where the dataset lies with --data_dir=FOLDER, or name the tokenizer with --tokenizer=NAME'
-            )
-        text_tokenizer = tokenizer_of(dataset_folder)
+        try:
+            text_tokenizer = tokenizer_of(dataset_folder)
+        except (ValueError, OSError) as error:
+            advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
+            raise ValueError(f'{error}; {advice}') from error
     if text_tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(
-            f'tokenizer {text_tokenizer.name} has {text_tokenizer.vocab_size} tokens, the model '
-            f'{model_config.vocab_size}: give the one it was trained with, --tokenizer=NAME'
-        )
+        sizes = f'has {text_tokenizer.vocab_size} tokens, the model {model_config.vocab_size}'
+        raise ValueError(f'tokenizer {text_tokenizer.name} {sizes}: give the one it was trained with, --tokenizer=NAME')
 del weights
 parameters = sum(parameter.numel() for parameter in model.parameters())
 say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {config.device}')
@@ -234,13 +211,16 @@ def continue_natively(text):
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=config.device)
         others[tokens_that_begin_with(begin)] = False
         batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
-    rows = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)[
-        :, len(tokens) :
-    ].tolist()
-    rows = [row[: row.index(text_tokenizer.eot)] if text_tokenizer.eot in row else row for row in rows]
+    batch = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)
+    rows = without_end(batch[:, len(tokens) :].tolist(), [text_tokenizer.eot])
     # A vocab_size set above the tokenizer's leaves unused ids.
     rows = [[token for token in row if token < text_tokenizer.vocab_size] for row in rows]
     return [text_tokenizer.decode(row).removeprefix(begin) for row in rows]
+
+
+def without_end(rows, stop_tokens):
+    """Lists of tokens, each up to its first stop token."""
+    return [list(itertools.takewhile(lambda token: token not in stop_tokens, row)) for row in rows]
 
 
 def generate(tokens):
@@ -253,15 +233,14 @@ def generate(tokens):
         options |= {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p or 1.0}
     batch = torch.tensor([tokens] * config.num_samples, device=config.device)  # (num_samples, T)
     torch.manual_seed(config.seed)
-    rows = model.generate(
+    batch = model.generate(
         batch,
         attention_mask=torch.ones_like(batch),
         max_new_tokens=min(config.max_new_tokens, positions - len(tokens)),
         pad_token_id=stop_tokens[0] if stop_tokens else 0,  # it fills rows that have ended
         **options,
-    )[:, len(tokens) :].tolist()
-    ends = [[at for at, token in enumerate(row) if token in stop_tokens] for row in rows]
-    return [row[: end[0]] if end else row for row, end in zip(rows, ends, strict=True)]
+    )
+    return without_end(batch[:, len(tokens) :].tolist(), stop_tokens)
 
 
 def continue_text(text):
@@ -275,9 +254,8 @@ def continue_text(text):
         raise ValueError('an empty prompt, and the tokenizer has no token that starts a text: give a --prompt')
     before = text_tokenizer.decode(tokens, skip_special_tokens=True)
     # Decoded with the prompt: some tokenizers drop the space that a text begins with.
-    return [
-        text_tokenizer.decode(tokens + row, skip_special_tokens=True).removeprefix(before) for row in generate(tokens)
-    ]
+    texts = [text_tokenizer.decode(tokens + row, skip_special_tokens=True) for row in generate(tokens)]
+    return [text.removeprefix(before) for text in texts]
 
 
 def answer(text):

@@ -1,1 +1,1 @@
-"""What models of transformers need: training them, reading their files, converting ours to theirs and back."""
+"""What models of transformers need: training them, reading their files, converting ours to theirs."""

@@ -1,23 +1,15 @@
 """
-Weights and configurations of `transformers` models, to and from the models of model.py.
+Models of model.py as models of `transformers`: configuration, weights, and the tokenizer of tiktoken.
 
-    model_config = config_from_transformers(hf_model.config)
-    model.load_state_dict(from_transformers(hf_model, model_config))
+    assert is_in_transformers(model_config)
     hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
-GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM have a counterpart in model.py. The conversions copy numbers and
-compute none, so both directions are exact. Only the layout differs:
-    - queries, keys and values are one matrix here, and three there (in GPT-2 one, too)
-    - GPT-2's matrices are (in, out) there, all are (out, in) here
-    - the vocabulary is padded here: those rows are zeros on the way in, and are cut off on the way out
+gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Only the layout differs: queries,
+keys and values are three matrices in the latter two; those of GPT-2's blocks are (in, out); nobody pads the vocabulary.
 """
 
 import re
-
-import torch
-
-from model import GPT, ModelConfig
 
 # Modules here -> modules there, first those of the root, then those of a block.
 GPT2_MODULES = {
@@ -49,77 +41,12 @@ LLAMA_MODULES = {  # of qwen3, too
     'mlp.down': 'mlp.down_proj',
 }
 
-
-# Fields of ModelConfig -> keys of their configurations, in both directions. (GPT2Config answers to these, too.)
+# Fields of ModelConfig -> keys of their configurations. (GPT2Config takes these, too.)
 SHARED_KEYS = {'vocab_size': 'vocab_size', 'tie_embeddings': 'tie_word_embeddings', 'n_layer': 'num_hidden_layers'}
 SHARED_KEYS |= {'n_head': 'num_attention_heads', 'n_embd': 'hidden_size', 'block_size': 'max_position_embeddings'}
 GPT2_KEYS = SHARED_KEYS | {'mlp_hidden_dim': 'n_inner', 'norm_eps': 'layer_norm_epsilon'}
 LLAMA_KEYS = SHARED_KEYS | {'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim'}
 LLAMA_KEYS |= {'mlp_hidden_dim': 'intermediate_size', 'norm_eps': 'rms_norm_eps'}
-
-
-def from_transformers(source, model_config):
-    """The state dict of GPT(model_config), from a transformers model or its state dict.
-
-    It is fp32 whatever the source is: these become the master weights, and Adam's moments take their dtype.
-    Raises ValueError if a weight is missing, left over or of another shape than model_config says.
-    """
-    theirs = dict(source.state_dict() if isinstance(source, torch.nn.Module) else source)
-    embedding = their_names('embed.weight', model_config)[0]
-    if model_config.tie_embeddings and embedding in theirs:  # not every checkpoint repeats a tied weight
-        theirs.setdefault('lm_head.weight', theirs[embedding])
-    with torch.device('meta'):
-        expected = GPT(model_config).state_dict()  # names and shapes, without memory
-
-    ours = {}
-    for name, parameter in expected.items():
-        missing = [their_name for their_name in their_names(name, model_config) if their_name not in theirs]
-        if missing:
-            raise ValueError(f'the transformers model has no {missing[0]}, which {model_config.arch} needs for {name}')
-        pieces = [theirs.pop(their_name).detach().float() for their_name in their_names(name, model_config)]
-        tensor = torch.cat([piece.T for piece in pieces] if is_transposed(name, model_config) else pieces)
-        shape = torch.Size(unpadded_shape(name, parameter.shape, model_config))
-        if tensor.shape != shape:
-            raise ValueError(
-                f'{name}: expected the shape {tuple(shape)}, the transformers model has {tuple(tensor.shape)}'
-            )
-        padding = parameter.shape[0] - shape[0]
-        ours[name] = torch.cat((tensor, tensor.new_zeros(padding, *shape[1:]))) if padding else tensor.contiguous()
-    if theirs:
-        raise ValueError(f'{model_config.arch} has no place for {next(iter(theirs))} of the transformers model')
-    return ours
-
-
-def to_transformers(state_dict, model_config):
-    """The state dict of the transformers model, from that of GPT(model_config); dtypes stay.
-
-    Raises ValueError for what transformers lacks, see is_in_transformers.
-    """
-    theirs = {}
-    for name, tensor in state_dict.items():
-        tensor = tensor[: unpadded_shape(name, tensor.shape, model_config)[0]]
-        names = their_names(name, model_config)
-        rows = [tensor.shape[0]]
-        if len(names) == 3:
-            kv_rows = model_config.n_kv_head * model_config.head_dim
-            rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
-        for their_name, piece in zip(names, tensor.split(rows), strict=True):
-            theirs[their_name] = (piece.T if is_transposed(name, model_config) else piece).contiguous()
-    return theirs
-
-
-def their_names(name, model_config):
-    """'blocks.0.attn.qkv.weight' -> ['transformer.h.0.attn.c_attn.weight']; with llama the names of q, k and v."""
-    if not is_in_transformers(model_config):
-        raise ValueError(f'transformers has no model like {model_config}')
-    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
-    module, kind = name.rsplit('.', 1)  # kind: weight or bias
-    if module.startswith('blocks.'):
-        _, number, inner = module.split('.', 2)
-        theirs = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
-    else:
-        theirs = f'{modules[module]}.{kind}'
-    return [theirs.format(letter) for letter in 'qkv'] if '{}' in theirs else [theirs]
 
 
 def is_in_transformers(model_config):
@@ -132,55 +59,39 @@ def is_in_transformers(model_config):
     return model_config.arch == 'llama'
 
 
-def is_transposed(name, model_config):
-    """GPT-2 in transformers keeps the matrices of its blocks in Conv1D modules, as (in, out)."""
-    return model_config.arch == 'gpt2' and name.endswith(('qkv.weight', 'proj.weight', 'up.weight', 'down.weight'))
+def to_transformers(state_dict, model_config):
+    """The state dict of the transformers model, from that of GPT(model_config); dtypes stay."""
+    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
+    kv_rows = model_config.n_kv_head * model_config.head_dim
+    qkv_rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
+    theirs = {}
+    for name, tensor in state_dict.items():
+        tensor = unpadded(name, tensor, model_config)
+        module, kind = name.rsplit('.', 1)  # kind: weight or bias
+        if module.startswith('blocks.'):
+            _, number, inner = module.split('.', 2)
+            their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
+        else:
+            their_name = f'{modules[module]}.{kind}'
+        if '{}' in their_name:
+            for letter, piece in zip('qkv', tensor.split(qkv_rows), strict=True):
+                theirs[their_name.format(letter)] = piece.contiguous()
+        elif model_config.arch == 'gpt2' and module.startswith('blocks.') and tensor.ndim == 2:
+            theirs[their_name] = tensor.T.contiguous()  # GPT-2's blocks keep their matrices as (in, out)
+        else:
+            theirs[their_name] = tensor.contiguous()
+    return theirs
 
 
-def unpadded_shape(name, shape, model_config):
-    return (model_config.vocab_size, *shape[1:]) if name in ('embed.weight', 'head.weight') else shape
-
-
-def config_from_transformers(hf_config):
-    """The ModelConfig of a GPT2Config, LlamaConfig or Qwen3Config; dropout is 0.
-
-    Raises ValueError for other models, and for the options of these that model.py does not compute.
-    """
-    arch = hf_config.model_type
-    if arch not in ('gpt2', 'llama', 'qwen3'):
-        raise ValueError(f'model_type={arch!r}: expected gpt2, llama or qwen3')
-    rope = getattr(hf_config, 'rope_parameters', None) or {}
-    biases = {getattr(hf_config, 'attention_bias', False), getattr(hf_config, 'mlp_bias', False)}
-    refusals = {  # option: whether the model needs it
-        f'rope_type={rope.get("rope_type")!r}': rope.get('rope_type', 'default') != 'default',
-        'attention_bias without mlp_bias': arch != 'gpt2' and len(biases) == 2,
-        'use_sliding_window': getattr(hf_config, 'use_sliding_window', False),
-        'scale_attn_by_inverse_layer_idx': getattr(hf_config, 'scale_attn_by_inverse_layer_idx', False),
-        'scale_attn_weights=False': not getattr(hf_config, 'scale_attn_weights', True),
-        'add_cross_attention': getattr(hf_config, 'add_cross_attention', False),
-    }
-    activation = hf_config.activation_function if arch == 'gpt2' else hf_config.hidden_act
-    refusals[f'activation {activation!r}'] = activation != ('gelu_new' if arch == 'gpt2' else 'silu')
-    for option, needed in refusals.items():
-        if needed:
-            raise ValueError(f'this {arch} model has {option}, which model.py does not support')
-
-    names = GPT2_KEYS if arch == 'gpt2' else LLAMA_KEYS
-    keys = {ours: getattr(hf_config, theirs) for ours, theirs in names.items()}
-    if arch != 'gpt2':
-        keys |= {'bias': biases == {True}, 'rope_theta': rope['rope_theta']}
-    return ModelConfig(arch=arch, **keys)
+def unpadded(name, tensor, model_config):
+    """A parameter without the rows that pad the vocabulary in training."""
+    return tensor[: model_config.vocab_size] if name in ('embed.weight', 'head.weight') else tensor
 
 
 def config_to_transformers(model_config):
-    """The GPT2Config, LlamaConfig or Qwen3Config of a ModelConfig, without special tokens: theirs would be others.
-
-    Raises ValueError for what transformers lacks, see is_in_transformers.
-    """
+    """The GPT2Config, LlamaConfig or Qwen3Config of a ModelConfig, without special tokens: theirs would be others."""
     import transformers
 
-    if not is_in_transformers(model_config):
-        raise ValueError(f'transformers has no model like {model_config}')
     arch, dropout = model_config.arch, model_config.dropout
     names = GPT2_KEYS if arch == 'gpt2' else LLAMA_KEYS
     keys = {theirs: getattr(model_config, ours) for ours, theirs in names.items()}

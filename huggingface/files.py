@@ -2,12 +2,13 @@
 The folder of a Hugging Face model: where it is, and its weights, mapped, by rows.
 
     folder = find_folder('models/Llama-3.2-1B')  # or OWNER/NAME of a model in the hub's local cache
-    weights = Weights(folder)  # of safetensors files; a header is read when a tensor of its file is asked for
+    weights = Weights(folder)  # of safetensors files
     found, lacking = weights.find(model)  # which tensor of the files is which of the model
     local, rows = local_rows(parameter)  # what this rank keeps of a sharded parameter, or all of it
     local.copy_(weights.read(found['model.norm.weight'], rows))
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,25 +19,19 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file,
 
 
 def find_folder(init_from):
-    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME).
-
-    Raises ValueError with the command that fetches it.
-    """
+    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME). Raises
+    ValueError with the command that fetches it."""
     if os.path.isdir(init_from):
         return init_from
     if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
         os.environ.setdefault('HF_HUB_OFFLINE', '1')
         import huggingface_hub
 
-        try:
+        with contextlib.suppress(OSError, ValueError):  # its LocalEntryNotFoundError is both
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
-        except (OSError, ValueError):  # its LocalEntryNotFoundError is both
-            pass
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
-    raise ValueError(
-        f'init_from={init_from}: no such folder, and no model of that name in the cache of the Hugging Face hub; where '
-        f'there is internet: `python download_model.py --model={hub_id}`, then --init_from=models/NAME'
-    )
+    advice = f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
+    raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
 
 
 class Weights:
@@ -48,25 +43,19 @@ class Weights:
         advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
         if not os.path.isdir(folder):
             raise ValueError(f'init_from={folder}: its weights are needed to start, and it is not there; {advice}')
-        if os.path.exists(os.path.join(folder, SINGLE)):  # first, as transformers looks for it
-            self.where = None  # all in one file, which is not opened yet
-        elif os.path.exists(os.path.join(folder, INDEX)):
+        names = os.listdir(folder)
+        if SINGLE in names:  # first, as transformers looks for it
+            self.file_of = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
+        elif INDEX in names:
             with open(os.path.join(folder, INDEX), encoding='utf-8') as file:
-                self.where = json.load(file)['weight_map']
+                self.file_of = json.load(file)['weight_map']
         else:
-            pickles = [name for name in os.listdir(folder) if name.endswith(('.bin', '.pth', '.pt'))]
+            pickles = [name for name in names if name.endswith(('.bin', '.pth', '.pt'))]
             unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
             raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
-        absent = sorted(
-            {name for name in (self.where or {}).values() if not os.path.exists(os.path.join(folder, name))}
-        )
+        absent = sorted(set(self.file_of.values()) - set(names))
         if absent:
             raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
-
-    def names(self):
-        if self.where is None:
-            self.where = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
-        return self.where
 
     def open(self, name):
         from safetensors import SafetensorError, safe_open
@@ -76,34 +65,25 @@ class Weights:
             try:
                 self.files[name] = safe_open(path, framework='pt')
             except SafetensorError as error:
-                raise ValueError(
-                    f'{path}: damaged ({error}); `python download_model.py --model={self.folder}` names what differs'
-                ) from error
+                advice = f'`python download_model.py --model={self.folder}` names what differs'
+                raise ValueError(f'{path}: damaged ({error}); {advice}') from error
         return self.files[name]
 
     def read(self, name, rows=slice(None)):
         """Some rows of a tensor, or all of it, as it is stored."""
-        whole = self._slice(name)
-        return whole[rows] if whole.get_shape() else self.open(self.names()[name]).get_tensor(name)
+        file = self.open(self.file_of[name])
+        return file.get_slice(name)[rows] if self.shape(name) else file.get_tensor(name)
 
     def shape(self, name):
-        return tuple(self._slice(name).get_shape())
-
-    def _slice(self, name):
-        from safetensors import SafetensorError
-
-        try:
-            return self.open(self.names()[name]).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f'{self.folder}: {self.names()[name]} lacks {name}, which {INDEX} says it has') from error
+        return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
 
     def find(self, model):
         """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
         base model, as GPT-2's do, and hold a tied weight under any of its names."""
-        there, prefix, found, lacking = self.names(), model.base_model_prefix + '.', {}, []
+        prefix, found, lacking = model.base_model_prefix + '.', {}, []
         for name, aliases in tensors_to_load(model).items():
             candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
-            match = next((candidate for candidate in candidates if candidate in there), None)
+            match = next((candidate for candidate in candidates if candidate in self.file_of), None)
             if match is not None:
                 found[name] = match
             elif not name.endswith(('.lora_A', '.lora_B')):

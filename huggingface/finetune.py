@@ -10,8 +10,7 @@ A model of `transformers` as the train scripts want it: with the methods of mode
     line = self_test(model, pretrained, ...)  # logits are those of the folder
 
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
-and the loss are computed together in chunks (model.ChunkedCrossEntropy): logits over 150,000 tokens never exist whole.
-
+and the loss are computed together in chunks (model.ChunkedCrossEntropy).
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
 """
 
@@ -19,10 +18,12 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import os
 import re
 import shutil
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from torch import nn
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, generator_of, recomputed
+from runtime import processes
+from runtime.errors import one_line
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -47,77 +50,67 @@ OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 
+@functools.cache
 def transformers_offline():
     """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
     os.environ.setdefault('HF_HUB_OFFLINE', '1')
-    logging.getLogger('DeepSpeed').addFilter(is_worth_saying)  # which transformers imports where it is installed
+    # transformers imports DeepSpeed where it is installed.
+    logging.getLogger('DeepSpeed').addFilter(lambda record: 'Setting accelerator to CPU' not in record.getMessage())
     import transformers
 
     return transformers
 
 
-def is_worth_saying(record):
-    return not record.getMessage().startswith('Setting accelerator to CPU')
-
-
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Pretrained:
     """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
-    model.ModelConfig.
+    model.ModelConfig. Raises ValueError where the folder holds no causal language model, or not one for block_size."""
 
-    folder        with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
-    config        the PretrainedConfig
-    vocab_size    rows of the embedding; a tokenizer may have fewer tokens
-    arch          its model_type
-    """
+    folder: str  # with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
+    block_size: int | None = None
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: str = 'all'  # linear layers of the blocks, or ends of their names, 'q_proj,v_proj'
+    freeze: str | None = None  # regular expression
+    dropout: float = 0.0
+    z_loss: float = 0.0
+    trust_remote_code: bool = False
+    weights_folder: str | None = None  # None = folder
 
-    def __init__(
-        self, folder, block_size=None, lora_rank=0, lora_alpha=16.0, lora_targets='all', freeze=None, dropout=0.0,
-        z_loss=0.0, trust_remote_code=False, weights_folder=None,
-    ):  # fmt: skip
-        """lora_targets: 'all' linear layers of the blocks, or ends of their names, 'q_proj,v_proj'. freeze: regular
-        expression. Raises ValueError where folder holds no causal language model, or not one for block_size."""
-        self.folder, self.weights_folder = str(folder), weights_folder or str(folder)
-        self.lora_rank, self.lora_alpha, self.lora_targets, self.freeze = lora_rank, lora_alpha, lora_targets, freeze
-        self.dropout, self.z_loss, self.trust_remote_code = dropout, z_loss, trust_remote_code
+    def __post_init__(self):
+        self.weights_folder = self.weights_folder or self.folder
+        folder, block_size = self.folder, self.block_size
         transformers = transformers_offline()
-        if not os.path.exists(os.path.join(folder, 'config.json')):
-            raise ValueError(
-                f'{folder}: no config.json; `python download_model.py --model={folder}` says what is amiss'
-            )
         try:
-            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
         except (ValueError, OSError, KeyError, ImportError) as error:
-            reason = ' '.join(str(error).split())[:300]
+            reason = f'{one_line(error)}; see `python download_model.py --model={folder}`'
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
         mappings = transformers.models.auto.modeling_auto
-        encoders = (
-            mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() if not getattr(self.config, 'is_decoder', True) else ()
-        )
-        known = mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - encoders  # BERT is in both
+        known = set(mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        if not getattr(self.config, 'is_decoder', True):
+            known -= set(mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # BERT is in both
         own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
         self.arch = self.config.model_type
         if not own_code and self.arch not in known:
             raise ValueError(f'{folder}: model_type={self.arch!r} is no causal language model of transformers')
         if getattr(self.config, 'quantization_config', None):
-            raise ValueError(
-                f'{folder}: its weights are quantized, which cannot be trained: take the model in bfloat16'
-            )
+            raise ValueError(f'{folder}: quantized weights cannot be trained: take the model in bfloat16')
         text = self.config.get_text_config()
-        self.vocab_size = text.vocab_size
+        self.vocab_size = text.vocab_size  # rows of the embedding; a tokenizer may have fewer tokens
         positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
         if block_size and positions and block_size > positions:
-            raise ValueError(
-                f'block_size={block_size}: {self.arch} in {folder} has {positions} positions: use '
-                f'--block_size={positions} or less'
-            )
-        if lora_rank < 0 or (lora_rank and lora_alpha <= 0):
-            raise ValueError(f'lora_rank={lora_rank}, lora_alpha={lora_alpha}: expected 0 (off) or more, and above 0')
+            advice = f'use --block_size={positions} or less'
+            raise ValueError(f'block_size={block_size}: {folder} ({self.arch}) has {positions} positions: {advice}')
+        if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
+            given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
+            raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
 
     @classmethod
     def from_keys(cls, config, explicit):
@@ -125,10 +118,8 @@ class Pretrained:
         that is not there, and for one without weights that no earlier start of this run has read."""
         set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
         if set_here:
-            raise ValueError(
-                f'{set_here[0]}={config[set_here[0]]!r}: the model of init_from={config["init_from"]} has its own; '
-                f'leave out {", ".join(set_here)}'
-            )
+            given = f'{set_here[0]}={config[set_here[0]]!r}'
+            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {", ".join(set_here)}')
         init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
         try:
             source = find_folder(init_from)
@@ -147,9 +138,7 @@ class Pretrained:
         """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
         folder = os.path.join(out_dir, KEPT)
         if not os.path.isdir(folder):
-            raise ValueError(
-                f'{folder} is missing, which has the configuration and tokenizer of the model: copy it back'
-            )
+            raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
         options = {key: saved[key] for key in ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets')}
         return cls(folder, trust_remote_code=trust_remote_code, **options)
@@ -175,9 +164,7 @@ class Pretrained:
 
     def empty_model(self, kind=None):
         """The transformers model without its weights: parameters and buffers as the context says, best on meta.
-
-        kind: a subclass of the class that transformers has for it, in place of that class.
-        """
+        kind: a subclass of the class that transformers has for it, in its place."""
         transformers, config = transformers_offline(), copy.deepcopy(self.config)
         if kind is None:
             options = {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
@@ -189,44 +176,38 @@ class Pretrained:
 
     def to_dict(self):
         """What decides shapes and numbers: for the log, scaling.py, estimate.py and the identity of a checkpoint."""
-        return dict(self.facts)
+        return self.facts
 
     @functools.cached_property
     def facts(self):
         text = self.config.get_text_config()
-        heads = getattr(text, 'num_attention_heads', 1)
+        heads, head_dim = heads_of(text)
         of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
-        return {
-            'arch': self.arch,
+        own = ('arch', 'vocab_size', 'block_size', 'dropout', 'z_loss')
+        own += ('lora_rank', 'lora_alpha', 'lora_targets', 'freeze')
+        return {key: getattr(self, key) for key in own} | {
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
-            'head_dim': value_of(text, 'head_dim') or text.hidden_size // heads,
+            'head_dim': head_dim,
             'n_embd': text.hidden_size,
             'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
-            'vocab_size': self.vocab_size,
-            'block_size': self.block_size,
-            'dropout': self.dropout,
-            'z_loss': self.z_loss,
             'bias': any(name.endswith('bias') for name, _ in model.named_parameters()),
             'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
             'attention_gate': False,
-            'lora_rank': self.lora_rank,
-            'lora_alpha': self.lora_alpha,
-            'lora_targets': self.lora_targets,
-            'freeze': self.freeze,
             'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
 
 
-def value_of(config, name):
-    """An attribute of a configuration, or None; some raise their own errors where it differs from layer to layer."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
+def heads_of(config):
+    """(number of heads, dimensions of one). Some configurations raise their own errors where layers differ in it."""
+    heads = getattr(config, 'num_attention_heads', 1)
+    with contextlib.suppress(Exception):
+        if config.head_dim:
+            return heads, config.head_dim
+    return heads, config.hidden_size // heads
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -239,9 +220,7 @@ class ForTraining:
 
     def forward(self, x, y=None, positions=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-
-        positions (B, T): restart at 0 with each packed document; attention then stays within documents.
-        """
+        positions (B, T): restart at 0 with each packed document; attention then stays within documents."""
         options = {'use_cache': False}
         if positions is not None:
             options['position_ids'] = positions
@@ -274,8 +253,6 @@ class ForTraining:
 
     def checkpoint_activations(self, mode):
         """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
-        if mode not in ('none', 'full', 'selective'):
-            raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
         for block in self.blocks if mode != 'none' else ():
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
@@ -284,10 +261,8 @@ class ForTraining:
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     """The transformers model of a Pretrained with the methods of ForTraining, on meta under torch.device('meta').
-
     device: where it will compute; buffers go there even when the shards are kept on the host.
-    Raises ValueError for LoRA targets and frozen parameters that the model does not have.
-    """
+    Raises ValueError for LoRA targets and frozen parameters that the model does not have."""
     transformers = transformers_offline()
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
     config = pretrained.config
@@ -315,9 +290,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
     model.has_plain_head &= model.base_model is not model  # it is where a class names none
-    heads, layers = getattr(text, 'num_attention_heads', 1), len(model.blocks)
-    head_dim = value_of(text, 'head_dim') or text.hidden_size // heads
-    model.flops_of_attention = 12 * layers * heads * head_dim * (pretrained.block_size or 0)
+    model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
     freeze(model, pretrained)
     return model
@@ -331,18 +304,15 @@ def find_blocks(model):
     found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
     found = found or [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
     if not found:
-        raise ValueError(
-            f'{type(model).__name__} has no list of blocks that could be sharded: train it with train_ddp.py'
-        )
+        raise ValueError(f'{type(model).__name__} has no list of blocks that could be sharded: not supported')
     return max(found, key=len)
 
 
 def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
     """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
 
-    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU bf16
-    is slow in here: fp32 inside takes 0.6 of the time.
-    """
+    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU, fp32
+    inside takes 0.6 of the time of bf16."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype
@@ -373,10 +343,8 @@ def loss_of_logits(logits, targets, vocab_size, z_loss):
 
 
 def fill_buffers(model, device):
-    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies.
-
-    transformers has a rule for each in _init_weights(). Raises ValueError for one that it leaves alone.
-    """
+    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies: transformers has
+    rules for them in _init_weights(). Raises ValueError for one without."""
     for module in model.modules():
         unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name, buffer in module._buffers.items():
@@ -393,9 +361,7 @@ def fill_buffers(model, device):
             module._parameters = parameters
         for name in unset:
             if module._buffers[name].isnan().any():
-                raise ValueError(
-                    f'transformers does not say how to fill {name} of {type(module).__name__}: not supported'
-                )
+                raise ValueError(f'transformers has no rule to fill {name} of {type(module).__name__}: not supported')
 
 
 # --- LoRA and frozen parts --------------------------------------------------------------------------------------------
@@ -418,14 +384,15 @@ def freeze(model, pretrained):
             module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
             module.register_forward_hook(add_lora)
     if pretrained.freeze:
+        parameters = dict(model.named_parameters())
         try:
-            frozen = [p for name, p in model.named_parameters() if re.search(pretrained.freeze, name)]
+            frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
         except re.error as error:
             raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
         if not frozen:
-            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter; they are {some_names(model)}')
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
+        for name in frozen:
+            parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
 
@@ -451,11 +418,6 @@ def lora_modules(model, targets):
 def is_conv1d(module):
     """GPT-2's linear layer, with its weight as (in, out)."""
     return type(module).__name__ == 'Conv1D'
-
-
-def some_names(model):
-    names = [name for name, _ in model.named_parameters()]
-    return f'{", ".join(names[:3])}, ... {names[-1]}'
 
 
 def merge_lora(model, weights, pretrained):
@@ -485,7 +447,9 @@ def load(model, pretrained, seed=0):
     """
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
-    whole = state_of_rank_0(pretrained) if lacking else None
+    whole = {}  # on rank 0 alone
+    if lacking:
+        processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()))
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in tensors_to_load(model):
         local, rows = local_rows(tensors[name])
@@ -494,12 +458,10 @@ def load(model, pretrained, seed=0):
         elif name.endswith('.lora_A'):
             local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
-            local.copy_(from_rank_0(whole and whole[name], tensors[name])[rows])
+            local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
         elif weights.shape(found[name]) != tuple(tensors[name].shape):
-            raise ValueError(
-                f'{pretrained.weights_folder}: {found[name]} has the shape {weights.shape(found[name])}, config.json '
-                f'asks for {tuple(tensors[name].shape)}'
-            )
+            shapes = f'has the shape {weights.shape(found[name])}, config.json asks for {tuple(tensors[name].shape)}'
+            raise ValueError(f'{pretrained.weights_folder}: {found[name]} {shapes}')
         elif local.numel():
             local.copy_(weights.read(found[name], rows))
 
@@ -516,25 +478,9 @@ def whole_model(pretrained):
     options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
     if info['missing_keys']:
-        raise ValueError(
-            f'{pretrained.weights_folder}: the files lack {len(info["missing_keys"])} weights of {pretrained.arch}, '
-            f'{sorted(info["missing_keys"])[0]} first; `python download_model.py --model=OWNER/NAME` fetches them'
-        )
+        lacking = f'lacks {len(info["missing_keys"])} weights, as {min(info["missing_keys"])}'
+        raise ValueError(f'{pretrained.weights_folder} {lacking}: see `python download_model.py --model=FOLDER`')
     return model.eval()
-
-
-def state_of_rank_0(pretrained):
-    """The state dict as transformers loads it, on rank 0; None on the others. Raises its ValueError on every rank."""
-    outcome, state = [None], None
-    if dist.get_rank() == 0:
-        try:
-            state = whole_model(pretrained).state_dict()
-        except ValueError as error:
-            outcome = [str(error)]
-    dist.broadcast_object_list(outcome, device=torch.device('cpu'))
-    if outcome[0]:
-        raise ValueError(outcome[0])
-    return state
 
 
 def from_rank_0(tensor, like):
@@ -575,14 +521,14 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     y = x.roll(-1, 1)
     facts, problems = [], []
     exact = raw_model.compute_dtype == torch.float32
-    tolerance = 1e-4 if exact else 0.1  # of a norm; wrong frequencies give about 1
+    tolerance = 1e-4 if exact else 0.02
     model.eval()
     compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
     if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
         torch.compiler.set_stance('force_eager')
     logits = model(x).float()  # (1, T, V)
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
-    if not abs(ce - expected_ce) <= (1e-4 if exact else 0.02) * expected_ce:
+    if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
     whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
     facts.append(f'the loss is that of the logits{whole}')
@@ -591,9 +537,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
         second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
-        if (
-            not (second - again).norm() <= (1e-4 if exact else 0.02) * second.norm()
-        ):  # experts of mixtures add up in another order
+        if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
             problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
         facts.append('packed documents do not see each other')
     if compiled:
@@ -603,16 +547,11 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
             module.reshard()
     model.train()
     if loaded:
-        difference = [None]
-        if dist.get_rank() == 0:
-            expected = reference_logits(pretrained, tokens)
-            difference = [((logits.cpu() - expected).norm() / expected.norm()).item()]
-        dist.broadcast_object_list(difference, device=torch.device('cpu'))
-        if not difference[0] <= tolerance:
-            problems.append(
-                f'logits differ from those of {pretrained.weights_folder} by {difference[0]:.2g} of their norm'
-            )
-        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference[0]:.1g} of their norm)')
+        expected = processes.on_rank_0(reference_logits, pretrained, tokens)
+        difference = (logits.cpu() - expected).norm() / expected.norm()
+        if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
+            problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm')
+        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference:.1g} of their norm)')
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
     return f'self-test: {"; ".join(facts)}'
@@ -628,24 +567,23 @@ def reference_logits(pretrained, tokens):
         return whole_model(pretrained)(tokens, use_cache=False).logits
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
     fill_buffers(model, 'cpu')
-
-    def fetch(module, prefix, wanted):
-        """Give a module its tensors, or only their shapes back."""
-        for name, inner in module.named_modules(prefix=prefix):
-            for of_module in (inner._parameters, inner._buffers):
-                for attribute, tensor in of_module.items():
-                    if tensor is None or attribute in inner._non_persistent_buffers_set:
-                        continue
-                    value = weights.read(found[aliases[f'{name}.{attribute}']]).float() if wanted else tensor.to('meta')
-                    of_module[attribute] = nn.Parameter(value, False) if of_module is inner._parameters else value
-
     blocks = find_blocks(model)
     inside = {inner for block in blocks for inner in block.modules()}
-    table = model.get_input_embeddings()
     for name, module in model.named_modules():
-        if module is table:
-            fetch(module, name, True)  # for good: some classes ask where it lies before they call it
-        elif module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
-            module.register_forward_pre_hook(lambda module, args, name=name: fetch(module, name, True))
-            module.register_forward_hook(lambda module, args, output, name=name: fetch(module, name, False))
+        if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
+            empty = module.state_dict()
+            sources = {inner: found[aliases[f'{name}.{inner}']] for inner in empty}
+
+            def fetch(module, args, sources=sources):
+                tensors = {inner: weights.read(source).float() for inner, source in sources.items()}
+                module.load_state_dict(tensors, assign=True)
+
+            def empty_again(module, args, output, empty=empty):
+                module.load_state_dict(empty, assign=True)
+
+            if module is model.get_input_embeddings():
+                fetch(module, ())  # for good: some classes ask where it lies before they call it
+            else:
+                module.register_forward_pre_hook(fetch)
+                module.register_forward_hook(empty_again)
     return model.eval()(tokens, use_cache=False).logits

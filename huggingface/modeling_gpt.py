@@ -4,8 +4,8 @@ model.py beside the weights, and there they are loaded with
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Nothing is computed here: model.py is what ran in training. It has no mask for padding, so a batch is padded on the
-right or not at all; and generate() has no cache: every new token costs a pass over all tokens before it.
+Nothing is computed here: model.py is what ran in training. It has no mask for padding: pad on the right. generate() has
+no cache: every new token costs a pass over all tokens before it.
 """
 
 from dataclasses import fields

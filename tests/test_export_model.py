@@ -232,19 +232,6 @@ def test_without_a_tokenizer_it_says_why(export, tmp_path):
     assert theirs.config.eos_token_id is None and theirs.generation_config.eos_token_id is None
 
 
-def test_a_configuration_goes_to_transformers_and_back():
-    models = [{'arch': 'gpt2', 'mlp_hidden_dim': 100, 'norm_eps': 1e-4}]
-    for arch in ('llama', 'qwen3'):
-        models.append({'arch': arch, 'n_kv_head': 2, 'head_dim': 10, 'rope_theta': 5e5, 'tie_embeddings': True})
-    for keys in models:
-        config = ModelConfig(n_layer=2, n_head=4, n_embd=64, vocab_size=300, block_size=48, **keys)
-        assert convert.config_from_transformers(convert.config_to_transformers(config)) == config
-    for keys in ({'bias': False}, {'head_dim': 8}, {'n_kv_head': 2}, {'arch': 'qwen3', 'bias': True}):
-        config = ModelConfig(n_layer=2, n_head=4, n_embd=64, vocab_size=300, **keys)
-        with pytest.raises(ValueError, match='transformers has no model like'):
-            convert.config_to_transformers(config)
-
-
 def test_what_is_there_is_not_overwritten(export, tmp_path):
     (tmp_path / 'exports' / 'llama').mkdir(parents=True)  # empty: may be used
     folder, _ = export('llama')

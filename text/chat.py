@@ -10,7 +10,7 @@ What is learned of an assistant's message is what the template adds to the promp
 very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
 """
 
-import importlib.util
+import itertools
 import json
 import os
 from pathlib import Path
@@ -20,6 +20,8 @@ import numpy as np
 from runtime.errors import one_line
 from text.shards import FIRST, LEARNED
 
+CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
+NO_CONVERSATIONS = 'no conversations (messages, or prompt and completion)'
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
 INSTRUCTIONS = ('system', 'developer')
 
@@ -43,15 +45,7 @@ def conversation_of(row):
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = _without_nulls(row)
-    messages = row.get('messages')
-    if messages is None:
-        if 'prompt' not in row or 'completion' not in row:
-            raise ValueError('rows with neither messages nor prompt and completion')
-        prompt = _as_messages('user', row['prompt'])
-        completion = _as_messages('assistant', row['completion'])
-        messages = prompt + completion if isinstance(prompt, list) and isinstance(completion, list) else None
-    if not isinstance(messages, list):
-        raise ValueError('rows whose messages are no list')
+    messages = _messages_of(row)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get('role'), str):
             raise ValueError('rows with a message that has no role')
@@ -77,9 +71,32 @@ def conversation_of(row):
     return json.dumps(conversation, ensure_ascii=False)
 
 
-def _as_messages(role, content):
-    """A prompt or completion as messages, where it is a string."""
-    return [{'role': role, 'content': content}] if isinstance(content, str) else content
+def _messages_of(row):
+    """The messages of a row, whatever its fields are called. Raises ValueError where there are none."""
+    if 'messages' in row:
+        messages = row['messages']
+    elif 'prompt' in row and 'completion' in row:
+        prompt, completion = row['prompt'], row['completion']
+        prompt = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+        completion = [{'role': 'assistant', 'content': completion}] if isinstance(completion, str) else completion
+        messages = prompt + completion if type(prompt) is type(completion) is list else None
+    else:
+        raise ValueError('rows with neither messages nor prompt and completion')
+    if not isinstance(messages, list):
+        raise ValueError('rows whose messages are no list')
+    return messages
+
+
+def has_chat_fields(row):
+    """Whether these are the names of a conversation's fields."""
+    return 'messages' in row or ('prompt' in row and 'completion' in row)
+
+
+def holds_conversations(row):
+    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
+    if isinstance(row.get('messages'), list):
+        return True
+    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
 
 
 def _without_nulls(value):
@@ -103,11 +120,8 @@ class ChatEncoder:
     """The chat template and the tokenizer of a Hugging Face folder. eot: the id of its end-of-text token."""
 
     def __init__(self, folder, eot):
-        from tokenizers import Tokenizer, processors
-
-        if importlib.util.find_spec('jinja2') is None:
-            raise ValueError('chat templates need jinja2 3.1.6 or newer: pip install -U jinja2')
         import transformers
+        from tokenizers import Tokenizer, processors
 
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
@@ -120,35 +134,27 @@ class ChatEncoder:
         self.special_tokens = tuple(token.content for _, token in added if token.special)
         self.eot = eot
         # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.
-        verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # it warns that the folder names another class
         try:
             self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             self.renderer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
-        except ImportError as error:  # an old jinja2
-            raise ValueError(one_line(error)) from error
-        except Exception as error:
-            if type(error).__name__ == 'TemplateSyntaxError' or not hasattr(self, 'renderer'):
-                reason = f'its chat template cannot be used: {one_line(error)}'
-                raise ValueError(f'tokenizer={folder}: {reason}') from error
-        finally:
-            transformers.logging.set_verbosity(verbosity)
+        except Exception as error:  # that this message is refused says nothing of other messages
+            is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
+            if is_broken or not hasattr(self, 'renderer'):
+                raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
 
     def examples(self, conversation):
-        """
-        Yield (ids, flags, text) of what there is to learn in a conversation, JSON text that conversation_of() returned.
+        """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
 
-        ids: uint32 array; flags: uint8 array of the same length, FIRST at its beginning and LEARNED where a token
-        belongs to an answer. text: what was tokenized.
-        It is one example, where the template writes every answer in the whole conversation as it wrote it when it came
-        last. Where not, as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. The answers
-        of a template that writes no end-of-turn token end with end-of-text, and each is an example.
+        ids: uint32 array; flags: uint8, as many, FIRST at the beginning and LEARNED where a token belongs to an answer.
+        It is one example, if the template writes every answer in the whole conversation as when it came last. If not,
+        as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. So it is, with end-of-text
+        behind each answer, if the template writes no end-of-turn token.
         Raises ValueError with the reason for what the template cannot write.
         """
         conversation = json.loads(conversation)
         messages = conversation['messages']
-        options = conversation.get('chat_template_kwargs', {})
-        options = {**options, 'tools': conversation['tools']} if 'tools' in conversation else options
+        options = {**conversation.get('chat_template_kwargs', {}), 'tools': conversation.get('tools')}
         answers = [
             self._answer(messages[: index + 1], options)
             for index in range(1, len(messages))
@@ -214,9 +220,8 @@ def marked_text(tokens, flags, decode, left, right):
     next_ones = np.flatnonzero(flags[1:] & FIRST) + 1
     end = next_ones[0] if len(next_ones) else len(tokens)
     changes = np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1
-    cuts = [0, *changes, end]
     parts = []
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in itertools.pairwise([0, *changes, end]):
         # From two texts of the whole: some tokenizers drop the space with which a part begins.
         text = decode(tokens[:stop])[len(decode(tokens[:start])) :]
         text = text if len(text) <= 600 else f'{text[:400]} [...] {text[-200:]}'

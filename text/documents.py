@@ -6,10 +6,10 @@ The documents of a source that sources.py has found, a unit at a time.
     for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
 A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
-that is a list, each element. Memory is bounded: units_of() hands out stretches of files, or a few rows. Reading the
-stretches and parsing them is left to documents_of().
+that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
 """
 
+import itertools
 import json
 import re
 from typing import NamedTuple
@@ -33,10 +33,6 @@ class Piece(NamedTuple):
     ends_document: bool = True
     split: str | None = None
     kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml'
-
-    def read(self):
-        """Its bytes."""
-        return _read_stretch(self.origin, self.start, self.length) if self.data is None else self.data
 
     def head_of(self, document):
         """The first bytes of the document that `document` is a stretch of."""
@@ -127,14 +123,16 @@ def _read_json(source, part, offset):
 
 def _elements(file):
     """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
-    text = file.read(UNIT_BYTES).lstrip().removeprefix('[')
-    at_end = False
+    text, at_end, decoder = file.read(UNIT_BYTES).lstrip().removeprefix('['), False, json.JSONDecoder()
     while True:
         text = text.lstrip(' \t\r\n,')
         if text.startswith(']'):
             return
-        end = _end_of_value(text)
-        if end is not None and (end < len(text) or at_end):  # at the end of what was read a number may go on
+        try:
+            end = decoder.raw_decode(text)[1]
+        except (ValueError, RecursionError):  # cut off, or no JSON
+            end = len(text)
+        if end < len(text):  # at the end of what was read a number may go on
             yield text[:end]
             text = text[end:]
         elif not at_end:
@@ -146,34 +144,17 @@ def _elements(file):
             return
 
 
-def _end_of_value(text):
-    """Where the JSON value ends with which a text begins; None if it is cut off or no JSON."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
 def _read_parquet(source, part, offset):
     """Rows, streamed: a row group can be the whole file. Offset: rows."""
     import pyarrow.parquet
 
     # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
     with pyarrow.parquet.ParquetFile(part.path, buffer_size=UNIT_BYTES, pre_buffer=False) as file:
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        n_rows = sum(group.num_rows for group in groups)
-        n_bytes = sum(group.total_byte_size for group in groups)
-        row = first = 0  # the row group that holds row `offset`, and its first row
-        while first < len(groups) and row + groups[first].num_rows <= offset:
-            row += groups[first].num_rows
-            first += 1
-        batches = file.iter_batches(
-            _rows_per_unit(n_rows, n_bytes),
-            range(first, len(groups)),
-            source.columns(file.schema_arrow.names),
-            use_threads=False,
-        )
-        yield from _rows(source, batches, row, offset, part.path, part.end / max(1, n_rows))
+        n_rows = file.metadata.num_rows
+        n_bytes = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
+        columns = source.columns(file.schema_arrow.names)
+        batches = file.iter_batches(_rows_per_unit(n_rows, n_bytes), columns=columns, use_threads=False)
+        yield from _rows(source, batches, offset, part.path, part.end / max(1, n_rows))
 
 
 def _read_arrow(source, part, offset):
@@ -181,13 +162,10 @@ def _read_arrow(source, part, offset):
     import pyarrow
 
     with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
-        slices = (
-            part_of_batch
-            for batch in stream
-            for part_of_batch in _slices(batch.select(source.columns(stream.schema.names)))
-        )
+        columns = source.columns(stream.schema.names)
+        slices = itertools.chain.from_iterable(_slices(batch.select(columns)) for batch in stream)
         position = 0
-        for pieces, row, _ in _rows(source, slices, 0, offset, part.path, 0):
+        for pieces, row, _ in _rows(source, slices, offset, part.path, 0):
             yield pieces, row, file.tell() - position
             position = file.tell()
 
@@ -195,9 +173,8 @@ def _read_arrow(source, part, offset):
 def _read_stream(source, part, offset):
     """Rows of one shard of a dataset of the hub. Offset: rows."""
     shard = source.stream.shard(num_shards=len(source.parts), index=int(part.path))
-    tables = (shard.skip(offset) if offset else shard).iter(batch_size=ROWS_AT_ONCE)
-    batches = (batch for table in tables for batch in table.to_batches())
-    yield from _rows(source, batches, offset, offset, f'{source.description["name"]}, shard {part.path}', 1)
+    batches = itertools.chain.from_iterable(table.to_batches() for table in shard.iter(batch_size=ROWS_AT_ONCE))
+    yield from _rows(source, batches, offset, f'{source.description["name"]}, shard {part.path}', 1)
 
 
 READERS = {
@@ -222,16 +199,16 @@ def _slices(batch):
     return (batch.slice(row, step) for row in range(0, len(batch), step))
 
 
-def _rows(source, batches, row, offset, origin, work_per_row):
-    """What a reader yields, from row `offset` on, of record batches. The first batch begins at `row`."""
-    batches = iter(batches)
+def _rows(source, batches, offset, origin, work_per_row):
+    """What a reader yields, from row `offset` on, of record batches."""
+    batches, row = iter(batches), 0
     while True:
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            batch = next(batches, None)
         except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
             raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
+        if batch is None:
+            return
         wanted = batch.slice(max(0, offset - row))
         row += len(batch)
         if len(wanted):
@@ -241,8 +218,7 @@ def _rows(source, batches, row, offset, origin, work_per_row):
 
 def _as_json_lines(batch):
     """Each row of a record batch as JSON, in bytes."""
-    lines = [json.dumps(fields, ensure_ascii=False, default=str) for fields in batch.to_pylist()]
-    return [line.encode('utf-8', 'replace') for line in lines]
+    return [json.dumps(row, ensure_ascii=False, default=str).encode('utf-8', 'replace') for row in batch.to_pylist()]
 
 
 def _as_texts(batch, origin):
@@ -265,12 +241,9 @@ LAST_WORD_END = re.compile(rb'.*[A-Za-z0-9](?=[ \n])', re.DOTALL)
 
 
 def cut_point(data):
-    """
-    Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
-    letter or digit that a space or line break follows. There, each of tiktoken's patterns begins a new word.
-
-    Where the last 4 kB have no such place, behind their last line break, or else before the last character.
-    """
+    """Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
+    letter or digit that a space or line break follows, where each of tiktoken's patterns begins a new word. If the last
+    4 kB have no such place, behind their last line break, or else before the last character."""
     window = max(0, len(data) - CUT_WINDOW)
     word = LAST_WORD_END.match(data, window)
     if word:
@@ -301,12 +274,12 @@ def documents_of(piece, text_field, notes, conversation_of=None):
     source of conversations; from a row to the document, with a ValueError for rows that are left out, which says why.
     Raises OSError for a file that has become shorter.
     """
-    bytes_read = piece.read()
+    bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
     if len(bytes_read) != piece.length:
         raise OSError(f'{piece.origin}: became shorter while it was read')
     for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):
         mended = _mended(data)
-        if mended is not data:
+        if mended != data:
             notes[f'{piece.origin}: not UTF-8, what is no character became U+FFFD'] += 1
         if mended:
             yield mended
@@ -315,12 +288,8 @@ def documents_of(piece, text_field, notes, conversation_of=None):
 
 
 def _mended(data):
-    """The same bytes when they are UTF-8; else with U+FFFD for what is no character."""
-    try:
-        data.decode()
-        return data
-    except UnicodeDecodeError:
-        return data.decode('utf-8', 'replace').encode()
+    """UTF-8, with U+FFFD for what is no character."""
+    return data.decode('utf-8', 'replace').encode()
 
 
 def _texts(piece, data, text_field, notes, conversation_of):

@@ -61,10 +61,7 @@ def start_worker():
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-@functools.cache
-def worker_tokenizer(name, folder):
-    """The tokenizer, loaded once per worker."""
-    return load_tokenizer(name, folder)
+worker_tokenizer = functools.cache(load_tokenizer)  # loaded once per worker
 
 
 @functools.cache
@@ -102,11 +99,8 @@ def stretches_of(document):
 
 
 def encode_unit(pieces, rules):
-    """The tokens of a unit's pieces: ({split: Encoded}, Counter of what was mended or left out).
-
-    Behind each document stands the end-of-text token. Conversations are examples one behind the other, with a flag for
-    each token that is learned.
-    """
+    """The tokens of a unit's pieces, with end-of-text behind each document: ({split: Encoded}, Counter of what was
+    mended or left out)."""
     notes = collections.Counter()
     encode = _encode_conversations if rules.chat else _encode_texts
     return encode(pieces, rules, notes), notes

@@ -6,14 +6,11 @@ A split of a dataset on its way to disk, so that a kill at any moment costs seco
     writer.sync(); save writer.totals; writer.delete_full_partials()    # now and then: from here a later run goes on
     writer.finish()                                                     # the rest becomes the last shard
 
-    writer = ShardWriter(..., totals)                                   # goes on from saved totals
-    writer = ShardWriter(..., masked=True)                              # of conversations: train_000000.mask, too
+    writer = ShardWriter(..., totals, masked=True)       # goes on from saved totals; of conversations: .mask files, too
 
 Tokens collect in train_000000.partial. When they fill a shard, write_shard copies them to train_000000.bin, and
 train_000001.partial is begun. The full one stays until totals that do not need it have been saved.
-
-A masked dataset has one byte of flags per token. In .partial both are one uint32, token + (flags << 30), so that they
-cannot come apart; a full shard becomes .mask and .bin.
+A masked dataset has one byte of flags per token, which stands behind it in .partial, and in a file .mask beside .bin.
 """
 
 import os
@@ -25,10 +22,7 @@ import numpy as np
 from runtime.files import replacing, sha256_of
 
 LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
-FLAG_BITS = 30  # where the flags begin in .partial: vocabularies stay far below 2^30
-TOKENS_AT_ONCE = 1 << 22  # of a masked shard, while it is taken apart: 28 MB
-
-
+TOKENS_AT_ONCE = 1 << 22  # written to a shard: of a masked one they are copied first
 # A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dtype -> magic, version
@@ -38,21 +32,18 @@ HEADERLESS_NAMES = ('train.bin', 'val.bin')
 
 
 def write_shard(path, tokens, dtype):
-    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32.
-
-    The name appears only when every byte is on disk, so a killed run leaves no half-written shard.
-    Raises ValueError when an id does not fit: numpy alone would store 128,000 in a uint16 as 62,464.
-    """
+    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32. Raises ValueError when an id does
+    not fit: numpy alone would store 128,000 in a uint16 as 62,464."""
     tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
-    largest = np.iinfo(dtype).max
     assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
         given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
         raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
     header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')
     with replacing(path, 'wb') as file:
         file.write(header.data)
-        file.write(np.ascontiguousarray(tokens, dtype=dtype).data)
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            file.write(np.ascontiguousarray(tokens[start : start + TOKENS_AT_ONCE], dtype=dtype).data)
 
 
 def read_shard(path, headerless_dtype='uint16'):
@@ -103,17 +94,15 @@ class ShardWriter:
 
     def __init__(self, folder, split, dtype, shard_tokens, totals=None, masked=False):
         self.folder, self.split = Path(folder), split
-        self.dtype, self.shard_tokens = np.dtype(dtype), shard_tokens
-        self.masked, self.partial_dtype = masked, np.dtype('uint32') if masked else self.dtype
+        self.dtype, self.shard_tokens, self.masked = np.dtype(dtype), shard_tokens, masked
+        self.partial_dtype = np.dtype([('token', dtype), ('flags', np.uint8)]) if masked else self.dtype
         nothing = {'tokens': 0, 'bytes': 0, 'documents': 0, 'max_token': 0, 'shards': [], 'in_partial': 0}
         self.totals = totals or nothing | ({'learned_tokens': 0, 'longest': 0} if masked else {})
         self._open_partial()
 
     def add(self, tokens, documents, text_bytes, flags=None, longest=0):
         """Append tokens: an array of self.dtype, not empty. documents, text_bytes: what they add to the totals.
-
-        When masked, flags: uint8, as many, of whole conversations; longest: the tokens of the longest among them.
-        """
+        When masked, flags: uint8, as many, of whole conversations; longest: the tokens of the longest among them."""
         assert tokens.dtype == self.dtype, f'{tokens.dtype} tokens for a {self.dtype} shard'
         assert (flags is not None) == self.masked and (flags is None or len(flags) == len(tokens))
         totals = self.totals
@@ -124,7 +113,9 @@ class ShardWriter:
         if self.masked:
             totals['learned_tokens'] += int((flags & LEARNED).sum())
             totals['longest'] = max(totals['longest'], longest)
-            tokens = tokens.astype(np.uint32) | flags.astype(np.uint32) << FLAG_BITS
+            both = np.empty(len(tokens), self.partial_dtype)
+            both['token'], both['flags'] = tokens, flags
+            tokens = both
         while len(tokens):
             fitting = tokens[: self.shard_tokens - totals['in_partial']]
             self.file.write(fitting.data)
@@ -157,32 +148,19 @@ class ShardWriter:
         self.file = open(self.path, 'ab')
         saved = self.totals['in_partial'] * self.partial_dtype.itemsize
         if self.file.tell() < saved:
-            raise OSError(
-                f'{self.path} has {self.file.tell():,} bytes of {saved:,}: delete {self.folder} and start over'
-            )
+            raise OSError(f'{self.path} has only {self.file.tell():,} bytes: delete {self.folder} and start over')
         self.file.truncate(saved)  # what is behind was written after the totals had been saved
 
     def _finish_shard(self):
         self.file.close()
         shard, mask = self.path.with_suffix('.bin'), self.path.with_suffix('.mask')
         content = np.memmap(self.path, self.partial_dtype, 'r')
-        if self.masked:
-            self._take_apart(content, mask)  # before the shard: where that is, its mask is
-            tokens = Path(f'{shard}.tokens')
-            write_shard(shard, np.memmap(tokens, self.dtype, 'r'), self.dtype)
-            tokens.unlink()
-        else:
-            write_shard(shard, content, self.dtype)
+        if self.masked:  # the mask first: where the shard is, its mask is
+            with replacing(mask, 'wb') as file:
+                file.write(np.ascontiguousarray(content['flags']).data)
+        write_shard(shard, content['token'] if self.masked else content, self.dtype)
         facts = {'file': shard.name, 'tokens': self.totals['in_partial'], 'sha256': sha256_of(shard)}
         if self.masked:
             facts |= {'mask_file': mask.name, 'mask_sha256': sha256_of(mask)}
         self.totals['shards'].append(facts)
         self.totals['in_partial'] = 0
-
-    def _take_apart(self, content, mask):
-        """Write the flags of a partial file as `mask`, and its tokens beside the shard, from where they are copied."""
-        with replacing(mask, 'wb') as flags, open(mask.with_suffix('.bin.tokens'), 'wb') as tokens:
-            for start in range(0, len(content), TOKENS_AT_ONCE):
-                block = content[start : start + TOKENS_AT_ONCE]
-                flags.write((block >> FLAG_BITS).astype(np.uint8).data)
-                tokens.write((block & (1 << FLAG_BITS) - 1).astype(self.dtype).data)

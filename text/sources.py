@@ -1,13 +1,11 @@
 """
 Where text comes from: the standard library, files and folders, datasets saved to disk, or the Hugging Face hub.
 
-    source = find_source('stdlib')                                    # its parts, their sizes, a fingerprint
-    source = find_source('my_texts/')                                 # any tree of files
+    source = find_source('my_texts/')                                 # its parts, their sizes, a fingerprint
     source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
     download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 
-documents.py reads what is found here. A source of conversations (source.chat) has rows with `messages`, or with
-`prompt` and `completion`.
+documents.py reads what is found here. A source of conversations (source.chat) has rows that chat.py understands.
 """
 
 import hashlib
@@ -23,6 +21,7 @@ from typing import NamedTuple
 
 from runtime.errors import one_line
 from runtime.files import write_file
+from text.chat import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
@@ -36,7 +35,6 @@ KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.parquet': 'parquet',
     '.arrow': 'arrow',
 }
-CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -87,8 +85,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
     text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
     folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
     conversations; None = if the first row is one, and neither text_field nor a field 'text' says otherwise.
-    Raises FileNotFoundError when there is no such thing, and ValueError when there is nothing to read in it, or when
-    rows lack the field.
+    Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
     """
     name, path = dataset, Path(dataset)
     if dataset == 'stdlib':
@@ -103,8 +100,8 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
         root, files = path.parent, [path]
     else:
         raise FileNotFoundError(
-            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, or of '
-            f'the Hugging Face hub fineweb-10BT, fineweb-100BT, fineweb-edu-10BT or OWNER/NAME'
+            f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
+            f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
     return _files_source(name, root, files, text_field, tail_fraction, chat)
 
@@ -135,26 +132,13 @@ def kind_of(path):
 
 
 def _saved_files(folder, split):
-    """The .arrow files of a folder written by datasets' save_to_disk, in order: state.json lists them."""
+    """The .arrow files of a folder written by datasets' save_to_disk, in order."""
     if (folder / 'dataset_dict.json').exists():
         splits = json.loads((folder / 'dataset_dict.json').read_text(encoding='utf-8'))['splits']
         if split not in splits:
-            raise ValueError(
-                f'dataset={folder}: has no split {split!r}, choose with --source_split; it has: {", ".join(splits)}'
-            )
+            raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
-    state = json.loads((folder / 'state.json').read_text(encoding='utf-8'))
-    return [folder / file['filename'] for file in state['_data_files']]
-
-
-class FoundFile(NamedTuple):
-    """What is known of a file before its text is read."""
-
-    path: Path
-    kind: str
-    size: int
-    sha256: str
-    row: dict | None  # {field: value} of its first row; None where it has no rows
+    return sorted(folder.glob('data-*.arrow'))
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat):
@@ -162,31 +146,29 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
     found, skipped = [], []
     for path in paths:
         try:
-            file = _inspect(path)
-        except OSError as error:
-            skipped.append(f'{path}: {error.strerror}')
-        except ValueError as reason:
-            skipped.append(f'{path}: {reason}')
+            part, sha256, row = _inspect(path)
+        except (OSError, ValueError) as error:
+            skipped.append(f'{path}: {getattr(error, "strerror", error)}')
         else:
-            found += [file] if file.size else []
+            found += [(part, sha256, row)] if part.end else []
     if chat is None:
-        row = next((file.row for file in found if file.row is not None), {})
-        chat = _takes_conversations(row, text_field)
+        first_row = next((row for _, _, row in found if row is not None), {})
+        chat = _takes_conversations(first_row, text_field)
 
     parts = []
     digest = hashlib.sha256()
-    for file in found:
-        is_text = file.kind in ('text', 'yaml')
-        if chat and (is_text or (file.row is not None and not _has_chat_fields(file.row))):
-            fields = f'; it has: {", ".join(file.row)}' if file.row else ''
-            skipped.append(f'{file.path}: no conversations (messages, or prompt and completion){fields}')
+    for part, sha256, row in found:
+        has_no_rows = part.kind in ('text', 'yaml')
+        if chat and (has_no_rows or (row is not None and not has_chat_fields(row))):
+            fields = f'; it has: {", ".join(row)}' if row else ''
+            skipped.append(f'{part.path}: {NO_CONVERSATIONS}{fields}')
             continue
         # Rows of .jsonl may lack the field 'text': all their strings are read then.
-        if not chat and (file.kind in ('parquet', 'arrow') or (file.kind == 'jsonl' and text_field)):
-            check_text_field(file.path, file.row, text_field or 'text')
-        line = f'{file.path.relative_to(root).as_posix()} {file.size} {file.sha256}\n'
+        if not chat and (part.kind in ('parquet', 'arrow') or (part.kind == 'jsonl' and text_field)):
+            check_text_field(part.path, row, text_field or 'text')
+        line = f'{Path(part.path).relative_to(root).as_posix()} {part.end} {sha256}\n'
         digest.update(line.encode('utf-8', 'surrogateescape'))
-        parts.append(Part(str(file.path), file.kind, 0, file.size))
+        parts.append(part)
     if not parts:
         raise ValueError(f'dataset={name}: nothing to read in it: {"; ".join(skipped[:3]) or "all files are empty"}')
     n_bytes = sum(part.end for part in parts)
@@ -197,14 +179,13 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
 
 
 def _inspect(path):
-    """The FoundFile of a path. Raises OSError or ValueError with the reason for what cannot be read."""
+    """(Part, sha256, {field: value} of the first row or None where it has no rows) of a file, before its text is read.
+    Raises OSError or ValueError with the reason for what cannot be read."""
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
-    row = None
     if size:
         _check_content(kind, start, end)
-        row = _first_row(path, kind)
-    return FoundFile(path, kind, size, sha256, row)
+    return Part(str(path), kind, 0, size), sha256, _first_row(path, kind) if size else None
 
 
 def _fingerprint(path):
@@ -237,10 +218,8 @@ def _check_content(kind, start, end):
 
 
 def _first_row(path, kind):
-    """{field: value} of a file's first row; None where it has no rows. Raises ValueError for a damaged file.
-
-    Of columnar files, and of the first element of a .json file, which has rows only if those are conversations.
-    """
+    """{field: value} of a file's first row; None where it has no rows. Those of a .json file are its elements, if they
+    are conversations. Raises ValueError for a damaged file."""
     if kind in ('parquet', 'arrow'):
         return _fields_of_columns(path, kind)
     if kind == 'jsonl':
@@ -282,28 +261,8 @@ def _fields_of_columns(path, kind):
                 schema = stream.schema
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
         raise ValueError(f'damaged: {one_line(error)}') from error
-    return {field.name: _example_of(field.type) for field in schema}
-
-
-def _example_of(kind):
-    """A value of the Python type that an Arrow type gives, as far as holds_conversations() looks at it."""
-    import pyarrow
-
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return []
-    return '' if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) else None
-
-
-def _has_chat_fields(row):
-    """Whether these are the names of a conversation's fields."""
-    return 'messages' in row or ('prompt' in row and 'completion' in row)
-
-
-def holds_conversations(row):
-    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
-    if isinstance(row.get('messages'), list):
-        return True
-    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
+    values = {'list': [], 'large_list': [], 'string': '', 'large_string': ''}  # what holds_conversations() asks for
+    return {field.name: values.get(str(field.type).partition('<')[0]) for field in schema}
 
 
 def _takes_conversations(row, text_field):
@@ -326,9 +285,7 @@ def _cut_tail(part, fraction):
                 break
             cut += 1
     if not 0 < cut < part.end:
-        raise ValueError(
-            f'{part.path}: its {part.end} bytes cannot be cut so that the last {fraction:%} are the split val'
-        )
+        raise ValueError(f'{part.path}: the last {fraction:%} of its {part.end} bytes cannot be the split val')
     return [part._replace(end=cut, split='train'), part._replace(start=cut, split='val')]
 
 
@@ -344,18 +301,15 @@ def check_text_field(path, fields, text_field):
 def is_hub_name(dataset):
     """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
     folder, _, file = dataset.partition('/')
-    endings = ('.txt', '.md', '.json', '.jsonl', '.ndjson', '.yaml', '.yml', '.parquet', '.arrow')
-    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(endings)
+    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *KINDS))
     return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
 
 
 def open_stream(dataset, config, split, hub_folder):
-    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts.
-
-    config: the configuration; None = the only one. hub_folder: where download() puts files; they are preferred.
-    Raises ValueError when the hub has no such dataset, or cannot be reached.
-    """
+    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts. config: None = the only one.
+    hub_folder: where download() puts files; they are preferred. Raises ValueError for what the hub cannot give."""
     import datasets
+    import huggingface_hub
 
     repository, config = HUB_NAMES.get(dataset, (dataset, config))
     folder, _, downloaded = _downloaded(repository, hub_folder)
@@ -364,7 +318,7 @@ def open_stream(dataset, config, split, hub_folder):
             revision = downloaded[str(config)]
             place = {'path': str(folder)}
         else:
-            revision = _newest_revision(repository)
+            revision = huggingface_hub.HfApi().dataset_info(repository).sha
             place = {'path': repository, 'revision': revision}
         stream = datasets.load_dataset(name=config, split=split, streaming=True, **place)
     except Exception as error:  # datasets, huggingface_hub, the HTTP library and pyarrow raise all kinds
@@ -374,55 +328,42 @@ def open_stream(dataset, config, split, hub_folder):
 
 
 def download(dataset, config, hub_folder):
-    """Fetch the files of a hub dataset, or the rest of them. Returns their folder.
-
-    Raises ValueError for what is not on the hub, or when the hub cannot be reached.
-    """
+    """Fetch the files of a hub dataset, or the rest of them. Returns their folder. Raises as open_stream."""
     if not is_hub_name(dataset):
-        raise ValueError(
-            f'dataset={dataset} is no dataset of the hub: nothing to download, prepare it without --download_only'
-        )
+        raise ValueError(f'dataset={dataset} is no dataset of the hub: prepare it without --download_only')
     import datasets
     import huggingface_hub
 
     repository, config = HUB_NAMES.get(dataset, (dataset, config))
     folder, marker, downloaded = _downloaded(repository, hub_folder)
     try:
-        revision = _newest_revision(repository)
+        revision = huggingface_hub.HfApi().dataset_info(repository).sha
         builder = datasets.load_dataset_builder(repository, config, revision=revision)
         prefix = f'hf://datasets/{repository}@{revision}/'
         urls = [url for files in builder.config.data_files.values() for url in files]
         files = [url.removeprefix(prefix) for url in urls]
-        huggingface_hub.snapshot_download(
-            repository, repo_type='dataset', revision=revision, local_dir=folder, allow_patterns=[*files, 'README.md']
-        )
+        options = {'repo_type': 'dataset', 'local_dir': folder, 'allow_patterns': [*files, 'README.md']}
+        huggingface_hub.snapshot_download(repository, revision=revision, **options)
     except Exception as error:  # as above
         raise ValueError(_advice(dataset, error)) from error
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
-        raise ValueError(
-            f'dataset={dataset}: {folder} still lacks {len(missing)} files, {missing[0]} first: run it again'
-        )
+        raise ValueError(f'dataset={dataset}: {folder} lacks {len(missing)} files, as {missing[0]}: run it again')
     write_file(marker, json.dumps(downloaded | {str(config): revision}))
     return folder
 
 
 def stream_source(stream, description, text_field=None, chat=None):
-    """The Source of a datasets.IterableDataset; it reads one shard, usually one file of the hub, after the other.
-
-    description: as Source has it. text_field, chat: as find_source has them. Raises ValueError when a field is missing.
-    """
+    """The Source of a datasets.IterableDataset, which is read shard by shard; the rest is as in find_source."""
     names = stream.column_names
-    if names is None or (chat is None and text_field is None and _has_chat_fields(names)):
+    if names is None or (chat is None and text_field is None and has_chat_fields(names)):
         row = next(iter(stream))
         names = list(row)
         chat = _takes_conversations(row, text_field) if chat is None else chat
     if not chat:
         check_text_field(description['name'], names, text_field or 'text')
-    elif not _has_chat_fields(names):
-        raise ValueError(
-            f'{description["name"]}: no conversations (messages, or prompt and completion); it has: {", ".join(names)}'
-        )
+    elif not has_chat_fields(names):
+        raise ValueError(f'{description["name"]}: {NO_CONVERSATIONS}; it has: {", ".join(names)}')
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
@@ -438,21 +379,9 @@ def _downloaded(repository, hub_folder):
     return folder, marker, json.loads(marker.read_text(encoding='utf-8')) if marker.exists() else {}
 
 
-def _newest_revision(repository):
-    """The commit that the hub has now; the first request, so that a machine without network notices at once."""
-    import huggingface_hub
-
-    return huggingface_hub.HfApi().dataset_info(repository).sha
-
-
 def _advice(dataset, error):
     """One line for an error of the hub's libraries."""
     if 'NotFound' in type(error).__name__ or 'Gated' in type(error).__name__ or isinstance(error, ValueError):
-        return (
-            f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error, 300)}'
-        )
-    reason = f'{type(error).__name__}: {one_line(error, 120)}'
-    return (
-        f'dataset={dataset}: the Hugging Face hub cannot be reached ({reason}); where there is a network, run '
-        f'`python prepare_data.py --dataset={dataset} --download_only`, then this again here'
-    )
+        return f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error)}'
+    command = f'`python prepare_data.py --dataset={dataset} --download_only`'
+    return f'the Hugging Face hub cannot be reached ({one_line(error)}): first {command} where there is a network'

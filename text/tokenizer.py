@@ -1,22 +1,20 @@
 """
 Text to token ids and back.
 
-    tokenizer = load_tokenizer('gpt2')                          # any name of tiktoken's
-    tokenizer = load_tokenizer('bytes')                         # UTF-8 bytes, nothing to download
+    tokenizer = load_tokenizer('gpt2')                          # any name of tiktoken's; 'bytes' needs no download
     tokenizer = load_tokenizer('bpe', 'data/stdlib-bpe2048')    # trained by prepare_data.py, lies with the dataset
     tokenizer = load_tokenizer('models/some_model')             # a Hugging Face folder with tokenizer.json
     tokenizer = tokenizer_of('data/stdlib-bpe2048')             # the one a dataset was made with
     check_same_tokenizer('data/mine', 'models/some_model')      # whether a dataset is made for a model
 
 Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
-encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it
-spells '<|endoftext|>', it gets the tokens of those letters, never the end-of-text token.
+encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where
+it spells a special token, it gets the tokens of those letters.
 """
 
 import difflib
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -26,7 +24,8 @@ from runtime.files import sha256_of, write_file
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
-# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English.
+# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English. No
+# special token: transformers would take it for one.
 SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
     + __doc__
@@ -108,10 +107,9 @@ class FileTokenizer:
 def load_tokenizer(name, folder=None):
     """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
 
-    folder: the dataset's folder. It holds tokenizer.json where name='bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files
-    are looked for, and kept, in `tiktoken` beside it.
-    Raises ValueError for a name that does not exist, with the closest one, and for files that cannot be had offline;
-    FileNotFoundError for a folder without tokenizer.json.
+    folder: the dataset's, with tokenizer.json for 'bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files are kept in
+    `tiktoken` beside it. Raises ValueError for a name that does not exist, with the closest one, and for files that
+    cannot be had offline; FileNotFoundError for a folder without tokenizer.json.
     """
     if name == 'bytes':
         return ByteTokenizer()
@@ -123,14 +121,11 @@ def load_tokenizer(name, folder=None):
 
 
 def tokenizer_of(dataset_folder):
-    """The tokenizer that a prepared dataset was made with, as its meta.json says.
-
-    Raises ValueError when there is no meta.json or it does not tell, and what load_tokenizer raises.
-    """
+    """The tokenizer that a dataset's meta.json names. Raises ValueError when it does not, and as load_tokenizer."""
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
-        raise ValueError(f'{path} does not name a tokenizer: prepare_data.py writes it; other datasets are often gpt2')
+        raise ValueError(f'{path} is missing, or does not name a tokenizer (often gpt2)')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
         return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'])
     return load_tokenizer(facts['name'], dataset_folder)
@@ -147,56 +142,36 @@ def _read_meta(dataset_folder):
 def check_same_tokenizer(dataset_folder, model_folder):
     """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
 
-    The same file is the same tokenizer; else the ids of a sample text and of end-of-text are compared, for newer
-    versions of transformers write the same tokenizer in another way. A dataset that does not tell its tokenizer, as one
-    without meta.json or 'synthetic', is not checked. Raises ValueError, too, for a model's folder without
-    tokenizer.json, and when the dataset's own tokenizer cannot be loaded.
+    Versions of transformers write the same tokenizer in other bytes: then the ids of a sample text and of end-of-text
+    are compared. A dataset that does not name its tokenizer is not checked. Raises, too, what load_tokenizer raises.
     """
     meta, facts = _read_meta(dataset_folder)
     if facts is None:
         return
-    if not (Path(model_folder) / 'tokenizer.json').exists():
-        raise ValueError(
-            f'{model_folder} has no tokenizer.json, so the dataset cannot be compared with it: '
-            f'`python download_model.py --model={model_folder}` says what is missing'
-        )
     file, eot = _hugging_face_files(model_folder)
     if facts.get('sha256') == sha256_of(file):
         return
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
+    added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # a chat template's are among them
+    moved = [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
     if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
         difference = f'gives other tokens than that of {model_folder}'
     elif ours.eot != theirs.eot:
         difference = f'ends documents with the token {ours.eot}, that of {model_folder} with {theirs.eot} ({eot})'
-    elif meta.get('masked') and (moved := _tokens_elsewhere(ours, theirs)):  # a chat template's are among them
+    elif moved:
         difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
     else:
         return
-    source = meta.get('source')
-    source = source.get('name', '') if isinstance(source, dict) else ''
-    source = source if re.fullmatch(r'[\w./-]+', source) else '...'  # "Python 3.12's standard library" is no path
-    raise ValueError(
-        f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare the text for this model: '
-        f'`python prepare_data.py --dataset={source} --tokenizer={model_folder}`'
-    )
-
-
-def _tokens_elsewhere(ours, theirs):
-    """Texts of the added tokens of a FileTokenizer that have another id in another, or none."""
-    added = ours.tokenizer.get_added_tokens_decoder()
-    return [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
+    command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
+    raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare it anew: {command}')
 
 
 def describe(name, vocab_size):
-    """What tells this tokenizer from others before it is loaded or trained: a dict for meta.json.
-
-    vocab_size: wanted for 'bpe'. Raises what load_tokenizer raises for names and folders that do not exist.
-    """
+    """What tells this tokenizer from others before it is loaded or trained, for meta.json. vocab_size: wanted for
+    'bpe'. Raises what load_tokenizer raises for names and folders that do not exist."""
     if name == 'bpe':
         if vocab_size < SMALLEST_BPE:
-            raise ValueError(
-                f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens, 256 bytes and {END_OF_TEXT}'
-            )
+            raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
         return {'name': name, 'asked_vocab_size': vocab_size}
     if os.path.isdir(name):
         path, eot = _hugging_face_files(name)
@@ -210,15 +185,11 @@ def _hugging_face_files(folder):
     """(path of tokenizer.json, text of the end-of-text token) of a Hugging Face folder."""
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():
-        raise FileNotFoundError(
-            f'tokenizer={folder}: there is no tokenizer.json in this folder; AutoTokenizer.from_pretrained(...)'
-            f'.save_pretrained({str(folder)!r}) of transformers writes one'
-        )
+        advice = f'`python download_model.py --model={folder}` says what is missing'
+        raise FileNotFoundError(f'{folder} has no tokenizer.json: {advice}')
     eot = _end_of_text_of(path)
     if not eot:
-        raise ValueError(
-            f'tokenizer={folder}: tokenizer_config.json names no eos_token, and every document must end with it'
-        )
+        raise ValueError(f'tokenizer={folder}: tokenizer_config.json names no eos_token, to end documents with')
     return path, eot
 
 
@@ -226,25 +197,21 @@ def _end_of_text_of(path):
     """The text of the end-of-text token, as the files beside tokenizer.json name it; None where they do not."""
     if not path.with_name('tokenizer_config.json').exists():
         return END_OF_TEXT
-    for name in ('tokenizer_config.json', 'special_tokens_map.json'):
-        token = _first_value(path.with_name(name), 'eos_token')
+    for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
+        file = path.with_name(name)
+        content = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+        token = content.get('eos_token') or content.get('eos_token_id')
         if isinstance(token, dict):  # an AddedToken, written out
-            token = token.get('content')
-        if token:
-            return token
-    for name in ('generation_config.json', 'config.json'):
-        token = _first_value(path.with_name(name), 'eos_token_id')
+            token = token['content']
+        if isinstance(token, list) and token:  # Llama 3 has several
+            token = token[0]
         if isinstance(token, int):
             from tokenizers import Tokenizer
 
-            return Tokenizer.from_file(str(path)).id_to_token(token)
+            token = Tokenizer.from_file(str(path)).id_to_token(token)
+        if token:
+            return token
     return None
-
-
-def _first_value(path, key):
-    """What a JSON file has under that key, the first of a list (Llama 3 has several); None without key or file."""
-    value = json.loads(path.read_text(encoding='utf-8')).get(key) if path.exists() else None
-    return value[0] if isinstance(value, list) and value else value
 
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------
@@ -259,9 +226,7 @@ def _check_tiktoken_name(name):
     if os.sep in name:
         raise FileNotFoundError(f'tokenizer={name}: there is no such folder')
     close = difflib.get_close_matches(name, known, n=3) or known
-    raise ValueError(
-        f'tokenizer={name!r} is not known: did you mean {" or ".join(close)}? A Hugging Face folder works, too'
-    )
+    raise ValueError(f'tokenizer={name!r}: did you mean {" or ".join(close)}, or the path of a folder?')
 
 
 def _load_tiktoken(name, default_cache):
@@ -281,18 +246,13 @@ def _load_tiktoken(name, default_cache):
         if deleted:
             files = f'{", ".join(deleted)} in {cache}'
             problem = f'{files} was damaged (its sha256 was not the expected one), so tiktoken deleted it'
-        raise ValueError(
-            f'tokenizer={name}: {problem} and cannot be fetched ({type(error).__name__}); where there is a network, '
-            f'run `python prepare_data.py --cache_tokenizer={name}`, then copy the folder here or set '
-            f'TIKTOKEN_CACHE_DIR to it'
-        ) from error
+        advice = f'where there is a network, run `python prepare_data.py --cache_tokenizer={name}`'
+        raise ValueError(f'tokenizer={name}: {problem} and cannot be fetched; {advice}') from error
 
 
 def fetch_tokenizer(name, folder):
-    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them.
-
-    Returns (the folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256.
-    """
+    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them. Returns (the
+    folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256."""
     import tiktoken
 
     if name in ('bytes', 'bpe') or os.path.isdir(name):
@@ -306,11 +266,8 @@ def fetch_tokenizer(name, folder):
 
 
 def train_bpe(texts, vocab_size, path):
-    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json.
-
-    The result depends on the texts and their order alone. A small text may not have enough pairs to merge: the
-    vocabulary is smaller then.
-    """
+    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json. It
+    depends on the texts and their order alone. A small text may not have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -327,12 +284,8 @@ def train_bpe(texts, vocab_size, path):
 
 
 def _load_bpe(path):
-    """
-    What train_bpe wrote, run by tiktoken, which takes a tenth of the time.
-
-    tiktoken merges the neighbours whose union has the lowest id, `tokenizers` the first pair in its list of merges. Ids
-    are given in the order of the list, so both find the same tokens.
-    """
+    """What train_bpe wrote, run by tiktoken, which takes a tenth of the time. It merges the neighbours whose union has
+    the lowest id, `tokenizers` the first pair in its list of merges; ids have the order of the list."""
     import tiktoken
 
     if not path.exists():

@@ -531,19 +531,3 @@ from text import sources
 print(sources.find_source({str(tmp_path / 'tree')!r}).skipped)"""
     result = subprocess.run([sys.executable, '-c', code], cwd=REPO, env=environment(), capture_output=True, text=True)
     assert 'a.yaml: needs PyYAML: pip install pyyaml' in result.stdout, result.stderr
-
-
-# --- datasets of before -----------------------------------------------------------------------------------------------
-
-
-def test_a_dataset_prepared_before_conversations_were_known_is_still_complete(tmp_path):
-    write_rows(tmp_path / 'rows.jsonl', [{'text': f'text {number}'} for number in range(20)])
-    arguments = [f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes']
-    prepare(tmp_path, *arguments)
-    path = tmp_path / 'data' / 'rows-bytes' / 'meta.json'
-    meta = json.loads(path.read_text())
-    del meta['settings']['chat_template']
-    meta['settings']['text_field'] = 'text'
-    path.write_text(json.dumps(meta))
-    assert 'nothing to do, it is complete' in prepare(tmp_path, *arguments).stdout
-    assert 'nothing to do, it is complete' in prepare(tmp_path, *arguments, '--text_field=text').stdout

@@ -222,7 +222,7 @@ def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hu
     train_bpe(['quite another text, of which other merges come. ' * 9], 400, other / 'tokenizer.json')
     with pytest.raises(ValueError, match='hugging_face gives other tokens than that of .*other_model') as error:
         check_same_tokenizer(dataset, other)
-    assert f'`python prepare_data.py --dataset=my_texts/ --tokenizer={other}`' in str(error.value)
+    assert f'`python prepare_data.py --dataset=... --tokenizer={other}`' in str(error.value)
     assert str(dataset) in str(error.value) and '\n' not in str(error.value)
 
     ends = llama3_files(tmp_path / 'ends', hugging_face_folder, tokenizer_config={'eos_token': '<|eot_id|>'})
@@ -255,7 +255,7 @@ def test_what_cannot_be_compared_is_not(dataset, hugging_face_folder, tmp_path):
 
 def test_a_model_without_tokenizer_is_named_with_the_command_that_checks_it(dataset, tmp_path):
     with pytest.raises(
-        ValueError, match=r'no_model has no tokenizer.json.*`python download_model.py --model=.*no_model`'
+        FileNotFoundError, match=r'no_model has no tokenizer.json.*`python download_model.py --model=.*no_model`'
     ):
         check_same_tokenizer(dataset, tmp_path / 'no_model')
 
