@@ -189,9 +189,20 @@ def find(key, knobs, script, given, advice=''):
     close = difflib.get_close_matches(key.replace('-', '_'), knobs, n=1)
     if owner:
         hint = f'{owner} has it'
+    elif meaning := of_another_trainer(key.replace('-', '_'), script):
+        hint = f'here it is {meaning}'
     else:
         hint = f'did you mean {close[0]}?' if close else '--help lists them'
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
+
+
+def of_another_trainer(key, script):
+    """What docs/configuration.md says of another trainer's flag, or None."""
+    with contextlib.suppress(OSError):
+        for line in (script.parent / 'docs' / 'configuration.md').read_text(encoding='utf-8').splitlines():
+            theirs, _, ours = line.strip('| ').partition(' | ')
+            if f'`{key}`' in theirs.replace('`--', '`').replace('-', '_'):
+                return ours.replace('`', '')
 
 
 def help_text(knobs, values, docstring):

@@ -48,7 +48,7 @@ class Config:
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
     block_size = 1024  # tokens per sequence
     # model
-    init_from = 'scratch'  # or a Hugging Face folder, or OWNER/NAME in the local HF_HOME cache: fine-tune that model
+    init_from = 'scratch'  # or the weights of a run (its out_dir), of a Hugging Face folder, of OWNER/NAME in HF_HOME
     trust_remote_code = False  # run the Python that came with init_from
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
     heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
@@ -140,7 +140,8 @@ on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
 pretrained = None
-if config.init_from != 'scratch':
+start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
+if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
     check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
@@ -203,7 +204,9 @@ else:
 
 # --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
 raw_model.to_empty(device='cpu' if offloads else device)
-if found is None and pretrained:
+if found is None and start_from:
+    checkpoint.load(start_from, raw_model)
+elif found is None and pretrained:
     finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
 elif found is None:
     with torch.no_grad():

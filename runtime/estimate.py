@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig
-from runtime.scaling import accumulation_steps, batch_line, ranks_per_shard_group, rule_rows
+from runtime.scaling import accumulation_steps, batch_line, counted, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -465,7 +465,7 @@ def report(config, shape, world_size, strategy='ddp'):
     for place in ('device', 'host'):
         if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
             held[f'total on the {place}'] = f'{sum(sizes) / 1e9:.3f}'
-    of_run = f'{strategy}, {world_size} ranks, {config["dtype"]}'
+    of_run = f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}'
     lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
 
     lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']

@@ -217,7 +217,7 @@ def write_config(path, config, flops_per_token):
 def header(config):
     """What runs: command, code, versions, machine; lines of text."""
     lines = [
-        f'command: {" ".join([Path(sys.executable).name, *sys.argv])} ({os.environ.get("WORLD_SIZE", "1")} processes)',
+        f'command: {" ".join([Path(sys.executable).name, *sys.argv])} (WORLD_SIZE={os.environ.get("WORLD_SIZE", "1")})',
         f'code: {code_version(Path(ROOT))}',
         f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
         f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',

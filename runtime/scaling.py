@@ -29,7 +29,8 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
         nearest = [n * per_micro_step for n in (steps, steps + 1) if n > 0]
         raise ValueError(
             f'global_batch_size={global_batch_size} is not a multiple of {per_micro_step} = batch_size={batch_size} x '
-            f'{world_size} ranks: use --global_batch_size={" or ".join(map(str, nearest))}, or another batch_size'
+            f'{counted(world_size, "rank")}: use --global_batch_size={" or ".join(map(str, nearest))}, '
+            'or another batch_size'
         )
     return steps
 
@@ -68,10 +69,16 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
 def batch_line(batch_size, accumulation_steps, world_size, block_size):
     """The batch arithmetic with its numbers, on one line."""
     sequences = batch_size * accumulation_steps * world_size
+    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), (world_size, 'rank'))
+    per_step = ' x '.join(counted(number, noun) for number, noun in factors)
     return (
-        f'{batch_size} sequences x {accumulation_steps} micro-steps x {world_size} ranks = {sequences:,} sequences '
-        f'x {block_size:,} tokens = {sequences * block_size:,} tokens per step'
+        f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '
+        f'= {sequences * block_size:,} tokens per step'
     )
+
+
+def counted(number, noun):
+    return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'
 
 
 def ranks_per_shard_group(config, world_size):

@@ -35,6 +35,24 @@ def start_process(config):
     return rank, world_size, device, compute_dtype
 
 
+def run_to_start_from(config, explicit):
+    """
+    Path of the newest checkpoint of init_from, if that is the out_dir of a run, whose weights a new run begins with;
+    else None. Takes the model's keys from there. Raises ValueError for a run that fine-tunes, which is to be exported.
+    """
+    if not os.path.isdir(os.path.join(config.init_from, 'checkpoints')):
+        return None
+    path = checkpoint.choose_to_read(config.init_from)
+    shape = checkpoint.read_state(path)['identity']['model']
+    if not shape.keys() <= ModelConfig.__dataclass_fields__.keys():
+        raise ValueError(
+            f'init_from={config.init_from} has fine-tuned a model of transformers: export that with '
+            f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
+        )
+    vars(config).update({key: value for key, value in shape.items() if key not in explicit})
+    return path
+
+
 def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None):
     """
     Fill in every key that is None or follows from others: batch, epochs, published rules, model; check that all fits.
@@ -49,13 +67,19 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens',
         scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size),
     ]
+    if config.compile:
+        notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.is_packed
     if config.packed and not pretrained:
         raise ValueError(
             f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
         )
-    if config.num_epochs is not None and explicit.get('max_iters') != 'command line':
+    if config.num_epochs is not None and explicit.get('max_iters') == 'command line':
+        notes.append(
+            f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
+        )
+    elif config.num_epochs is not None:
         config.max_iters = scaling.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )

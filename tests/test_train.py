@@ -91,6 +91,9 @@ def two_ranks(data_dir, runs, one_process):
         case('count_zero2', 'train_fsdp.py', data_dir, runs, *few, '--zero_stage=2', watch=True),
         case('count_hsdp', 'train_fsdp.py', data_dir, runs, *few, '--replicate_size=2', watch=True),
     ]
+    start = (f'--init_from={runs / "plain"}', '--max_iters=1', '--learning_rate=1e-9', '--optimizer=adana')
+    cases.append(case('own_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *start))
+    cases.append(case('own_diloco', 'train_diloco.py', data_dir, runs, *start, '--inner_steps=1'))
     if shutil.which('c++') or shutil.which('g++'):  # last: once the compiler is in the processes, it stays
         cases.append(
             case('compile', 'train_fsdp.py', data_dir, runs, '--compile', '--activation_checkpointing=selective')
@@ -140,6 +143,13 @@ def test_the_loss_falls(runs, one_process):
 def test_an_option_changes_no_number(runs, two_ranks, option):
     assert largest_difference(runs / option, runs / 'plain') <= 1e-5
     assert largest_difference(runs / option, runs / 'plain', 'val_loss') <= 1e-5
+
+
+@pytest.mark.parametrize('script', ['own_manual', 'own_diloco'])
+def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
+    """And with an optimizer of its own; its only step is too small to be seen."""
+    (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
+    assert ours == pytest.approx(theirs, rel=1e-6) and len(column(runs / script, 'loss')) == 1
 
 
 @pytest.mark.parametrize('script', ['ddp', 'fsdp', 'diloco'])

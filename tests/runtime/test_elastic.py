@@ -93,7 +93,7 @@ def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     assert [row['step'] for row in rows if 'diloco/momentum_norm' in row] == list(range(H, STEPS + 1, H))
     exchanged = [row['step'] for row in rows if row.get('diloco/bytes')]
     assert exchanged == list(range(H, step + 1, H))  # alone, there is nobody to exchange with
-    assert '2 sequences x 1 micro-steps x 4 ranks = 8 sequences' in before
+    assert '2 sequences x 1 micro-step x 4 ranks = 8 sequences' in before
     assert '2 sequences x 2 micro-steps x 2 ranks = 8 sequences' in after
     loss = first_loss_after(str(saved / f'step_{step:08}'), step, data_dir)
     assert abs(rows[step]['loss'] - loss) <= 1e-6 * loss  # the outer weights, and the next samples in the order of data

@@ -172,7 +172,7 @@ def test_the_plan_on_a_login_node_is_that_of_the_jobs_ranks(project):
     result = bash(
         'bash slurm/multi_node.sh config/tiny.py --dry_run --batch_size=1 --global_batch_size=16', project, NPROC=None
     )
-    assert '1 sequences x 2 micro-steps x 8 ranks = 16 sequences' in result.stdout, result.stdout + result.stderr
+    assert '1 sequence x 2 micro-steps x 8 ranks = 16 sequences' in result.stdout, result.stdout + result.stderr
     assert 'memory per rank' in result.stdout
 
 
