@@ -16,7 +16,6 @@ the update is optim.py's, and no compiler is needed.
 
 import gc
 import json
-import math
 import os
 import sys
 from datetime import timedelta
@@ -44,7 +43,6 @@ class Config:
     # logging
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
     wandb_project = 'distributed-training'  # wandb project
-    wandb_entity: str | None = None  # wandb team or user
     wandb_group: str | None = None  # wandb group, to lay runs side by side
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
@@ -259,18 +257,13 @@ def evaluate():
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    nats, tokens = nats_and_tokens.tolist()
-    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
-    if val_data.bytes_per_token:
-        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
-    return row
+    return val_data.losses(*nats_and_tokens.tolist())
 
 
 if config.eval_only:
     log.row(step, evaluate())
     log.close()
     watchdog.close()
-    dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -280,10 +273,10 @@ train_batches = data.batches(
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
-)
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
+    config.permanent_interval, config.save_errors,
+)  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
@@ -369,5 +362,4 @@ watchdog.close()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
 train_batches.close()
-dist.destroy_process_group()
 processes.leave()
