@@ -28,10 +28,11 @@ So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in th
 of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round.
 """
 
+import hashlib
 import math
 import re
 import time
-from collections import deque, namedtuple
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -59,31 +60,26 @@ all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_te
 SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
 
 
-def all_to_all(received, to_send, group):
-    """Row j of to_send, uint8 (M, n), goes to rank j of the group, which has it as row i if this is rank i.
+def all_to_all(to_send, group):
+    """Row j of to_send, uint8 (M, n), goes to rank j of the group; row i of what it returns comes from rank i.
 
     Over gloo in short messages, two at a time: when two hosts send each other some MB at once over a slow link, each
     way carries half to two thirds of its rate (of 100 Mbit/s: 60, in messages of 64 kB 99).
     """
     if to_send.is_cuda:
+        received = torch.empty_like(to_send)
         dist.all_to_all_single(received, to_send, group=group)
-        return
-    flights = deque()
-
-    def land():
-        place, _, target, work = flights.popleft()
+        return received
+    sources = [segment.contiguous() for segment in to_send.split(SEGMENT, dim=1)]
+    targets = [torch.empty_like(source) for source in sources]
+    works = []
+    for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if number >= 2:
+            works[number - 2].wait()
+        works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
+    for work in works[-2:]:
         work.wait()
-        place.copy_(target)
-
-    for first in range(0, to_send.shape[1], SEGMENT):
-        if len(flights) == 2:
-            land()
-        source = to_send[:, first : first + SEGMENT].contiguous()
-        target = torch.empty_like(source)
-        work = dist.all_to_all_single(target, source, group=group, async_op=True)
-        flights.append((received[:, first : first + SEGMENT], source, target, work))
-    while flights:
-        land()
+    return torch.cat(targets, dim=1)
 
 
 # --- codec ------------------------------------------------------------------------------------------------------------
@@ -127,14 +123,12 @@ def decode(payload, dtype):
     return (codes.reshape(rows, n_blocks, BLOCK) * scales[:, :, None]).view(rows, -1)
 
 
-def checksum(numbers):
-    """A number that depends on every bit of a flat fp32 tensor and on the order, the same on every kind of device."""
-    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
-    for part in numbers.split(BUCKET):
-        bits = part.contiguous().view(torch.int32).long()
-        odd = torch.arange(len(part), device=part.device) * 2_654_435_761 + 1  # integers wrap, in any order of adding
-        total = total * 1_000_003 + (bits * odd).sum()
-    return total.item()
+def digest(tensors):
+    """sha256 of tensors' numbers as fp32: depends on every bit and on the order."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        sha256.update(tensor.float().cpu().numpy())
+    return sha256.hexdigest()
 
 
 # --- fragments --------------------------------------------------------------------------------------------------------
@@ -376,21 +370,20 @@ class Outer:
             padded = torch.zeros(replicas * part, device=self.device)
             padded[:n] = delta
             encoded = encode(padded.view(replicas, part), self.dtype)  # (replicas, bytes)
-            received = torch.empty_like(encoded)
         with self._timed('transfer', spans):  # row j goes to replica j, and row m comes from replica m
-            all_to_all(received, encoded, self.group)
+            received = all_to_all(encoded, self.group)
         with self._timed('compute', spans):
             theirs = decode(received, self.dtype)  # (replicas, part)
             mine = theirs[0] * (1 / replicas)  # (part), of the average
             for other in theirs[1:]:
                 mine.add_(other, alpha=1 / replicas)
             encoded_mine = encode(mine[None], self.dtype)
-            gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
         with self._timed('transfer', spans):
             if self.on_cuda:
+                gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
                 all_gather(gathered.flatten(), encoded_mine.flatten(), group=self.group)
             else:
-                all_to_all(gathered, encoded_mine.expand(replicas, -1), self.group)
+                gathered = all_to_all(encoded_mine.expand(replicas, -1), self.group)
         with self._timed('compute', spans):
             if error is not None:
                 lost = padded - decode(encoded, self.dtype).flatten()
@@ -522,9 +515,8 @@ class Outer:
         """(of the anchors, of the parameters) on this rank: equal on all ranks of its group after an outer step."""
         if self.on_host:
             torch.cuda.synchronize()
-        anchors = [fragment.anchor for fragment in self.fragments]
-        parameters = [local(parameter).flatten().float() for parameter in self.parameters.values()]
-        return tuple(sum((i + 1) * checksum(part) for i, part in enumerate(parts)) for parts in (anchors, parameters))
+        anchors = digest(fragment.anchor for fragment in self.fragments)
+        return anchors, digest(local(parameter) for parameter in self.parameters.values())
 
     # --- health -----------------------------------------------------------------------------------------------------
 
