@@ -62,10 +62,7 @@ def configure(Config, pass_on=None):
     known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
     values = {key: getattr(Config, key) for key in knobs}
     if '--help' in sys.argv[1:] or '-h' in sys.argv[1:]:
-        try:
-            print(help_text(knobs, values, module.__doc__), flush=True)
-        except BrokenPipeError:  # `--help | head`: what is still in the buffer must not be written at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(help_text(knobs, values, module.__doc__))
         sys.exit(0)
     explicit, skipped = {}, {}
     try:
@@ -166,7 +163,7 @@ def others(script):
 
 def owner_of(key, script):
     """Name of another train script beside this one that has the key, or None."""
-    return others(script).get(key, (None, None))[0]
+    return others(script).get(key, (None,))[0]
 
 
 def find(key, knobs, script, given, advice=''):

@@ -119,7 +119,6 @@ class TokenDataset:
 
     n_tokens, n_windows   n_windows = (n_tokens - 1) // block_size: the last token is only ever a target
     vocab_size            every id is below it; read() checks what it reads
-    meta                  the dict of meta.json, {} without one
     fingerprint           changes when the tokens change: a resumed run must find the same ones
     bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
     is_packed             a PackedDataset: its batches are (x, y, positions)
@@ -127,7 +126,7 @@ class TokenDataset:
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
         """shards: names, in order; open_shard(name): its tokens, something with a length that can be sliced."""
-        self.name, self.split, self.block_size, self.vocab_size, self.meta = name, split, block_size, vocab_size, meta
+        self.name, self.split, self.block_size, self.vocab_size = name, split, block_size, vocab_size
         self._shards, self.is_packed = shards, bool(meta.get('masked'))
         self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))

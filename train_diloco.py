@@ -470,5 +470,4 @@ if planner:
     planner.compare()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
-train_batches.close()
 processes.leave()

@@ -362,5 +362,4 @@ with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
 watchdog.close()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
-train_batches.close()
 processes.leave()

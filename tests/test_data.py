@@ -169,7 +169,6 @@ def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / 'set' / 'train_leftover.bin')  # not listed, so not read
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     assert (dataset.vocab_size, dataset.bytes_per_token, dataset.n_tokens) == (VOCAB_SIZE, 3.0, 1150)
-    assert dataset.meta['name'] == 'set'
     assert data.open_dataset(tmp_path, 'set', 'val', 32, vocab_size=2000).vocab_size == 2000
 
 
@@ -559,7 +558,7 @@ def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_
     expected = sorted(as_learned(*chat) for chat in chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
     assert (dataset.is_packed, dataset.n_tokens, dataset.bytes_per_token) == (True, total, None)
-    assert (dataset.vocab_size, dataset.meta['masked']) == (VOCAB_SIZE, True)
+    assert (dataset.vocab_size, dataset.is_packed) == (VOCAB_SIZE, True)
     assert dataset.n_windows == -(-(total - len(LENGTHS)) // 64)  # here the fewest that can hold them
     n = dataset.n_windows
     for first in (0, 5 * n):
