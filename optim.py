@@ -56,8 +56,7 @@ def make_optimizer(
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
 
-    'adamw' computes what adamw() below does with wd_ts = infinity; 'sgd': theta -= lr * (weight_decay*theta + g). The
-    other equations stand with adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
+    'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below.
 
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
@@ -142,9 +141,8 @@ def assert_each_in_one_group(model, groups):
 
 def compiling_repays(steps, parameters, device):
     """Whether make_optimizer(compile=True) saves time over this many steps of a model with this many parameters."""
-    # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. It saves, with ADANA on 19M parameters and 2 CPU
-    # threads, 18 - 7 = 11 ms a step (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03
-    # ns (estimated). So 19M parameters on a CPU repay after 1,800 steps, 1B parameters on a GPU after 670.
+    # torch.compile takes up to 20 s. It saves, with ADANA on 19M parameters and 2 CPU threads, 18 - 7 = 11 ms a step
+    # (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03 ns (estimated).
     saved_s = steps * parameters * (0.6e-9 if device.type == 'cpu' else 0.03e-9)
     # Kernels for CPUs are C++; those for GPUs need a C compiler for the code that launches them.
     compiler = os.environ.get('CXX', 'g++') if device.type == 'cpu' else os.environ.get('CC', 'gcc')
@@ -152,11 +150,10 @@ def compiling_repays(steps, parameters, device):
 
 
 # --- elementwise updates ----------------------------------------------------------------------------------------------
-# An update is a function of (scalars, theta, g, *state). It computes with tensor methods that exist in three forms: for
-# one chunk of a tensor (CPU), for a list of tensors (Each, GPU) and under torch.compile. A scalar that changes from
-# step to step is a 0-dim tensor in the first and the last, for a float would be compiled in; hence
-# x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is theta += -decay * theta: 1 - decay, rounded to
-# fp32, would be wrong by the same 3e-8 in every step.
+# An update is a function of (scalars, theta, g, *state), made of tensor methods. The same function runs on chunks of a
+# tensor (CPU), on lists of tensors (GPU, see Each) and under torch.compile. That would compile a float in, so scalars
+# are 0-dim tensors, but with lists; hence x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is
+# theta += -decay * theta: 1 - decay, rounded to fp32, would be wrong by the same 3e-8 in every step.
 
 
 def adamw(scalars, theta, g, m, v):
