@@ -182,7 +182,8 @@ def find(key, knobs, script, given, advice=''):
 def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
     rows = {key: (f'--{key}={values[key]}', ' | '.join(knob.types) or 'any') for key, knob in knobs.items()}
-    key_width, type_width = (max([len(row[i]) for row in rows.values()], default=0) for i in range(2))
+    key_width = max((len(default) for default, _ in rows.values()), default=0)
+    type_width = max((len(types) for _, types in rows.values()), default=0)
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
     section = None
     for key, (default, types) in rows.items():

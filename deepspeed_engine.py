@@ -286,11 +286,9 @@ def step(engine, optimizer, is_good):
 def dtypes(engine, compute):
     """The log's line: what a user's deepspeed_config may have made of them. compute: the key dtype, resolved."""
     flats = [flat for flat, _, _, _ in places_in_zero(engine).values()]
-    masters, reduction = (
-        str(dtype).removeprefix('torch.')
-        for dtype in (flats[0].dtype if flats else torch.float32, engine.communication_data_type)
-    )
-    return f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
+    masters, reduction = flats[0].dtype if flats else torch.float32, engine.communication_data_type
+    line = f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
+    return line.replace('torch.', '')
 
 
 def held(engine, optimizer, gradients):

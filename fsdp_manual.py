@@ -104,8 +104,10 @@ def assign_parameters(model, blocks):
     unit of its own; the rest of the root is one unit. Raises ValueError for a parameter that cannot be sharded.
     """
     units, root = [{} for _ in blocks], {}
-    of_blocks = zip(units, blocks, strict=True)
-    unit_of = {inner: unit for unit, modules in of_blocks for module in modules for inner in module.modules()}
+    unit_of = {}  # module, or a module inside of it -> its unit
+    for unit, modules in zip(units, blocks, strict=True):
+        for module in modules:
+            unit_of |= dict.fromkeys(module.modules(), unit)
     first_unit = {}  # parameter -> the unit in which it was met first
     for module_name, module in model.named_modules():
         unit = unit_of.get(module, root)
@@ -141,7 +143,8 @@ class Weight:
         ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows = math.ceil(self.shape[0] / ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
         columns = self.shape[1:].numel()
-        first, end = (min(edge * rows, self.shape[0]) for edge in (rank, rank + 1))
+        first = min(rank * rows, self.shape[0])
+        end = min(first + rows, self.shape[0])
         self.offset, self.size = offset, rows * columns
         self.local_size = (end - first) * columns  # without padding
         device = 'meta' if parameter.is_meta else device

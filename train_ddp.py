@@ -11,7 +11,6 @@ Train a language model with data parallelism: every rank holds the whole model, 
 import contextlib
 import gc
 import math
-import os
 import sys
 from typing import Literal
 
@@ -132,7 +131,7 @@ pretrained = None
 if config.init_from != 'scratch':
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -309,10 +308,9 @@ while step < config.max_iters and not must_stop:
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
     if evaluating and (last_step or not must_stop):
         row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        log.row(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        log.row(step, {'tokens': step * tokens_per_step, **row, **skipped})
 
     # save: all that the run needs to go on from here
     if saving:

@@ -16,7 +16,6 @@ the update is optim.py's, and no compiler is needed.
 
 import gc
 import json
-import os
 import sys
 from datetime import timedelta
 from typing import Literal
@@ -143,7 +142,7 @@ pretrained = None
 if config.init_from != 'scratch':
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -230,8 +229,7 @@ notes += [deepspeed_engine.dtypes(model, config.dtype)]
 loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # of fp16: the engine's, and scaler only keeps its state
 if found is not None and loss_scaler:
     loss_scaler.cur_scale = scaler.get_scale()
-path = os.path.join(config.out_dir, 'deepspeed.json')
-processes.on_rank_0(files.write_file, path, json.dumps(engine_config, indent=1))
+processes.on_rank_0(files.write_file, f'{config.out_dir}/deepspeed.json', json.dumps(engine_config, indent=1))
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
@@ -340,14 +338,15 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = float(model.get_global_grad_norm())
     if evaluating and (last_step or not must_stop):
         row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        log.row(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        log.row(step, {'tokens': step * tokens_per_step, **row, **skipped})
 
     # save: all that the run needs to go on from here
     if saving and config.keep_checkpoints:
-        scale = {**scaler.state_dict(), **({'scale': loss_scaler.cur_scale} if loss_scaler else {})}
+        scale = scaler.state_dict()
+        if loss_scaler:
+            scale['scale'] = loss_scaler.cur_scale
         position = {'tokens': step * tokens_per_step, 'scaler': scale, 'numbers': numbers.state()}
         with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             moments = deepspeed_engine.take_back(model, opt, raw_model)

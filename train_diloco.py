@@ -164,7 +164,7 @@ pretrained = None
 if config.init_from != 'scratch':
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -450,10 +450,9 @@ while step < config.max_iters and not must_stop:
     if evaluating:
         with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
             row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        journal.keep(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        journal.keep(step, {'tokens': step * tokens_per_step, **row, **skipped})
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
         journal.write()
         must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
