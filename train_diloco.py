@@ -41,7 +41,7 @@ class Config:
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
     # logging
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
     wandb_group: str | None = None  # wandb group, to lay runs side by side
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
