@@ -67,10 +67,7 @@ def configure(Config, pass_on=None):
     known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
     values = {key: getattr(Config, key) for key in knobs}
     if '--help' in sys.argv[1:] or '-h' in sys.argv[1:]:
-        try:
-            print(help_text(knobs, values, module.__doc__), flush=True)
-        except BrokenPipeError:  # `--help | head`: what is still in the buffer must not be written at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(help_text(knobs, values, module.__doc__))
         sys.exit(0)
     explicit, skipped = {}, {}
     try:
@@ -178,7 +175,7 @@ def others(script):
 
 def owner_of(key, script):
     """Name of another train script beside this one that has the key, or None."""
-    return others(script).get(key, (None, None))[0]
+    return others(script).get(key, (None,))[0]
 
 
 def find(key, knobs, script, given, advice=''):
@@ -208,7 +205,8 @@ def of_another_trainer(key, script):
 def help_text(knobs, values, docstring):
     """The script's docstring, then one line per key: default, type and comment, under the section's name."""
     rows = {key: (f'--{key}={values[key]}', ' | '.join(knob.types) or 'any') for key, knob in knobs.items()}
-    key_width, type_width = (max([len(row[i]) for row in rows.values()], default=0) for i in range(2))
+    key_width = max((len(default) for default, _ in rows.values()), default=0)
+    type_width = max((len(types) for _, types in rows.values()), default=0)
     lines = [(docstring or '').strip(), '', 'Config files (*.py), then --key=value; the last one wins. The defaults:']
     section = None
     for key, (default, types) in rows.items():

@@ -16,16 +16,15 @@ array or memmap of one dimension, of integers. To read another format of texts, 
 """
 
 import bisect
+import collections
 import functools
 import hashlib
 import itertools
 import json
 import math
 import os
-import queue
 import re
-import threading
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +38,7 @@ SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
 MAX_MAPPED_SHARDS = 256  # each holds a file descriptor, of which 1,024 is a common limit; 100B tokens: 1,000 shards
+BATCHES_AHEAD = 8  # that are made while the model computes
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
 
 
@@ -119,7 +119,6 @@ class TokenDataset:
 
     n_tokens, n_windows   n_windows = (n_tokens - 1) // block_size: the last token is only ever a target
     vocab_size            every id is below it; read() checks what it reads
-    meta                  the dict of meta.json, {} without one
     fingerprint           changes when the tokens change: a resumed run must find the same ones
     bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
     is_packed             a PackedDataset: its batches are (x, y, positions)
@@ -127,7 +126,7 @@ class TokenDataset:
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
         """shards: names, in order; open_shard(name): its tokens, something with a length that can be sliced."""
-        self.name, self.split, self.block_size, self.vocab_size, self.meta = name, split, block_size, vocab_size, meta
+        self.name, self.split, self.block_size, self.vocab_size = name, split, block_size, vocab_size
         self._shards, self.is_packed = shards, bool(meta.get('masked'))
         self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
@@ -142,11 +141,19 @@ class TokenDataset:
         """Set n_windows."""
         self.n_windows = (self.n_tokens - 1) // self.block_size
         if self.n_windows < 1:
-            needed = (
-                f'block_size={self.block_size} is longer than the data: a window has {self.block_size + 1:,} tokens'
+            raise ValueError(
+                f'block_size={self.block_size} is longer than the data: a window has {self.block_size + 1:,} tokens, '
+                f'split {self.split!r} of {self.name} {self.n_tokens:,}; use at most '
+                f'--block_size={max(1, self.n_tokens - 1)}'
             )
-            given = f'split {self.split!r} of {self.name} {self.n_tokens:,}'
-            raise ValueError(f'{needed}, {given}; use --block_size={max(1, self.n_tokens - 1)} or less')
+
+    def losses(self, nats, tokens):
+        """Metrics of an evaluation, from the sum of the cross-entropy over so many targets of this split."""
+        loss = nats / tokens
+        row = {'val_loss': loss, 'val_ppl': math.exp(min(loss, 700))}
+        if self.bytes_per_token:
+            row['val_bpb'] = loss / math.log(2) / self.bytes_per_token
+        return row
 
     def read(self, windows):
         """Tokens of some windows: int64 (len(windows), block_size + 1). ValueError: an id outside the vocabulary."""
@@ -203,27 +210,37 @@ class PackedDataset(TokenDataset):
 
     def _cut(self, facts):
         """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
-        name, mask = self.name, self._read_masks(facts)
-        starts = np.flatnonzero(mask >= 2)
+        mask = self._read_masks(facts)
         self._learned = mask & 1  # stays in memory, 1 byte per token
+        starts = np.flatnonzero(mask >= 2)
         whole = np.diff(starts, append=self.n_tokens)
         lengths = np.minimum(whole, self.block_size + 1)
-        spans = np.stack((starts + 1, starts + lengths), axis=1).ravel()  # first target, end of the targets
-        learned = np.add.reduceat(self._learned, spans, dtype=np.int64)[::2] * (lengths > 1)
+        # How many targets of each conversation are learned: reduceat adds up from each border to the next one. Every
+        # second sum is over a conversation's targets, those between them are over what lies behind its end.
+        borders = np.stack((starts + 1, starts + lengths), axis=1).ravel()
+        learned = np.add.reduceat(self._learned, borders, dtype=np.int64)[::2]
+        learned[lengths == 1] = 0  # an empty range, of which reduceat returns its first element
         kept = np.flatnonzero(learned)
+
         n_cut, n_dropped = np.count_nonzero(whole > lengths), len(starts) - len(kept)
-        line = f'{name}: {n_cut:,} of {len(starts):,} chats ({self.split}) are cut to {self.block_size + 1:,} tokens'
-        line += f', {n_dropped:,} dropped with nothing learned left; --block_size={whole.max(initial=2) - 1} keeps all'
+        line = (
+            f'{self.name}: {n_cut:,} of {len(starts):,} chats ({self.split}) are cut to {self.block_size + 1:,} tokens'
+            f', {n_dropped:,} dropped with nothing learned left; --block_size={whole.max(initial=2) - 1} keeps all'
+        )
         if not len(kept):
             raise ValueError(line)
         if n_cut or n_dropped:
             _say_once(line)
+
+        # The longest conversations are packed first. So the windows are shuffled: evaluation reads the first of them.
         order, bins = pack(lengths[kept] - 1, self.block_size)
         self.n_windows = int(bins.max()) + 1
-        windows = sample_windows(bins, self.n_windows, seed=0)  # or evaluation, of the first, would see the longest
-        kept = kept[order[np.argsort(windows, kind='stable')]]
+        windows = sample_windows(bins, self.n_windows, seed=0)
+        by_window = np.argsort(windows, kind='stable')
+        kept = kept[order[by_window]]
         self._starts, self._lengths = starts[kept], lengths[kept]
-        self._borders = np.searchsorted(np.sort(windows), np.arange(self.n_windows + 1))
+        # Window w holds the conversations from borders[w] up to borders[w + 1].
+        self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
         self.n_targets = np.add.reduceat(learned[kept], self._borders[:-1])
 
     def _read_masks(self, facts):
@@ -261,14 +278,20 @@ def pack(sizes, capacity):
     order = np.argsort(-sizes, kind='stable')
     bins, unused = [], itertools.count()
     free = [[] for _ in range(capacity + 1)]  # [room]: the bins that have it
-    rooms = 0  # bit r is set where free[r] holds any: a search takes a shift, not a loop
+    rooms = []  # those that some bin has, sorted
     for size in sizes[order].tolist():
-        fitting = rooms >> size
-        room = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity  # the lowest bit
-        bins.append(free[room].pop() if fitting else next(unused))
-        rooms &= -1 if free[room] else ~(1 << room)
-        free[room - size].append(bins[-1])
-        rooms |= 1 << room - size
+        place = bisect.bisect_left(rooms, size)  # of the least room that is enough
+        if place == len(rooms):
+            room, bin = capacity, next(unused)
+        else:
+            room = rooms[place]
+            bin = free[room].pop()
+            if not free[room]:
+                rooms.pop(place)
+        bins.append(bin)
+        if not free[room - size]:
+            bisect.insort(rooms, room - size)
+        free[room - size].append(bin)
     return order, np.array(bins)
 
 
@@ -342,10 +365,10 @@ def _find_shards(folder, split, meta):
         files = names + [shard['mask_file'] for shard in shards if meta.get('masked')]
         absent = [name for name in files if not (folder / name).exists()]
         if absent:
-            listed = (
-                f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} files are missing'
+            raise FileNotFoundError(
+                f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} files are missing, '
+                f'first {absent[0]}; copy or prepare the dataset again'
             )
-            raise FileNotFoundError(f'{listed}, first {absent[0]}; copy or prepare the dataset again')
     else:
         word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
         names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
@@ -376,14 +399,14 @@ def _say_once(line):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, world_size, device, prefetch=8):
+def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, world_size, device):
     """Endless iterator over this rank's training batches, one (x, y) per micro-step; close() it when done.
 
     x, y: int64 (batch_size, block_size) on `device`; y is x one token later, and may hold -1 where no loss is counted.
     Of a packed dataset (x, y, positions): these begin at 0 with each conversation, which attention must not leave.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the samples
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
-    prefetch: batches that a background thread makes ahead; an error in it is raised by next() in its turn.
+    A background thread makes them ahead, see run_ahead().
     """
     assert global_batch_size % (batch_size * world_size) == 0, f'{global_batch_size=}, {batch_size=}, {world_size=}'
     per_rank = global_batch_size // world_size
@@ -397,7 +420,7 @@ def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, wo
             for of_micro_step in windows.reshape(-1, batch_size):
                 yield _host_batch(dataset, of_micro_step, batch_size, device)
 
-    return Prefetcher(host_batches(), device, prefetch)
+    return run_ahead(host_batches(), device)
 
 
 def eval_batches(dataset, n_sequences, batch_size, rank, world_size, device):
@@ -412,7 +435,7 @@ def eval_batches(dataset, n_sequences, batch_size, rank, world_size, device):
         for first in range(rank * batch_size, -(-n_sequences // per_round) * per_round, per_round):
             yield _host_batch(dataset, range(first, min(first + batch_size, n_sequences)), batch_size, device)
 
-    return Prefetcher(host_batches(), device)
+    return run_ahead(host_batches(), device)
 
 
 def _host_batch(dataset, windows, batch_size, device):
@@ -430,63 +453,31 @@ def _host_batch(dataset, windows, batch_size, device):
     return batch
 
 
-class Prefetcher:
-    """Iterator over (x, y, ...) on `device`, from an iterator over host batches that a background thread runs ahead.
+def run_ahead(host_batches, device):
+    """Iterate over (x, y, ...) on `device`, from an iterator over host batches that a background thread runs ahead.
 
-    The thread ends when the iterator is exhausted, closed or garbage-collected, and before the interpreter shuts down.
-    It works in bursts, when half of its batches are used up: Python runs one thread at a time, so the training loop
-    waits for it, and a step has emptied the caches: one batch of 12 x 64 takes 400 us then, each further one 30 us.
+    The thread ends with the iterator: when this is exhausted, closed or dropped. An error comes where its batch is due.
     On CUDA the copy is queued on the current stream, so whatever uses x and y comes after it. For 8 sequences of 2048
     tokens that is 2 x 8 x 2048 x 8 bytes = 262 KB, some 10 us of PCIe: a second stream would save nothing. The pinned
     memory is not rewritten during its copy: torch's allocator records an event with it, and waits for that to pass.
     """
+    device = torch.device(device)
 
-    def __init__(self, host_batches, device, depth=8):
-        self._device, self._burst, self._taken = torch.device(device), max(1, depth // 2), 0
-        # SimpleQueue because close() may run inside garbage collection: its put() is reentrant, queue.Queue's is not.
-        self._ready = queue.SimpleQueue()  # host batches, then None at the end, or an exception
-        self._tickets = queue.SimpleQueue()  # how many more batches to make; 0 = stop
-        self._tickets.put(depth)
-        self._stopped = threading.Event()
-        arguments = (host_batches, self._device, self._ready, self._tickets, self._stopped)
-        # A daemon: for any other the interpreter waits before it runs the finalizer, which ends this one.
-        thread = threading.Thread(target=_run_ahead, args=arguments, name='prefetch', daemon=True)
-        self.close = weakref.finalize(self, _stop, thread, self._tickets, self._stopped)
-        thread.start()
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self._stopped.is_set():
-            raise StopIteration
-        batch = self._ready.get()
-        if isinstance(batch, torch.Tensor):
-            self._taken += 1
-            if self._taken % self._burst == 0:
-                self._tickets.put(self._burst)
-            return tuple(batch.to(self._device, non_blocking=True))  # each contiguous
-        self.close()
-        raise batch or StopIteration
-
-
-def _run_ahead(host_batches, device, ready, tickets, stopped):
-    """The background thread. It does not refer to the Prefetcher, which could not be garbage-collected otherwise."""
-    try:
+    def make_batch():
         if device.type == 'cuda':
             torch.cuda.set_device(device)  # a thread starts on GPU 0: pinning must not open a context there
-        while n_batches := tickets.get():
-            for _ in range(n_batches):
-                if stopped.is_set():
-                    return
-                ready.put(next(host_batches, None))
-    except Exception as error:
-        ready.put(error)
+        return next(host_batches, None)
 
-
-def _stop(thread, tickets, stopped):
-    """End the background thread and wait for it, unless garbage collection runs this in that very thread."""
-    stopped.set()
-    tickets.put(0)
-    if thread is not threading.current_thread():
-        thread.join(timeout=5)  # one batch takes microseconds; a file system that hangs must not hang the exit
+    thread, coming = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch'), collections.deque()
+    try:
+        while True:
+            # In bursts: Python runs one thread at a time, so the training loop waits for this one, and a step has
+            # emptied the caches. The first batch of 12 x 64 takes 400 us then, each further one 30 us.
+            if len(coming) <= BATCHES_AHEAD // 2:
+                coming.extend(thread.submit(make_batch) for _ in range(BATCHES_AHEAD - len(coming)))
+            batch = coming.popleft().result()
+            if batch is None:
+                return
+            yield tuple(batch.to(device, non_blocking=True))  # each contiguous
+    finally:
+        thread.shutdown(cancel_futures=True)

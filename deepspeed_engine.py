@@ -29,10 +29,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
 LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
-# Defaults of settings in zero_optimization; with other values weights lie elsewhere than places_in_zero() knows.
-FIXED = {'round_robin_gradients': False, 'zero_hpz_partition_size': 1, 'mics_shard_size': -1}
-FIXED |= {'cpu_offload': False, 'cpu_offload_params': False}  # old names, which the key cpu_offload would not know
-FIXED |= {f'zero_quantized_{what}': False for what in ('weights', 'nontrainable_weights', 'gradients')}
 SECTIONS_OF_KEYS = {  # that a user's file must not have: keys of the script stand for them
     'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
     'scheduler': '--lr_schedule, --warmup_iters, ...',
@@ -49,6 +45,16 @@ SETTINGS_OF_KEYS = {  # that have to agree with a key
     'zero_optimization.offload_param.device': 'cpu_offload',
     'bf16.enabled': 'dtype',
     'fp16.enabled': 'dtype',
+}
+FIXED = {  # that keep their defaults: with other values weights lie elsewhere than places_in_zero() knows
+    'zero_optimization.round_robin_gradients': False,
+    'zero_optimization.zero_hpz_partition_size': 1,
+    'zero_optimization.mics_shard_size': -1,
+    'zero_optimization.zero_quantized_weights': False,
+    'zero_optimization.zero_quantized_nontrainable_weights': False,
+    'zero_optimization.zero_quantized_gradients': False,
+    'zero_optimization.cpu_offload': False,  # old names, which the key cpu_offload would not know
+    'zero_optimization.cpu_offload_params': False,
 }
 
 
@@ -123,10 +129,8 @@ def read_settings(file):
     try:
         with open(file, encoding='utf-8') as opened:
             theirs = json.load(opened)
-    except OSError as error:
-        raise OSError(f'deepspeed_config={file} cannot be read ({error.strerror}): name a JSON file') from error
-    except ValueError as error:
-        raise ValueError(f'deepspeed_config={file} is not JSON ({error})') from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f'deepspeed_config={file} cannot be read as JSON: {error}') from error
     if not isinstance(theirs, dict):
         raise ValueError(f'deepspeed_config={file}: expected a JSON object, as in {{"zero_optimization": {{...}}}}')
     return theirs
@@ -145,20 +149,15 @@ def check_settings(theirs, ours, config, file):
             raise ValueError(
                 f'deepspeed_config={file}: "{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"'
             )
-    for path, key in SETTINGS_OF_KEYS.items():
-        given, expected = setting(theirs, path), setting(ours, path)
+    of_keys = {path: setting(ours, path) for path in SETTINGS_OF_KEYS}
+    for path, expected in (of_keys | FIXED).items():
+        given, key = setting(theirs, path), SETTINGS_OF_KEYS.get(path)
         expected = 'none' if expected is None else expected  # of offload_...: the section is left out
         if given not in (*LEFT_OUT, expected):
+            where = f'with {key}={config[key]}' if key else 'here'
             raise ValueError(
-                f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, with {key}={config[key]} it has to be '
-                f'{json.dumps(expected)}: change one of them, or write "auto"'
-            )
-    for name, expected in FIXED.items():
-        given = setting(theirs, f'zero_optimization.{name}')
-        if given not in (*LEFT_OUT, expected):
-            raise ValueError(
-                f'deepspeed_config={file}: "zero_optimization.{name}" is {json.dumps(given)}: delete it, it has to '
-                f'be {json.dumps(expected)} here'
+                f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, {where} it has to be '
+                f'{json.dumps(expected)}: change it, or write "auto"'
             )
 
 
@@ -230,8 +229,8 @@ def forget_order(engine):
     """After a forward pass without gradients: let stage 3 learn anew in which order the modules run.
 
     It gathers weights ahead, in the order of the pass before, and does not wait for one that is on its way when another
-    module than expected takes it. A pass that returns logits, as of hf.self_test(), calls the head as a module; a pass
-    for the loss takes its weight. The price is one step after each evaluation in which nothing is gathered ahead.
+    module than expected takes it. A pass that returns logits, as in finetune.self_test(), calls the head as a module; a
+    pass for the loss takes its weight. The price: in one step after each evaluation nothing is gathered ahead.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if not torch.is_grad_enabled() and not coordinator.is_invalid_trace():
@@ -287,11 +286,9 @@ def step(engine, optimizer, is_good):
 def dtypes(engine, compute):
     """The log's line: what a user's deepspeed_config may have made of them. compute: the key dtype, resolved."""
     flats = [flat for flat, _, _, _ in places_in_zero(engine).values()]
-    masters, reduction = (
-        str(dtype).removeprefix('torch.')
-        for dtype in (flats[0].dtype if flats else torch.float32, engine.communication_data_type)
-    )
-    return f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
+    masters, reduction = flats[0].dtype if flats else torch.float32, engine.communication_data_type
+    line = f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
+    return line.replace('torch.', '')
 
 
 def held(engine, optimizer, gradients):

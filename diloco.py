@@ -28,10 +28,11 @@ So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in th
 of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round.
 """
 
+import hashlib
 import math
 import re
 import time
-from collections import deque, namedtuple
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -49,9 +50,9 @@ TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in 
 # A stretch of a fragment's numbers, first to end. pieces: [(parameter, first, end)], of which it consists; their sizes.
 Bucket = namedtuple('Bucket', 'first end pieces sizes')
 
-# What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), their weights (M,), bytes
-# that this rank sent, and [(kind, begin, end)] of what it did when.
-Told = namedtuple('Told', 'gram weights bytes spans')
+# What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), bytes that this rank sent,
+# and [(kind, begin, end)] of what it did when.
+Told = namedtuple('Told', 'gram bytes spans')
 
 # torch 2.13 has a new name for the collective and warns about the old one, the only one that 2.11 has.
 all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
@@ -59,31 +60,26 @@ all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_te
 SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
 
 
-def all_to_all(received, to_send, group):
-    """Row j of to_send, uint8 (M, n), goes to rank j of the group, which has it as row i if this is rank i.
+def all_to_all(to_send, group):
+    """Row j of to_send, uint8 (M, n), goes to rank j of the group; row i of what it returns comes from rank i.
 
     Over gloo in short messages, two at a time: when two hosts send each other some MB at once over a slow link, each
     way carries half to two thirds of its rate (of 100 Mbit/s: 60, in messages of 64 kB 99).
     """
     if to_send.is_cuda:
+        received = torch.empty_like(to_send)
         dist.all_to_all_single(received, to_send, group=group)
-        return
-    flights = deque()
-
-    def land():
-        place, _, target, work = flights.popleft()
+        return received
+    sources = [segment.contiguous() for segment in to_send.split(SEGMENT, dim=1)]
+    targets = [torch.empty_like(source) for source in sources]
+    works = []
+    for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if number >= 2:
+            works[number - 2].wait()
+        works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
+    for work in works[-2:]:
         work.wait()
-        place.copy_(target)
-
-    for first in range(0, to_send.shape[1], SEGMENT):
-        if len(flights) == 2:
-            land()
-        source = to_send[:, first : first + SEGMENT].contiguous()
-        target = torch.empty_like(source)
-        work = dist.all_to_all_single(target, source, group=group, async_op=True)
-        flights.append((received[:, first : first + SEGMENT], source, target, work))
-    while flights:
-        land()
+    return torch.cat(targets, dim=1)
 
 
 # --- codec ------------------------------------------------------------------------------------------------------------
@@ -127,14 +123,12 @@ def decode(payload, dtype):
     return (codes.reshape(rows, n_blocks, BLOCK) * scales[:, :, None]).view(rows, -1)
 
 
-def checksum(numbers):
-    """A number that depends on every bit of a flat fp32 tensor and on the order, the same on every kind of device."""
-    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
-    for part in numbers.split(BUCKET):
-        bits = part.contiguous().view(torch.int32).long()
-        odd = torch.arange(len(part), device=part.device) * 2_654_435_761 + 1  # integers wrap, in any order of adding
-        total = total * 1_000_003 + (bits * odd).sum()
-    return total.item()
+def digest(tensors):
+    """sha256 of tensors' numbers as fp32: depends on every bit and on the order."""
+    sha256 = hashlib.sha256()
+    for tensor in tensors:
+        sha256.update(tensor.float().cpu().numpy())
+    return sha256.hexdigest()
 
 
 # --- fragments --------------------------------------------------------------------------------------------------------
@@ -187,11 +181,11 @@ def like(parameter, flat):
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
 
 
-def assign_to_fragments(parameters, num_fragments, order):
+def assign_to_fragments(parameters, num_fragments):
     """[names of the parameters of fragment 0, of 1, ...]; the block is the first number in a parameter's name.
 
-    order: 'strided' gives block i to fragment i % num_fragments, 'sequential' gives each a run of blocks. What is in no
-    block (embedding, final norm, head) goes, the largest first, to the fragment that has the fewest numbers so far.
+    Block i is in fragment i % num_fragments (the paper's strided pattern). What is in no block (embedding, final norm,
+    head) goes, the largest first, to the fragment that has the fewest numbers so far.
     Raises ValueError when there are more fragments than blocks.
     """
     found = {name: re.search(r'(?:^|\.)(\d+)\.', name) for name in parameters}
@@ -201,7 +195,7 @@ def assign_to_fragments(parameters, num_fragments, order):
         raise ValueError(f'num_fragments={num_fragments}: expected at most {n_blocks}, the blocks of the model')
     fragments = [[] for _ in range(num_fragments)]
     for name, block in block_of.items():
-        fragments[block % num_fragments if order == 'strided' else block * num_fragments // n_blocks].append(name)
+        fragments[block % num_fragments].append(name)
     for name in sorted(parameters.keys() - block_of.keys(), key=lambda name: (-parameters[name].numel(), name)):
         sizes = [sum(parameters[other].numel() for other in names) for names in fragments]
         fragments[sizes.index(min(sizes))].append(name)
@@ -228,8 +222,8 @@ class Outer:
     """
 
     def __init__(
-        self, parameters, update, group, inner_steps, num_fragments=1, order='strided', overlap_steps=0, mix=0.0,
-        dtype='float32', error_feedback=False, on_host=False, bucket=BUCKET, timeout=None,
+        self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
+        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None,
     ):  # fmt: skip
         self.parameters, self.update = dict(parameters), update
         # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
@@ -249,7 +243,7 @@ class Outer:
         with_error = error_feedback and dtype != 'float32' and self.replicas > 1
         home = torch.device('cpu') if self.on_host else self.device
         self.fragments = []
-        for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments, order)):
+        for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments)):
             members = {name: self.parameters[name] for name in names}
             offset = (index + 1) * inner_steps // num_fragments % inner_steps
             self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket))
@@ -286,21 +280,17 @@ class Outer:
     # --- what -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def send(self, fragment, step, weight=1.0, last=False):
-        """Start to exchange a fragment's pseudo-gradient; without overlap_steps, or after the last step, land it, too.
-
-        weight: of this replica in the average, such as the tokens that it trained on since the fragment was last sent.
-        """
+    def send(self, fragment, step, last=False):
+        """Start to exchange a fragment's pseudo-gradient; without overlap_steps, or if it is the last, land it, too."""
         assert fragment.lands_at is None, f'fragment {fragment.index} is sent while its last exchange is in flight'
-        assert weight > 0, f'weight={weight}: a replica without a share in the average could not make up for errors'
         fragment.sent_at, fragment.lands_at = step, step + self.overlap_steps
         if self.overlap_steps and not last:
             fragment.delta = torch.empty_like(fragment.anchor, device=self.device)
-            fragment.flights = [self._start_exchange(fragment, bucket, weight) for bucket in fragment.buckets]
+            fragment.flights = [self._start_exchange(fragment, bucket) for bucket in fragment.buckets]
             return
         mix = 0.0 if last else self.mix
         for bucket in fragment.buckets:  # one is exchanged while the one before it is applied
-            fragment.flights.append(self._start_exchange(fragment, bucket, weight))
+            fragment.flights.append(self._start_exchange(fragment, bucket))
             if len(fragment.flights) == 2:
                 self._outer_step(*fragment.flights.pop(0), fragment, mix)
         self.land(fragment, step, mix)
@@ -319,7 +309,7 @@ class Outer:
         if mix == 0:
             fragment.equal_at = step
 
-    def _start_exchange(self, fragment, bucket, weight):
+    def _start_exchange(self, fragment, bucket):
         """(bucket, its delta, handle): the exchange turns the delta, in place, into the average over the replicas."""
         first, end, pieces, sizes = bucket
         with self._timed('compute'):  # the pseudo-gradient: anchor - theta
@@ -331,10 +321,10 @@ class Outer:
             return bucket, delta, None
         error = None if fragment.error is None else fragment.error[first:end]
         if self.thread:
-            return bucket, delta, self.thread.submit(self._average, delta, error, weight)
+            return bucket, delta, self.thread.submit(self._average, delta, error)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            told = self._average(delta, error, weight)
+            told = self._average(delta, error)
             return bucket, delta, (self.stream.record_event(), told)
 
     def _outer_step(self, bucket, delta, handle, fragment, mix):
@@ -344,7 +334,6 @@ class Outer:
             told = self._wait(handle)
         if told is not None:
             self.gram += told.gram
-            self.weights = told.weights
             self.bytes_sent += told.bytes
             self.spans += told.spans
         with self._timed('compute'):
@@ -370,8 +359,8 @@ class Outer:
         return handle[1]
 
     @torch.no_grad()
-    def _average(self, delta, error, weight):
-        """Turn delta, flat fp32, into the weighted average over the replicas, in place. In the thread or the stream."""
+    def _average(self, delta, error):
+        """Turn delta, flat fp32, into the average over the replicas, in place. In the thread or the stream."""
         replicas, n, spans = self.replicas, len(delta), []
         multiple = BLOCK if self.dtype in LEVELS else 4
         part = -(-n // (replicas * multiple)) * multiple  # numbers that one replica averages
@@ -381,35 +370,30 @@ class Outer:
             padded = torch.zeros(replicas * part, device=self.device)
             padded[:n] = delta
             encoded = encode(padded.view(replicas, part), self.dtype)  # (replicas, bytes)
-            header = torch.full((replicas, 1), weight, dtype=torch.float64, device=self.device).view(torch.uint8)
-            to_send = torch.cat((header, encoded), dim=1)  # 8 bytes before each part
-            received = torch.empty_like(to_send)
         with self._timed('transfer', spans):  # row j goes to replica j, and row m comes from replica m
-            all_to_all(received, to_send, self.group)
+            received = all_to_all(encoded, self.group)
         with self._timed('compute', spans):
-            theirs = decode(received[:, 8:], self.dtype)  # (replicas, part)
-            weights = received[:, :8].contiguous().view(torch.float64).flatten()
-            shares = (weights / weights.sum()).float()
-            mine = theirs[0] * shares[0]  # (part), of the average
-            for replica in range(1, replicas):
-                mine.addcmul_(theirs[replica], shares[replica])
+            theirs = decode(received, self.dtype)  # (replicas, part)
+            mine = theirs[0] * (1 / replicas)  # (part), of the average
+            for other in theirs[1:]:
+                mine.add_(other, alpha=1 / replicas)
             encoded_mine = encode(mine[None], self.dtype)
-            gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
         with self._timed('transfer', spans):
             if self.on_cuda:
+                gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
                 all_gather(gathered.flatten(), encoded_mine.flatten(), group=self.group)
             else:
-                all_to_all(gathered, encoded_mine.expand(replicas, -1), self.group)
+                gathered = all_to_all(encoded_mine.expand(replicas, -1), self.group)
         with self._timed('compute', spans):
             if error is not None:
                 lost = padded - decode(encoded, self.dtype).flatten()
                 own = slice(self.replica * part, (self.replica + 1) * part)
                 # What rounding the average cost: this replica's share of the next average makes up for it.
-                lost[own] += (mine - decode(encoded_mine, self.dtype)[0]) / shares[self.replica]
+                lost[own] += (mine - decode(encoded_mine, self.dtype)[0]) * replicas
                 error.copy_(lost[:n], non_blocking=True)
             delta.copy_(decode(gathered, self.dtype).flatten()[:n])
             gram = (theirs @ theirs.T).double()
-        return Told(gram, weights, (replicas - 1) * (to_send.shape[1] + encoded_mine.shape[1]), spans)
+        return Told(gram, (replicas - 1) * (encoded.shape[1] + encoded_mine.shape[1]), spans)
 
     # --- evaluate, save, load ---------------------------------------------------------------------------------------
 
@@ -503,8 +487,8 @@ class Outer:
         same_replicas = state['num_replicas'] == self.replicas
         if state['mid_round'] and not same_fragments:
             raise ValueError(
-                f'the checkpoint of step {step} is in the middle of a round, num_fragments={len(state["fragments"])}: '
-                'go on with the same num_fragments and fragment_order'
+                f'the checkpoint of step {step} is in the middle of a round: go on with its '
+                f'num_fragments={len(state["fragments"])}'
             )
         if same_fragments:
             for number, fragment in enumerate(self.fragments):
@@ -531,9 +515,8 @@ class Outer:
         """(of the anchors, of the parameters) on this rank: equal on all ranks of its group after an outer step."""
         if self.on_host:
             torch.cuda.synchronize()
-        anchors = [fragment.anchor for fragment in self.fragments]
-        parameters = [local(parameter).flatten().float() for parameter in self.parameters.values()]
-        return tuple(sum((i + 1) * checksum(part) for i, part in enumerate(parts)) for parts in (anchors, parameters))
+        anchors = digest(fragment.anchor for fragment in self.fragments)
+        return anchors, digest(local(parameter) for parameter in self.parameters.values())
 
     # --- health -----------------------------------------------------------------------------------------------------
 
@@ -558,7 +541,6 @@ class Outer:
     def reset_health(self):
         self.spans, self.bytes_sent = [], 0
         self.gram = torch.zeros(self.replicas, self.replicas, dtype=torch.float64, device=self.device)
-        self.weights = torch.ones(self.replicas, dtype=torch.float64, device=self.device)
 
     def health(self):
         """
@@ -580,7 +562,7 @@ class Outer:
         dist.all_reduce(sums)  # over the shards, too: each has the inner products of its part
         row = {'diloco/momentum_norm': math.sqrt(sums[-1].item())}
         if self.bytes_sent:
-            row |= norms_of_replicas(sums[:-1].view(self.replicas, self.replicas), self.weights.cpu())
+            row |= norms_of_replicas(sums[:-1].view(self.replicas, self.replicas))
         row |= {f'diloco/{kind}_s': value for kind, value in self._seconds().items()}
         row |= {'diloco/bytes': self.bytes_sent, 'diloco/bytes_formula': self.round_bytes(self.dtype)}
         self.reset_health()
@@ -607,12 +589,11 @@ class Outer:
         return 2 * numbers * BYTES[dtype] * (self.replicas - 1) / self.replicas
 
 
-def norms_of_replicas(gram, weights):
-    """Metrics from the inner products (M, M) of the replicas' pseudo-gradients d and their weights (M), on the host."""
-    weights = weights / weights.sum()
+def norms_of_replicas(gram):
+    """Metrics from the inner products (M, M) of the replicas' pseudo-gradients d, on the host."""
     squares, norms = gram.diagonal(), gram.diagonal().sqrt()
-    mean_square = (weights @ gram @ weights).item()  # |mean|^2, since mean = sum of w_m d_m
-    drift = (weights @ squares).item() - mean_square  # E |d - mean|^2 = E |d|^2 - |mean|^2
+    mean_square = gram.mean().item()  # |mean|^2, since mean = sum of d_m / M
+    drift = squares.mean().item() - mean_square  # E |d - mean|^2 = E |d|^2 - |mean|^2
     row = {
         'diloco/replica_norm': squares.mean().sqrt().item(),
         'diloco/delta_norm': math.sqrt(max(mean_square, 0.0)),  # max(nan, 0) is nan, max(0, nan) is 0

@@ -72,10 +72,11 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
     blocks = [[*block] if isinstance(block, (list, tuple, nn.ModuleList)) else [block] for block in blocks]
     check_blocks(model, blocks)
     parameters_of_units = assign_parameters(model, blocks)
-    if compute_dtype not in GATHERABLE:
-        raise ValueError(f'compute_dtype={compute_dtype}: expected one that gloo and NCCL can sum up, {GATHERABLE}')
-    if zero_stage not in (1, 2, 3) or prefetch < 0:
-        raise ValueError(f'zero_stage={zero_stage}, prefetch={prefetch}: expected stage 1, 2 or 3 and prefetch >= 0')
+    if compute_dtype not in GATHERABLE or zero_stage not in (1, 2, 3) or prefetch < 0:
+        raise ValueError(
+            f'compute_dtype={compute_dtype}, zero_stage={zero_stage}, prefetch={prefetch}: expected a dtype of '
+            f'{GATHERABLE}, stage 1, 2 or 3 and prefetch >= 0'
+        )
     sharded = ShardedModel(model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload)
     for unit, modules in zip(sharded.blocks, blocks, strict=True):
         sharded.hook_block(unit, first=modules[0], last=modules[-1])
@@ -84,20 +85,16 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
 
 
 def check_blocks(model, blocks):
-    """Raise ValueError unless the lists of modules in `blocks` are all of the model's blocks, each once."""
-    names = {module: name for name, module in model.named_modules()}
+    """Raise ValueError unless `blocks` lists all of the model's modules of that kind, each once."""
     listed = [module for modules in blocks for module in modules]
-    inside = {inner for module in listed for inner in module.modules()}
-    if not listed or len(set(listed)) < len(listed):
-        raise ValueError(f'blocks lists {len(listed)} modules, {len(set(listed))} different ones: list each block once')
-    for module in listed:
-        if module not in names:
-            raise ValueError(f'blocks lists a {type(module).__name__} that is no part of the model')
-        if any(inner is not module and inner in set(listed) for inner in module.modules()):
-            raise ValueError(f'blocks lists {names[module]} and a module inside of it: their parameters would repeat')
-    for module, name in names.items():
-        if module not in inside and type(module) in {type(block) for block in listed}:
-            raise ValueError(f'blocks misses {name}, a {type(module).__name__} like those it lists: list all of them')
+    kinds = {type(module) for module in listed}
+    inside = {inner for module in listed for inner in module.modules() if inner is not module}
+    wanted = [module for module in model.modules() if type(module) in kinds and module not in inside]
+    if not listed or len(listed) != len(wanted) or set(listed) != set(wanted):
+        raise ValueError(
+            f'blocks lists {len(listed)} modules ({", ".join(sorted(kind.__name__ for kind in kinds))}): expected all '
+            f'that the model has, {len(wanted)}, each once and none inside of another'
+        )
 
 
 def assign_parameters(model, blocks):
@@ -107,8 +104,10 @@ def assign_parameters(model, blocks):
     unit of its own; the rest of the root is one unit. Raises ValueError for a parameter that cannot be sharded.
     """
     units, root = [{} for _ in blocks], {}
-    of_blocks = zip(units, blocks, strict=True)
-    unit_of = {inner: unit for unit, modules in of_blocks for module in modules for inner in module.modules()}
+    unit_of = {}  # module, or a module inside of it -> its unit
+    for unit, modules in zip(units, blocks, strict=True):
+        for module in modules:
+            unit_of |= dict.fromkeys(module.modules(), unit)
     first_unit = {}  # parameter -> the unit in which it was met first
     for module_name, module in model.named_modules():
         unit = unit_of.get(module, root)
@@ -144,7 +143,8 @@ class Weight:
         ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows = math.ceil(self.shape[0] / ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
         columns = self.shape[1:].numel()
-        first, end = (min(edge * rows, self.shape[0]) for edge in (rank, rank + 1))
+        first = min(rank * rows, self.shape[0])
+        end = min(first + rows, self.shape[0])
         self.offset, self.size = offset, rows * columns
         self.local_size = (end - first) * columns  # without padding
         device = 'meta' if parameter.is_meta else device
@@ -389,7 +389,6 @@ class ShardedModel(nn.Module):
         """The root stays whole from a step's first forward to its last backward: backward begins with its head."""
 
         def before_forward(module, args):
-            self.forget_unfinished_step()
             for unit in self.root:
                 if unit.room.occupant is not unit:
                     self.in_flight[unit] = self.start_all_gather(unit)
@@ -409,19 +408,6 @@ class ShardedModel(nn.Module):
         self.module.register_forward_hook(after_forward)
         self.module.register_state_dict_pre_hook(lambda *_: self.reshard())
         self.module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
-
-    def forget_unfinished_step(self):
-        """After an exception in forward or backward that the caller has survived: nothing of it must stay."""
-        for unit in self.blocks:
-            unit.register_shards()
-        if self.in_backward:
-            if self.reduction is not None:
-                self.wait(self.reduction.handle)
-            for unit in self.blocks + self.root:
-                unit.awaits_backward = False
-                for weight in unit.weights:
-                    weight.take_gradient()
-            self.reduction, self.in_backward, self.holds_sums = None, False, False
 
     def begin_backward(self):
         if not self.in_backward:

@@ -491,10 +491,8 @@ class GPT(nn.Module):
         Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
         The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient.
         """
-        tables, matrices = (
-            {module.weight for module in self.modules() if isinstance(module, kind)}
-            for kind in (nn.Embedding, nn.Linear)
-        )
+        tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
+        matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
         in_matmuls = [parameter for parameter in self.parameters() if parameter not in tables - matrices]
         flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
         return flops + self.flops_of_attention

@@ -33,11 +33,10 @@ WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% eno
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
 MUON_MOMENTUM = 0.95
 
-# The CPU's cache is the size that matters: 131072 elements of theta, g, m, v and two temporaries are 3 MB, and two
-# threads share such a chunk (PyTorch gives a thread no less than 32768). 19M parameters, fp32, 2 threads, in ms:
-# chunks of 32768 28, 65536 22, 131072 18, and 262144 54 (its temporaries go back to the system after every operation).
+# Elements updated at once. On a CPU: theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
+# cache. 19M parameters, fp32, 2 threads, in ms: chunks of 32768 28, 65536 22, 131072 18, 262144 54.
 CHUNK = 2**17
-FOREACH = 2**26  # elements updated at once on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 GB for ADANA
+FOREACH = 2**26  # on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 GB for ADANA
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -57,8 +56,7 @@ def make_optimizer(
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
 
-    'adamw' computes what adamw() below does with wd_ts = infinity; 'sgd': theta -= lr * (weight_decay*theta + g). The
-    other equations stand with adana(), dana_mk4(), dana_star_mk4(), ademamix() and Muon.
+    'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below.
 
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
@@ -86,7 +84,7 @@ def make_optimizer(
     if optimizer == 'sgd':
         return torch.optim.SGD(groups, lr=learning_rate)
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
-    constants.update(wd_ts=wd_ts if decaying and wd_ts else math.inf, warmup=max_iters or 0, update=optimizer)
+    constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer != 'muon':
         return Elementwise(groups, constants, compile)
     hidden = hidden_matrices(model)
@@ -143,9 +141,8 @@ def assert_each_in_one_group(model, groups):
 
 def compiling_repays(steps, parameters, device):
     """Whether make_optimizer(compile=True) saves time over this many steps of a model with this many parameters."""
-    # torch.compile takes 5-9 s on an idle CPU and 20 s on a busy one. It saves, with ADANA on 19M parameters and 2 CPU
-    # threads, 18 - 7 = 11 ms a step (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03
-    # ns (estimated). So 19M parameters on a CPU repay after 1,800 steps, 1B parameters on a GPU after 670.
+    # torch.compile takes up to 20 s. It saves, with ADANA on 19M parameters and 2 CPU threads, 18 - 7 = 11 ms a step
+    # (measured), 0.6 ns a parameter; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03 ns (estimated).
     saved_s = steps * parameters * (0.6e-9 if device.type == 'cpu' else 0.03e-9)
     # Kernels for CPUs are C++; those for GPUs need a C compiler for the code that launches them.
     compiler = os.environ.get('CXX', 'g++') if device.type == 'cpu' else os.environ.get('CC', 'gcc')
@@ -153,11 +150,10 @@ def compiling_repays(steps, parameters, device):
 
 
 # --- elementwise updates ----------------------------------------------------------------------------------------------
-# An update is a function of (scalars, theta, g, *state). It computes with tensor methods that exist in three forms: for
-# one chunk of a tensor (CPU), for a list of tensors (Each, GPU) and under torch.compile. A scalar that changes from
-# step to step is a 0-dim tensor in the first and the last, for a float would be compiled in; hence
-# x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is theta += -decay * theta: 1 - decay, rounded to
-# fp32, would be wrong by the same 3e-8 in every step.
+# An update is a function of (scalars, theta, g, *state), made of tensor methods. The same function runs on chunks of a
+# tensor (CPU), on lists of tensors (GPU, see Each) and under torch.compile. That would compile a float in, so scalars
+# are 0-dim tensors, but with lists; hence x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is
+# theta += -decay * theta: 1 - decay, rounded to fp32, would be wrong by the same 3e-8 in every step.
 
 
 def adamw(scalars, theta, g, m, v):
@@ -361,19 +357,25 @@ def local(tensor):
 
 
 class Each:
-    """A list of tensors with the methods of one: x.lerp_(y, 0.1) is torch._foreach_lerp_, a few launches for all."""
+    """A list of tensors that stands for one tensor in a kernel, so that a GPU updates all of them in a few launches.
+
+    Where the kernel says m.lerp_(g, a), this calls torch._foreach_lerp_(tensors of m, tensors of g, a).
+    """
 
     def __init__(self, tensors):
         self.tensors = list(tensors)
 
-    def __getattr__(self, name):
+    def addcmul(self, y, scalar):  # x + y * scalar, for which lists have an add with a factor
+        return Each(torch._foreach_add(self.tensors, y.tensors, alpha=scalar))
+
+    def addcmul_(self, y, scalar):
+        torch._foreach_add_(self.tensors, y.tensors, alpha=scalar)
+        return self
+
+    def __getattr__(self, name):  # every other method: sqrt, mul_, ...
         def method(*arguments):
-            arguments = [x.tensors if isinstance(x, Each) else x for x in arguments]
-            if name.startswith('addcmul'):  # x + y * scalar
-                foreach = getattr(torch, name.replace('addcmul', '_foreach_add'))
-                result = foreach(self.tensors, arguments[0], alpha=arguments[1])
-            else:
-                result = getattr(torch, f'_foreach_{name}')(self.tensors, *arguments)
+            arguments = [argument.tensors if isinstance(argument, Each) else argument for argument in arguments]
+            result = getattr(torch, f'_foreach_{name}')(self.tensors, *arguments)
             return self if name.endswith('_') else Each(result)
 
         return method
@@ -393,12 +395,11 @@ class Muon(Elementwise):
 
     Sharded matrices are dealt out: each travels to one rank of those that share it, is orthogonalised there and travels
     back, two all-to-alls per step for all of them. With copies of the shards (HSDP) each copy does so for itself.
-    `collectives` and `bytes_sent` count what this rank has sent to others since the start.
     """
 
     def __init__(self, groups, split_rows, constants, compile):
         super().__init__(groups, constants, compile)
-        self.split_rows, self.collectives, self.bytes_sent = split_rows, 0, 0
+        self.split_rows = split_rows
 
     def update(self, group):
         if group['update'] != 'muon':
@@ -434,7 +435,7 @@ class Muon(Elementwise):
 
         outgoing = [[u[i] for i in owned] for owned in owned_by]
         incoming = [[shapes[i][rank] for i in owned_by[me]] for rank in range(world_size)]
-        received = self.exchange(outgoing, incoming, group)  # [rank][matrix of mine]
+        received = exchange(outgoing, incoming, group)  # [rank][matrix of mine]
         slices = []  # [matrix of mine][rank]
         for number, i in enumerate(owned_by[me]):
             whole = torch.cat([of_rank[number] for of_rank in received])
@@ -442,20 +443,19 @@ class Muon(Elementwise):
             slices.append(update.split([rows for rows, _ in shapes[i]]))
         outgoing = [[of_matrix[rank] for of_matrix in slices] for rank in range(world_size)]
         incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
-        returned = dict(zip(sum(owned_by, []), sum(self.exchange(outgoing, incoming, group), []), strict=True))
+        returned = dict(zip(sum(owned_by, []), sum(exchange(outgoing, incoming, group), []), strict=True))
         return [returned[i] for i in range(len(u))]
 
-    def exchange(self, outgoing, shapes, group):
-        """One all-to-all. outgoing[r]: tensors for rank r; shapes[r]: of the tensors from rank r, which it returns."""
-        send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
-        sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-        sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
-        received = send.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(received, send, list(map(sum, sizes)), sizes_out, group=group)
-        self.collectives += 1
-        self.bytes_sent += (send.numel() - sizes_out[dist.get_rank(group)]) * send.element_size()
-        pieces = iter(received.split(sum(sizes, [])))
-        return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
+
+def exchange(outgoing, shapes, group):
+    """One all-to-all. outgoing[r]: tensors for rank r; shapes[r]: of the tensors from rank r, which it returns."""
+    send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
+    sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+    sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
+    received = send.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(received, send, list(map(sum, sizes)), sizes_out, group=group)
+    pieces = iter(received.split(sum(sizes, [])))
+    return [[next(pieces).view(shape) for shape in from_rank] for from_rank in shapes]
 
 
 def muon_update(matrix, split_rows):

@@ -11,7 +11,6 @@ Train a language model with data parallelism: every rank holds the whole model, 
 import contextlib
 import gc
 import math
-import os
 import sys
 from typing import Literal
 
@@ -36,8 +35,7 @@ class Config:
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
     # logging
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project
-    wandb_entity: str | None = None  # wandb team or user
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
     wandb_group: str | None = None  # wandb group, to lay runs side by side
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
@@ -134,7 +132,7 @@ start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if ini
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -221,18 +219,13 @@ def evaluate():
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    nats, tokens = nats_and_tokens.tolist()
-    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
-    if val_data.bytes_per_token:
-        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
-    return row
+    return val_data.losses(*nats_and_tokens.tolist())
 
 
 if config.eval_only:
     log.row(step, evaluate())
     log.close()
     watchdog.close()
-    dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -242,10 +235,10 @@ train_batches = data.batches(
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
-)
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
+    config.permanent_interval, config.save_errors,
+)  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
@@ -318,10 +311,9 @@ while step < config.max_iters and not must_stop:
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
     if evaluating and (last_step or not must_stop):
         row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        log.row(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        log.row(step, {'tokens': step * tokens_per_step, **row, **skipped})
 
     # save: all that the run needs to go on from here
     if saving:
@@ -335,6 +327,4 @@ with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
 watchdog.close()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
-train_batches.close()
-dist.destroy_process_group()
 processes.leave()

@@ -16,8 +16,6 @@ the update is optim.py's, and no compiler is needed.
 
 import gc
 import json
-import math
-import os
 import sys
 from datetime import timedelta
 from typing import Literal
@@ -43,8 +41,7 @@ class Config:
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
     # logging
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project
-    wandb_entity: str | None = None  # wandb team or user
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
     wandb_group: str | None = None  # wandb group, to lay runs side by side
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
@@ -146,7 +143,7 @@ start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if ini
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -235,8 +232,7 @@ notes += [deepspeed_engine.dtypes(model, config.dtype)]
 loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # of fp16: the engine's, and scaler only keeps its state
 if found is not None and loss_scaler:
     loss_scaler.cur_scale = scaler.get_scale()
-path = os.path.join(config.out_dir, 'deepspeed.json')
-processes.on_rank_0(files.write_file, path, json.dumps(engine_config, indent=1))
+processes.on_rank_0(files.write_file, f'{config.out_dir}/deepspeed.json', json.dumps(engine_config, indent=1))
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 flops_per_token, n_parameters = raw_model.flops_per_token(), raw_model.parameter_counts()['total']
@@ -262,18 +258,13 @@ def evaluate():
         nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    nats, tokens = nats_and_tokens.tolist()
-    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
-    if val_data.bytes_per_token:
-        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
-    return row
+    return val_data.losses(*nats_and_tokens.tolist())
 
 
 if config.eval_only:
     log.row(step, evaluate())
     log.close()
     watchdog.close()
-    dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -283,10 +274,10 @@ train_batches = data.batches(
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
-)
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
+    config.permanent_interval, config.save_errors,
+)  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
 numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
@@ -350,14 +341,15 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = float(model.get_global_grad_norm())
     if evaluating and (last_step or not must_stop):
         row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        log.row(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        log.row(step, {'tokens': step * tokens_per_step, **row, **skipped})
 
     # save: all that the run needs to go on from here
     if saving and config.keep_checkpoints:
-        scale = {**scaler.state_dict(), **({'scale': loss_scaler.cur_scale} if loss_scaler else {})}
+        scale = scaler.state_dict()
+        if loss_scaler:
+            scale['scale'] = loss_scaler.cur_scale
         position = {'tokens': step * tokens_per_step, 'scaler': scale, 'numbers': numbers.state()}
         with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             moments = deepspeed_engine.take_back(model, opt, raw_model)
@@ -371,6 +363,4 @@ with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
 watchdog.close()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
-train_batches.close()
-dist.destroy_process_group()
 processes.leave()

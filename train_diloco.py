@@ -41,8 +41,7 @@ class Config:
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
     # logging
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project
-    wandb_entity: str | None = None  # wandb team or user
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
     wandb_group: str | None = None  # wandb group, to lay runs side by side
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
@@ -121,7 +120,6 @@ class Config:
     outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
-    fragment_order: Literal['strided', 'sequential'] = 'strided'  # or neighbours together
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # what travels; sums are always fp32
@@ -167,7 +165,7 @@ start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if ini
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(os.path.join(config.data_dir, config.dataset), pretrained.folder)
+    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
 train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
 val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
@@ -258,9 +256,8 @@ def outer_step(theta, pseudo_gradient, momentum):
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
-    num_fragments=config.num_fragments, order=config.fragment_order,
-    overlap_steps=config.overlap_steps, mix=config.fragment_mix, dtype=config.exchange_dtype,
-    error_feedback=config.error_feedback, on_host=config.outer_on_host,
+    num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
+    dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
     timeout=timedelta(seconds=config.timeout_s),
 )  # fmt: skip
 outer = make_outer()
@@ -307,11 +304,7 @@ def evaluate():
     for module in model.modules():  # free what forward left gathered, for no backward pass will (both implementations)
         if hasattr(module, 'reshard'):
             module.reshard()
-    nats, tokens = nats_and_tokens.tolist()
-    row = {'val_loss': nats / tokens, 'val_ppl': math.exp(min(nats / tokens, 700))}
-    if val_data.bytes_per_token:
-        row['val_bpb'] = nats / tokens / math.log(2) / val_data.bytes_per_token
-    return row
+    return val_data.losses(*nats_and_tokens.tolist())
 
 
 def batches_from(at):
@@ -336,7 +329,6 @@ if config.eval_only:
         log.row(step, evaluate())
     log.close()
     watchdog.close()
-    dist.destroy_process_group()
     processes.leave()
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
@@ -346,10 +338,10 @@ train_batches = batches_from(step)
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
 stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-goes_on = config.save_errors == 'continue'
 saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say, config.permanent_interval, goes_on
-)
+    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
+    config.permanent_interval, config.save_errors,
+)  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
@@ -461,10 +453,9 @@ while step < config.max_iters and not must_stop:
     if evaluating:
         with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
             row.update(evaluate())
-    if row and numbers.skipped:
-        row['skipped'] = numbers.skipped
     if row:
-        journal.keep(step, {'tokens': step * tokens_per_step, **row})
+        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
+        journal.keep(step, {'tokens': step * tokens_per_step, **row, **skipped})
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
         journal.write()
         must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
@@ -481,6 +472,4 @@ if planner:
     planner.compare()
 log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
 log.close()
-train_batches.close()
-dist.destroy_process_group()
 processes.leave()

@@ -141,7 +141,6 @@ def main():
         for dtype in dtypes.split(','):
             compare_speed(vocabulary, getattr(torch, dtype), arguments)
     compare_memory(4096, 512, 128_256)
-    dist.destroy_process_group()
     processes.leave()
 
 

@@ -133,7 +133,6 @@ def main():
                     f'; {strategies[0]} is {statistics.median(ratios):.3f}x ({min(ratios):.2f} to {max(ratios):.2f})'
                 )
             print(line)
-    dist.destroy_process_group()
     processes.leave()
 
 

@@ -197,15 +197,16 @@ class Saver:
         training goes on. The memory is kept for the next save: what this rank has of parameters and optimizer state.
     say: function called on rank 0 with one line per checkpoint.
     permanent_interval: checkpoints whose step is a multiple of it are never deleted; 0 = none.
-    go_on: after a failed save only say so; the next one comes at its time. wait(), at the end of a run, still raises.
+    save_errors: 'continue' = after a failed save only say so; the next one comes at its time. wait(), at the end of a
+        run, still raises.
     """
 
-    def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, go_on=False):
+    def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, save_errors='stop'):
         if keep < 0 or permanent_interval < 0:
             given = f'keep_checkpoints={keep}, permanent_interval={permanent_interval}'
             raise ValueError(f'{given}: expected 0 (none) or more')
         self.folder, self.keep = os.path.join(out_dir, 'checkpoints'), keep
-        self.permanent_interval, self.go_on, self.failure = permanent_interval, go_on, None
+        self.permanent_interval, self.save_errors, self.failure = permanent_interval, save_errors, None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.say = say if self.rank == 0 else lambda line: None
         # A group of its own: the thread's collectives run beside those of training, and two threads that share a group
@@ -242,7 +243,7 @@ class Saver:
 
     def wait(self):
         """Return when no save is being written any more. Raises what went wrong with the last one, as save() would,
-        with go_on as well: the run ends here, and nothing younger is on the disk."""
+        with save_errors='continue' as well: the run ends here, and nothing younger is on the disk."""
         self._finish_pending()
         if self.failure is not None:
             raise self.failure
@@ -257,12 +258,12 @@ class Saver:
             pending.result()
 
     def _go_on_after(self, action):
-        """Run action(). An OSError is raised; with go_on it is said, and the run goes on."""
+        """Run action(). An OSError is raised, or with save_errors='continue' said, and the run goes on."""
         try:
             action()
             self.failure = None
         except OSError as error:
-            if not self.go_on:
+            if self.save_errors == 'stop':
                 raise
             self.failure = error
             self.say(f'WARNING: {error}; training goes on (save_errors=continue), the last one is {self.last_good()}')

@@ -257,7 +257,7 @@ def start_wandb(out_dir, config, say):
         id_file.write_text(os.urandom(4).hex())
     try:
         run = wandb.init(
-            **{key: config[f'wandb_{key}'] for key in ('project', 'entity', 'group')},
+            **{key: config[f'wandb_{key}'] for key in ('project', 'group')},
             **{'name': config['wandb_run_name'] or out_dir.name, 'config': config},
             **{'dir': out_dir, 'id': id_file.read_text(), 'resume': 'allow'},
             settings=wandb.Settings(silent=True, console='off'),  # the console is ours, and train.log has it

@@ -45,11 +45,15 @@ def end_with_parent():
 
 
 def leave(code=0):
-    """End this process, without the interpreter's own finalization. Everything has to be closed by now.
+    """Leave the process group and end this process, without the interpreter's own finalization. All else is closed.
 
     2 of 30 finished runs on 2 ranks ended in SIGABRT there, on the rank that does least after its last collective. The
     cause is probably a thread of gloo's that drops a tensor: asking for the GIL then ends it in the middle of C++.
     """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

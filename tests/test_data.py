@@ -65,7 +65,7 @@ def whole(dataset):
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == 'prefetch']
+    return [thread for thread in threading.enumerate() if thread.name.startswith('prefetch')]
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +169,6 @@ def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / 'set' / 'train_leftover.bin')  # not listed, so not read
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
     assert (dataset.vocab_size, dataset.bytes_per_token, dataset.n_tokens) == (VOCAB_SIZE, 3.0, 1150)
-    assert dataset.meta['name'] == 'set'
     assert data.open_dataset(tmp_path, 'set', 'val', 32, vocab_size=2000).vocab_size == 2000
 
 
@@ -559,7 +558,7 @@ def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_
     expected = sorted(as_learned(*chat) for chat in chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
     assert (dataset.is_packed, dataset.n_tokens, dataset.bytes_per_token) == (True, total, None)
-    assert (dataset.vocab_size, dataset.meta['masked']) == (VOCAB_SIZE, True)
+    assert (dataset.vocab_size, dataset.is_packed) == (VOCAB_SIZE, True)
     assert dataset.n_windows == -(-(total - len(LENGTHS)) // 64)  # here the fewest that can hold them
     n = dataset.n_windows
     for first in (0, 5 * n):
@@ -735,9 +734,9 @@ def test_a_token_of_a_chat_outside_the_vocabulary_is_named(tmp_path):
 # --- the background thread --------------------------------------------------------------------------------------------
 
 
-def synthetic_batches(**changes):
+def synthetic_batches():
     dataset = data.open_dataset('nowhere', 'synthetic', 'train', 16, VOCAB_SIZE)
-    return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu', **changes)
+    return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu')
 
 
 def wait_until(condition, seconds=600):
@@ -751,18 +750,14 @@ def test_as_many_batches_as_asked_for_are_made_ahead(monkeypatch):
     made = []
     make = data._host_batch
     monkeypatch.setattr(data, '_host_batch', lambda *arguments: made.append(1) or make(*arguments))
-    iterator = synthetic_batches(prefetch=4)
-    for taken, expected in ((0, 4), (1, 4), (2, 6), (3, 6), (4, 8)):  # two more, as often as two are used up
+    monkeypatch.setattr(data, 'BATCHES_AHEAD', 4)
+    iterator = synthetic_batches()
+    for taken, expected in ((1, 4), (2, 4), (3, 6), (4, 6), (5, 8)):  # two more, as often as two are used up
+        next(iterator)
         assert wait_until(lambda n=expected: len(made) == n), (taken, made)
         time.sleep(0.02)
         assert len(made) == expected
-        next(iterator)
     iterator.close()
-    for prefetch in (1, 2, 3):
-        iterator = synthetic_batches(prefetch=prefetch)
-        for _ in range(10):
-            next(iterator)
-        iterator.close()
 
 
 def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_exhausted():
@@ -809,7 +804,7 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
     script = (
         'import data\n'
         'dataset = data.open_dataset("nowhere", "synthetic", "train", 1024)\n'
-        'iterator = data.batches(dataset, 0, 0, 64, 64, 0, 1, "cpu", prefetch=8)\n'
+        'iterator = data.batches(dataset, 0, 0, 64, 64, 0, 1, "cpu")\n'
         'next(iterator)\n'
         'raise SystemExit(3)\n'
     )

@@ -36,12 +36,11 @@ COMPARED = {
     'shorter_than_a_round': dict(steps=3, inner_steps=4),
     'every_step': dict(steps=4, inner_steps=1),
     'small_buckets': dict(steps=8, inner_steps=4, bucket=7),
-    'weighted': dict(steps=9, inner_steps=4, weights=[1.0, 3.0, 2.5]),
     'mixed_whole': dict(steps=10, inner_steps=4, mix=0.5),
     'strided_2': dict(steps=12, inner_steps=4, num_fragments=2),
-    'sequential_2': dict(steps=11, inner_steps=4, num_fragments=2, order='sequential'),
+    'partial_2': dict(steps=11, inner_steps=4, num_fragments=2),
     'uneven_3': dict(steps=13, inner_steps=5, num_fragments=3),
-    'sequential_4': dict(steps=9, inner_steps=4, num_fragments=4, order='sequential'),
+    'one_a_step': dict(steps=9, inner_steps=4, num_fragments=4),
     'mixed_2': dict(steps=12, inner_steps=4, num_fragments=2, mix=0.5),
     'overlap_whole': dict(steps=14, inner_steps=4, overlap_steps=2),
     'overlap_round': dict(steps=14, inner_steps=4, overlap_steps=4),
@@ -108,8 +107,8 @@ def inner_optimizer(kind, parameters):
 
 
 def reference(
-    replicas, steps, inner_steps, num_fragments=1, order='strided', overlap_steps=0, mix=0.0, inner='adamw',
-    lr=OUTER_LR, momentum=OUTER_MOMENTUM, weights=None, bucket=None,
+    replicas, steps, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, inner='adamw',
+    lr=OUTER_LR, momentum=OUTER_MOMENTUM, bucket=None,
 ):  # fmt: skip
     """[(anchors, [parameters of replica 0, of 1, ...]) after each step], in one process; each {name: tensor}.
 
@@ -119,12 +118,10 @@ def reference(
     optimizers = [inner_optimizer(inner, trainable(model).values()) for model in models]
     thetas = [trainable(model) for model in models]
     anchors = {name: nn.Parameter(theta.detach().clone()) for name, theta in thetas[0].items()}
-    fragments = diloco.assign_to_fragments(thetas[0], num_fragments, order)
+    fragments = diloco.assign_to_fragments(thetas[0], num_fragments)
     steppers = [
         torch.optim.SGD([anchors[name] for name in names], lr, momentum, nesterov=momentum > 0) for names in fragments
     ]
-    shares = torch.tensor(weights[:replicas] if weights else [1.0] * replicas, dtype=torch.float64)
-    shares = (shares / shares.sum()).tolist()
     flying, equal_at, history = {}, [0] * num_fragments, []
 
     def land(number, alpha, step):
@@ -151,11 +148,7 @@ def reference(
             regular = (step - (number + 1) * inner_steps // num_fragments) % inner_steps == 0
             if equal_at[number] < step if last else regular:
                 delta = {
-                    name: sum(
-                        share * (anchors[name].data - theta[name].data)
-                        for share, theta in zip(shares, thetas, strict=True)
-                    )
-                    for name in names
+                    name: sum((anchors[name].data - theta[name].data) / replicas for theta in thetas) for name in names
                 }
                 flying[number] = (step + overlap_steps, delta)
                 if last or not overlap_steps:
@@ -226,7 +219,7 @@ def train_inner(run, step):
     run.optimizer.zero_grad()
 
 
-def go(run, first, end, last_step=None, weight=1.0, after_step=None):
+def go(run, first, end, last_step=None, after_step=None):
     """Steps first to end, as the docstring of diloco.py has them. log: (what, fragment, step)."""
     for step in range(first, end + 1):
         train_inner(run, step)
@@ -235,7 +228,7 @@ def go(run, first, end, last_step=None, weight=1.0, after_step=None):
             run.outer.land(fragment, step)
             run.log.append(['land', fragment.index, step])
         for fragment in run.outer.to_send(step, last):
-            run.outer.send(fragment, step, weight, last)
+            run.outer.send(fragment, step, last)
             run.log.append(['send', fragment.index, step])
         if after_step:
             after_step(step)
@@ -255,12 +248,12 @@ def agreement(run, layout):
     return [all(len({sums[kind] for sums in shard}) == 1 for shard in shards) for kind in (0, 1)]
 
 
-def compare(layout, sharding=None, steps=0, inner='adamw', update=nesterov, optimizer=None, weights=None, **settings):
+def compare(layout, sharding=None, steps=0, inner='adamw', update=nesterov, optimizer=None, **settings):
     """One run against the reference: errors after each step, and what happened when."""
     replicas = layout.replicas
     run = begin(layout, sharding, inner, update, **settings)
     frozen, start = whole(run.model.frozen).clone(), time.perf_counter()
-    expected = reference(replicas, steps, inner=inner, weights=weights, **(optimizer or {}), **settings)
+    expected = reference(replicas, steps, inner=inner, **(optimizer or {}), **settings)
     errors, agreed = {'anchors': [], 'parameters': []}, {}
 
     def after_step(step):
@@ -275,8 +268,7 @@ def compare(layout, sharding=None, steps=0, inner='adamw', update=nesterov, opti
         if run.log and run.log[-1][2] == step:
             agreed[str(step)] = agreement(run, layout)
 
-    weight = weights[run.outer.replica] if weights else 1.0
-    go(run, 1, steps, steps, weight, after_step)
+    go(run, 1, steps, steps, after_step)
     moments = [state['exp_avg'] for state in run.optimizer.state.values()] if inner == 'adamw' else []
     parameters, anchors = trainable(run.model), anchors_of(run.outer)
     bits = torch.cat([whole(moment).flatten() for moment in moments]).view(torch.int32).sum().item() if moments else 0
@@ -375,13 +367,13 @@ def pseudo_gradients(replicas, numbers):
     return torch.randn(replicas, numbers, generator=torch.Generator().manual_seed(7))
 
 
-def exchange(parameter, outer, delta, step=1, weight=1.0):
+def exchange(parameter, outer, delta, step=1):
     """Let this replica's pseudo-gradient be delta; returns what the outer step did with the average."""
     before = outer.fragments[0].anchor.clone()
     with torch.no_grad():
         parameter.copy_(before.view_as(parameter) - delta)
     for fragment in outer.to_send(step):
-        outer.send(fragment, step, weight)
+        outer.send(fragment, step)
     return before - outer.fragments[0].anchor
 
 
@@ -419,13 +411,6 @@ def error_feedback(layout):
             rows[f'{dtype} {feedback}'] = error.abs().max().item()
             assert any('error' in key for key in outer.tensors(False)) == feedback
     return rows
-
-
-def weighted(layout):
-    deltas, weights = pseudo_gradients(layout.replicas, 100), torch.tensor([1.0, 5.0, 2.5])[: layout.replicas]
-    parameter, outer = vector(layout, 100)
-    result = exchange(parameter, outer, deltas[outer.replica], weight=weights[outer.replica].item())
-    return {'error': (result - (weights / weights.sum()) @ deltas).abs().max().item()}
 
 
 def bf16_parameters(layout):
@@ -630,9 +615,9 @@ def resume_at_a_rounds_end(layout):
 def resume_other_fragments(layout):
     saved = go(begin(layout, inner_steps=4, num_fragments=2), 1, 7)
     checkpoint, messages = saved_copy(saved, 7), []
-    for changes in (dict(num_fragments=4), dict(num_fragments=2, order='sequential')):
+    for num_fragments in (1, 4):
         try:
-            load(begin(layout, inner_steps=4, **changes), checkpoint)
+            load(begin(layout, inner_steps=4, num_fragments=num_fragments), checkpoint)
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -747,7 +732,6 @@ def cases_for(world_size, smaller):
         data_parallel,
         quantised,
         error_feedback,
-        weighted,
         bf16_parameters,
         traffic,
         health,
@@ -878,7 +862,7 @@ def sends(row):
         ('shorter_than_a_round', [[0, 3]]),
         ('every_step', [[0, 1], [0, 2], [0, 3], [0, 4]]),
         ('strided_2', [[0, 2], [1, 4], [0, 6], [1, 8], [0, 10], [0, 12], [1, 12]]),
-        ('sequential_2', [[0, 2], [1, 4], [0, 6], [1, 8], [0, 10], [0, 11], [1, 11]]),
+        ('partial_2', [[0, 2], [1, 4], [0, 6], [1, 8], [0, 10], [0, 11], [1, 11]]),
         ('uneven_3', [[0, 1], [1, 3], [2, 5], [0, 6], [1, 8], [2, 10], [0, 11], [0, 13], [1, 13], [2, 13]]),
     ],
 )
@@ -956,11 +940,6 @@ def test_error_feedback_makes_the_sum_of_many_rounds_exact(ranks, world_size):
             assert row[f'{dtype} True'] < 0.2 * row[f'{dtype} False']
         assert row['int4 False'] > 0.02  # all of a component of 0.03 is lost, in every round
         assert row['int4 True'] < 0.005
-
-
-def test_the_average_is_weighted(ranks):
-    for world_size in (2, 3):
-        assert max(row['error'] for row in seen(ranks, world_size, 'weighted')) <= 1e-6
 
 
 def test_between_bf16_parameters_anchors_and_pseudo_gradients_are_fp32(ranks):
@@ -1099,7 +1078,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_never_becomes_a_number(dtype):
 
 
 def test_a_payload_is_read_back_from_between_other_bytes():
-    """Rows come with a header and are cut out of a larger tensor: not contiguous."""
+    """Rows that are cut out of a larger tensor are not contiguous."""
     for dtype in diloco.BYTES:
         payload = diloco.encode(torch.randn(2, diloco.BLOCK), dtype)
         framed = torch.cat((torch.zeros(2, 8, dtype=torch.uint8), payload), dim=1)
@@ -1110,27 +1089,22 @@ def test_fragments_have_every_parameter_once_and_equal_sizes():
     sizes = {f'blocks.{i}.{name}': n for i in range(12) for name, n in (('mlp', 600), ('attn', 380), ('norm', 20))}
     sizes |= {'embed': 3000, 'head': 2500, 'norm': 10}
     parameters = {name: torch.empty(n) for name, n in sizes.items()}
-    for order in ('strided', 'sequential'):
-        for num_fragments in range(1, 13):
-            fragments = diloco.assign_to_fragments(parameters, num_fragments, order)
-            assert len(fragments) == num_fragments and all(fragments)
-            names = [name for fragment in fragments for name in fragment]
-            assert sorted(names) == sorted(parameters)
-            totals = [sum(sizes[name] for name in fragment) for fragment in fragments]
-            assert max(totals) - min(totals) <= 3000  # the embedding cannot be split
-            blocks = [sorted({int(name.split('.')[1]) for name in names if '.' in name}) for names in fragments]
-            for index, numbers in enumerate(blocks):
-                if order == 'strided':
-                    assert numbers == list(range(index, 12, num_fragments))
-                else:
-                    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    for num_fragments in range(1, 13):
+        fragments = diloco.assign_to_fragments(parameters, num_fragments)
+        assert len(fragments) == num_fragments and all(fragments)
+        names = [name for fragment in fragments for name in fragment]
+        assert sorted(names) == sorted(parameters)
+        totals = [sum(sizes[name] for name in fragment) for fragment in fragments]
+        assert max(totals) - min(totals) <= 3000  # the embedding cannot be split
+        blocks = [sorted({int(name.split('.')[1]) for name in names if '.' in name}) for names in fragments]
+        assert blocks == [list(range(index, 12, num_fragments)) for index in range(num_fragments)]
     with pytest.raises(ValueError, match='num_fragments=13: expected at most 12'):
-        diloco.assign_to_fragments(parameters, 13, 'strided')
+        diloco.assign_to_fragments(parameters, 13)
 
 
 def test_blocks_are_found_under_the_names_of_hugging_face_models_too():
     names = [f'model.layers.{i}.self_attn.q_proj.weight' for i in range(4)] + ['model.embed_tokens.weight']
-    fragments = diloco.assign_to_fragments({name: torch.empty(4) for name in names}, 2, 'strided')
+    fragments = diloco.assign_to_fragments({name: torch.empty(4) for name in names}, 2)
     assert [sorted(fragment) for fragment in fragments] == [
         sorted([names[0], names[2], names[4]]),
         [names[1], names[3]],

@@ -403,7 +403,6 @@ def optimizers_on_ranks(folder, names, layouts):
             found[name, layout] = {
                 'full': full_values(model),
                 'collectives in a step': communication.get_total_counts(),
-                'counted': (getattr(optimizer, 'collectives', 0), getattr(optimizer, 'bytes_sent', 0)),
                 'resumed equals': saved[0].keys() == saved[1].keys()
                 and all(torch.equal(optim.local(x), optim.local(saved[1][key])) for key, x in saved[0].items()),
             }
@@ -464,21 +463,9 @@ def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, lay
 
 
 @pytest.mark.parametrize('world_size, name, layout', [run for run in RUNS if run[2] != 'plain'])
-def test_elementwise_optimizers_do_not_communicate_and_muon_counts_its_two_all_to_alls(world_size, name, layout, ranks):
+def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_two_all_to_alls(world_size, name, layout, ranks):
     found = found_by(ranks, world_size, name, layout)
-    if name != 'muon':
-        assert all(rank['collectives in a step'] == 0 for rank in found)
-        return
-    shards, copies = (2, 2) if layout == 'hsdp' else (world_size, 1)
-    model = Zoo()
-    matrices = [model.get_parameter(key) for key in HIDDEN]
-    to_others = 0  # elements of all matrices that are not on their owner
-    for matrix, owner in zip(matrices, optim.deal_out([x.shape for x in matrices], shards), strict=True):
-        pieces = dict(enumerate(matrix.chunk(shards)))
-        to_others += sum(piece.numel() for rank, piece in pieces.items() if rank != owner)
-    assert [rank['counted'][0] for rank in found] == [2 * STEPS] * world_size
-    assert sum(rank['counted'][1] for rank in found) == copies * STEPS * 2 * to_others * 4
-    assert all(rank['collectives in a step'] == 2 for rank in found)
+    assert all(rank['collectives in a step'] == (2 if name == 'muon' else 0) for rank in found)
 
 
 def test_sharded_training_equals_plain_training(ranks):

@@ -125,7 +125,7 @@ class ByHand:
                 count = BATCH // len(self.models)
                 first = self.step * BATCH
                 place = count, number, len(self.models), torch.device('cpu')
-                batches = data.batches(self.train, 1337, first, BATCH, *place, prefetch=1)
+                batches = data.batches(self.train, 1337, first, BATCH, *place)
                 loss_sum, ce_sum = model(*next(batches))
                 batches.close()
                 (loss_sum / (count * 32)).backward()

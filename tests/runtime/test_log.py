@@ -20,7 +20,6 @@ CONFIG = {
     'learning_rate': 3e-4,
     'wandb_log': False,
     'wandb_project': 'tests',
-    'wandb_entity': None,
     'wandb_group': None,
     'wandb_run_name': None,
     'tensorboard_log': False,
