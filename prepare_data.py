@@ -423,7 +423,9 @@ if reasons and not any(writer.totals['tokens'] for writer in writers.values()):
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
         why = f' (left out: {in_words(reasons)})' if reasons else ''
-        raise ValueError(f'{facts["name"]} left no text for split {split!r}{why}: more text, or --val_fraction=0')
+        raise ValueError(
+            f'{facts["name"]} left no text for split {split!r}{why}: more text, or another --val_fraction (0: none)'
+        )
     writer.finish()
 n_documents = sum(writer.totals['documents'] for writer in writers.values())
 rows_kept = notes.pop(encode.CONVERSATIONS, n_documents)

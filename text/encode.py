@@ -161,10 +161,12 @@ def _encode_conversations(pieces, rules, notes):
         for document in documents_of(piece, None, notes, conversation_of):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             try:
-                examples[split] += list(chat_encoder.examples(document.decode(), rules.fold_system))
-                notes[CONVERSATIONS] += 1
+                found = list(chat_encoder.examples(document.decode(), rules.fold_system))
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
+            else:
+                examples[split] += found
+                notes[CONVERSATIONS] += 1
 
     result = {}
     for split, found in examples.items():

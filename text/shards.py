@@ -106,8 +106,10 @@ def verify(folder):
         if not file.exists() or sha256_of(file) != sha256:
             damaged.append(name)
     if damaged:
-        problem = f'{len(damaged)} of {len(expected)} files are missing, or their sha256 is not that of meta.json'
-        raise ValueError(f'{folder}: {problem}: {", ".join(damaged[:10])}; copy or prepare them again')
+        raise ValueError(
+            f'{folder}: {len(damaged)} of {len(expected)} files are missing, or their sha256 is not that of meta.json: '
+            f'{", ".join(damaged[:10])}; copy them again, or delete the folder and prepare it again'
+        )
     return len(expected)
 
 
