@@ -540,7 +540,7 @@ def be_slow_and_then_hang(out_dir):
     time.sleep(2.4 * rank)
     dist.barrier()
     watchdog.at('data', 2)
-    with watchdog.allow('checkpoint', 60):
+    with watchdog.allow('checkpoint', 7200):
         time.sleep(2.4 * rank)
         dist.barrier()
     Path(out_dir, f'saved_{rank}').touch()
