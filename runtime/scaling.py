@@ -63,7 +63,7 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
     """Optimizer steps for num_epochs passes over n_windows sequences. ValueError: num_epochs is not above 0."""
     if not 0 < num_epochs < math.inf:
         raise ValueError(f'num_epochs={num_epochs}: expected a number above 0')
-    return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.1 * 30 is above 3
+    return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
 def batch_line(batch_size, accumulation_steps, world_size, block_size):

@@ -100,25 +100,29 @@ def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=120
     return result
 
 
-# Runs a script that stands still at the first rename after the file PATH is there.
+# Runs a script that stands still at the first rename to a name like NAME after the file PATH is there.
 STAND_STILL = """
-import os, runpy, signal, sys
-path, *sys.argv = sys.argv[1:]
+import fnmatch, os, runpy, signal, sys
+path, name, *sys.argv = sys.argv[1:]
 def stop(event, arguments):
-    while event == 'os.rename' and os.path.exists(path):
-        signal.pause()
+    if event == 'os.rename' and os.path.exists(path) and fnmatch.fnmatch(os.path.basename(arguments[1]), name):
+        os.kill(os.getpid(), signal.SIGSTOP)
 sys.addaudithook(stop)
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-def start_and_stop_behind(path, script, *arguments, **env):
-    """Start a script and wait until it stands still, right after it has made the file `path`. Returns the Popen."""
-    command = [sys.executable, '-c', STAND_STILL, str(path), str(REPO / script), *map(str, arguments)]
+def start_and_stop_behind(path, script, *arguments, before='*', **env):
+    """
+    Start a script and wait until it stands still: at the first rename after it has made the file `path`.
+
+    before: a pattern for the name that the file is about to get. Returns the Popen.
+    """
+    command = [sys.executable, '-c', STAND_STILL, str(path), before, str(REPO / script), *map(str, arguments)]
     process = subprocess.Popen(command, cwd=REPO, env=environment(**env), stdout=subprocess.DEVNULL)
-    wait_until(lambda: Path(path).exists() or process.poll() is not None, 300)
-    assert process.poll() is None, f'{script} has ended without {path}'
+    found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert found.si_code == os.CLD_STOPPED, f'{script} has ended without {path}'
     return process
 
 

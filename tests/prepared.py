@@ -89,9 +89,10 @@ def contents(dataset):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(dataset.iterdir())}
 
 
-def start_and_kill_at(shard, folder, *arguments):
-    """Start prepare_data.py and kill it with SIGKILL once that shard is there. Returns the pids of its workers."""
-    process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments)
+def start_and_kill_at(shard, folder, *arguments, before='*'):
+    """Start prepare_data.py and kill it with SIGKILL once that shard is there, at the next rename to a name like
+    `before`. Returns the pids of its workers."""
+    process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments, before=before)
     workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
     process.kill()
     process.wait()

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -27,13 +28,18 @@ def tokens_of(length, seed=0, vocab_size=VOCAB_SIZE):
     return np.random.default_rng(seed).integers(0, vocab_size, length)
 
 
-def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_meta=True):
-    """A dataset as prepare_data.py leaves it, in shards of these lengths. Returns {split: all its tokens}."""
+def make_dataset(folder, train=(700, 450), val=(300,), dtype=np.uint16, with_meta=True, changed=None):
+    """A dataset as prepare_data.py leaves it, in shards of these lengths. Returns {split: all its tokens}.
+
+    changed: {split: position of a token that is another one}.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     meta = {'name': folder.name, 'vocab_size': VOCAB_SIZE, 'dtype': np.dtype(dtype).name, 'splits': {}}
     splits = {}
     for split, lengths in (('train', train), ('val', val)):
         tokens, listed = tokens_of(sum(lengths), seed=len(split)), []
+        if split in (changed or {}):
+            tokens[changed[split]] = (tokens[changed[split]] + 1) % VOCAB_SIZE
         for number, piece in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
             path = folder / f'{split}_{number:06}.bin'
             shards.write_shard(path, piece, dtype)
@@ -105,10 +111,28 @@ def test_a_killed_writer_leaves_the_old_shard(tmp_path, monkeypatch):
     def killed(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(data.os, 'fsync', killed)
+    monkeypatch.setattr(os, 'fsync', killed)
     with pytest.raises(KeyboardInterrupt):
         shards.write_shard(path, np.arange(20), np.uint16)
     assert np.array_equal(shards.read_shard(path), np.arange(10))
+
+
+def test_what_a_writer_has_synced_is_on_the_disk_and_a_shard_is_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def noted_fsync(descriptor):
+        synced.append((os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}')), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, 'fsync', noted_fsync)
+    writer = shards.ShardWriter(tmp_path, 'train', np.uint16, shard_tokens=1000)
+    writer.add(np.arange(300, dtype=np.uint16), 1, 900)
+    writer.sync()
+    assert synced == [('train_000000.partial', 600)]
+    writer.add(np.arange(900, dtype=np.uint16), 1, 2700)
+    assert synced[1] == ('train_000000.bin.tmp', 1024 + 2000)
+    writer.sync()
+    assert synced[-1] == ('train_000001.partial', 400)
 
 
 @pytest.mark.parametrize('keep', [-1, -500, 1024, 1000, 11, 0])
@@ -181,10 +205,9 @@ def test_fingerprint_changes_when_and_only_when_the_tokens_do(tmp_path, with_met
     assert fingerprint != data.open_dataset(tmp_path, 'one', 'val', 32).fingerprint
     make_dataset(tmp_path / 'other', train=(700, 449), with_meta=with_meta)
     assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
-    if not with_meta:  # one token, in the middle
-        tokens = make_dataset(tmp_path / 'other', with_meta=False)['train']
-        shards.write_shard(tmp_path / 'other' / 'train_000000.bin', np.r_[tokens[:350], 1, tokens[351:700]], np.uint16)
-        assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint
+    for position in (0, 350, 700, 1149):  # a single token, from the first to the last
+        make_dataset(tmp_path / 'other', with_meta=with_meta, changed={'train': position})
+        assert fingerprint != data.open_dataset(tmp_path, 'other', 'train', 32).fingerprint, position
 
 
 def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp_path, capsys):

@@ -121,14 +121,15 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert torch.equal(written, expected)
 
 
-@pytest.mark.parametrize('name', ['llama_tied', 'nanogpt'])
-def test_bfloat16_in_shards(name, runs, export):
-    folder, said = export(name, '--dtype=bfloat16', '--max_shard_size=30KB')
+@pytest.mark.parametrize('name, dtype', [('llama_tied', torch.bfloat16), ('nanogpt', torch.float16)])
+def test_half_precision_in_shards(name, dtype, runs, export):
+    short = str(dtype).removeprefix('torch.')
+    folder, said = export(name, f'--dtype={short}', '--max_shard_size=30KB')
     index = json.loads((folder / 'model.safetensors.index.json').read_text())['weight_map']
     assert len(set(index.values())) >= 3 and index.keys() == stored_tensors(folder).keys()
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one may read all
-    theirs, ours, x = loaded(folder), trained(runs, name).to(torch.bfloat16), some_tokens(2, 32)
-    assert theirs.dtype == torch.bfloat16 and 'the rounding to bfloat16 moved them by up to ' in said
+    theirs, ours, x = loaded(folder), trained(runs, name).to(dtype), some_tokens(2, 32)
+    assert theirs.dtype == dtype and f'the rounding to {short} moved them by up to ' in said
     assert torch.equal(theirs.get_input_embeddings().weight, ours.embed.weight[: ours.config.vocab_size])
     with torch.no_grad():
         torch.testing.assert_close(theirs.float()(x).logits, ours(x), atol=1e-6, rtol=0)  # ours computes in fp32

@@ -1,5 +1,6 @@
 """model.py, convert.py: numbers equal to those of transformers and of plain references; memory, generation, counts."""
 
+import collections
 import contextlib
 import weakref
 
@@ -280,6 +281,44 @@ def test_full_logits_of_a_large_vocabulary_never_exist():
     assert 2**26 < memory.peak < n_tokens * vocab_size * 4 / 4  # more than a chunk, less than a quarter of the logits
 
 
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_dropout_acts_on_embeddings_on_attention_and_on_what_each_layer_adds(arch):
+    model = make_model(arch, n_embd=64, dropout=0.5)
+    randomise(model)
+    block, x, seen = model.blocks[0], make_tokens(4, 24), {}
+    block.register_forward_pre_hook(lambda module, args: seen.update(embedded=args[0]))
+    block.attn.register_forward_hook(lambda module, args, output: seen.update(attended=output))
+    block.mlp.register_forward_pre_hook(lambda module, args: seen.update(normed=args[0]))
+    block.mlp.register_forward_hook(lambda module, args, output: seen.update(of_mlp=output))
+    block.register_forward_hook(lambda module, args, output: seen.update(result=output))
+
+    def zeros(tensor):
+        return (tensor.abs() < 1e-5).float().mean().item()
+
+    model(x)
+    assert 0.4 < zeros(seen['embedded']) < 0.6
+    attended = seen['attended']
+    assert not torch.equal(attended, block.attn(block.attn_norm(seen['embedded']))), 'the weights of attention'
+    with torch.no_grad():
+        block.mlp.down.weight.zero_()  # what the block adds is of attention alone
+        if block.mlp.down.bias is not None:
+            block.mlp.down.bias.zero_()
+    model(x)
+    assert 0.4 < zeros(seen['result'] - seen['embedded']) < 0.6
+    randomise(model)
+    with torch.no_grad():
+        block.attn.proj.weight.zero_()
+        if block.attn.proj.bias is not None:
+            block.attn.proj.bias.zero_()
+    model(x)
+    assert 0.4 < zeros(seen['result'] - seen['embedded']) < 0.6
+    model.eval()
+    assert torch.equal(model(x), model(x)) and zeros(seen['embedded']) < 0.01
+
+
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +455,33 @@ def test_blocks_compile_without_a_graph_break_under_activation_checkpointing(arc
     torch.testing.assert_close(compiled, expected)
 
 
+class CountCalls(TorchDispatchMode):
+    """with CountCalls() as count: ...; count.calls[operation], of those that do the work."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+def test_selective_checkpointing_computes_neither_matmuls_nor_attention_again(arch):
+    """Without dropout, which a CPU has no fused attention for."""
+    calls = {}
+    for mode in ('none', 'selective', 'full'):
+        model = make_model(arch)
+        model.checkpoint_activations(mode)
+        with CountCalls() as count:
+            model(make_tokens(2, 24), make_tokens(2, 24, seed=1))[0].backward()
+        calls[mode] = [count.calls[operation] for operation in model_module.SAVED_OPS]
+    attention = model_module.SAVED_OPS.index(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    assert calls['selective'] == calls['none'] and calls['none'][attention] == SMALL['n_layer']
+    assert calls['full'][attention] == 2 * SMALL['n_layer']
+
+
 def test_unknown_activation_checkpointing_is_refused():
     with pytest.raises(ValueError, match='expected none, full or selective'):
         make_model('gpt2').checkpoint_activations('some')
@@ -502,6 +568,8 @@ def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     torch.testing.assert_close(frequencies(top_k=2), torch.tensor([0, 4 / 7, 0, 3 / 7]), **close)
     torch.testing.assert_close(frequencies(top_p=0.75), torch.tensor([0, 4 / 9, 2 / 9, 3 / 9]), **close)
     torch.testing.assert_close(frequencies(top_p=1e-6), torch.tensor([0.0, 1, 0, 0]))
+    # Of the two likeliest, 4/7 and 3/7, the first alone has half of the probability; of all four it has 0.4.
+    torch.testing.assert_close(frequencies(top_k=2, top_p=0.5), torch.tensor([0.0, 1, 0, 0]))
     torch.testing.assert_close(frequencies(top_k=99, top_p=1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), **close)
     for options in ({'temperature': -1}, {'top_k': -1}, {'top_p': 1.5}):
         with pytest.raises(ValueError, match='expected temperature'):

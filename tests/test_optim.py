@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import optim
+from model import ARCHITECTURES, GPT, ModelConfig
 from optim import OPTIMIZERS, SCHEDULES, learning_rate_at, make_optimizer, parameter_groups
 from runtime import checkpoint
 
@@ -229,6 +230,19 @@ def test_a_tied_embedding_stands_in_one_group_and_decays():
     decayed, not_decayed = names_of_groups(TinyModel(tied=True))
     assert sorted(decayed) == ['embed.weight', 'linear.weight']
     assert 'embed.weight' not in not_decayed
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+@pytest.mark.parametrize('tied', [False, True])
+def test_of_a_models_tables_only_a_tied_one_decays(arch, tied):
+    with torch.device('meta'):
+        model = GPT(ModelConfig(arch=arch, n_layer=1, n_head=2, n_embd=8, vocab_size=9, bias=True, tie_embeddings=tied))
+    decayed, not_decayed = names_of_groups(model)
+    assert all(name.endswith('.weight') and 'norm' not in name and 'pos_embed' not in name for name in decayed)
+    tables = {'pos_embed.weight'} if arch == 'gpt2' else set()
+    tables |= set() if tied else {'embed.weight'}
+    kept = {name for name in not_decayed if 'norm' not in name and not name.endswith('.bias')}
+    assert kept == tables and ('embed.weight' in decayed) == tied
 
 
 def test_frozen_parameters_are_in_no_group():
@@ -512,6 +526,11 @@ def test_schedules_rise_to_the_peak_and_end_at_min_lr(lr_schedule):
 )
 def test_schedule_values(lr_schedule, step, expected):
     assert learning_rate_at(step, **SCHEDULE | {'lr_schedule': lr_schedule}) == pytest.approx(expected)
+
+
+def test_wsd_with_a_warm_up_into_its_last_fifth_decays_from_the_peak():
+    long = SCHEDULE | {'lr_schedule': 'wsd', 'warmup_iters': 100}
+    assert [learning_rate_at(step, **long) for step in (100, 105, 109)] == pytest.approx([1.0, 0.55, 0.19])
 
 
 def test_a_run_shorter_than_its_warm_up_just_warms_up():

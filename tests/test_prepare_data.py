@@ -308,8 +308,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
     dataset = tmp_path / 'killed' / 'data' / 'killed'
     assert len(expected) > 12
 
-    for number in (1, 9):  # in the first unit, of which no state is saved, and behind it
-        workers = start_and_kill_at(dataset / f'train_{number:06}.bin', tmp_path / 'killed', *arguments)
+    # In the first unit, of which no state is saved; behind it; and before a later state takes the place of its own.
+    for number, before in ((1, '*'), (9, '*'), (9, 'unfinished.json')):
+        shard = dataset / f'train_{number:06}.bin'
+        workers = start_and_kill_at(shard, tmp_path / 'killed', *arguments, before=before)
         found = contents(dataset)
         shards = {name: sha256 for name, sha256 in found.items() if name.endswith('.bin')}
         assert shards and all(expected[name] == sha256 for name, sha256 in shards.items()), 'a half-written shard'

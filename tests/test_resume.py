@@ -12,7 +12,7 @@ from outputs import column, metrics
 
 from runtime import checkpoint
 
-# Dropout too: its noise has to continue where it stopped. Every row is compared, so every step is logged.
+# Every row is compared, so every step is logged.
 RUN = [
     *TINY_MODEL,
     *TINY_RUN,
@@ -21,6 +21,9 @@ RUN = [
     '--lr_decay_iters=20',
     '--checkpoint_interval=10',
 ]
+
+
+NOISY = ('--dropout=0.1', '--dtype=float16')  # noise and the loss scale have to go on where they stopped
 
 
 def arguments(data_dir, out_dir, *more):
@@ -52,11 +55,11 @@ def assert_bit_equal(weights, reference):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, data_dir):
-    """Uninterrupted runs of 20 steps with a checkpoint at 10: DDP and FSDP on two ranks, with dropout and without."""
+    """Uninterrupted runs of 20 steps with a checkpoint at 10: DDP and FSDP on two ranks, plain and with NOISY."""
     folder = tmp_path_factory.mktemp('runs')
     cases = []
     for strategy in STRATEGIES:
-        for suffix, more in (('', ()), ('_dropout', ('--dropout=0.1',))):
+        for suffix, more in (('', ()), ('_noisy', NOISY)):
             cases.append(case(strategy, data_dir, folder / f'{strategy}{suffix}', *more))
     run_many(cases, 2, folder)
     return folder
@@ -72,11 +75,11 @@ def interrupted_copy(runs, name, copy):
 
 
 def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(runs, data_dir):
-    again = {f'{strategy}{suffix}': strategy for strategy in STRATEGIES for suffix in ('', '_dropout')}
+    repeated = {f'{strategy}{suffix}': strategy for strategy in STRATEGIES for suffix in ('', '_noisy')}
     cases = {1: [], 2: [], 3: []}
-    for saved, strategy in again.items():
+    for saved, strategy in repeated.items():
         interrupted_copy(runs, saved, f'{saved}_again')
-        more = ['--dropout=0.1'] if 'dropout' in saved else []
+        more = NOISY if 'noisy' in saved else ()
         cases[2].append(case(strategy, data_dir, runs / f'{saved}_again', *more))
     others = {}  # from one strategy to another, on 2, 1 and 3 ranks
     for nproc, pairs in {
@@ -92,10 +95,14 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
     for nproc, of_ranks in cases.items():
         run_many(of_ranks, nproc, runs)
 
-    for saved in again:
+    for saved in repeated:
         assert_bit_equal(final_weights(runs / f'{saved}_again'), final_weights(runs / saved))
         assert column(runs / f'{saved}_again', 'loss') == column(runs / saved, 'loss')  # each step stands once
         assert column(runs / f'{saved}_again', 'step') == list(range(1, 21))
+        again, whole = (
+            checkpoint.read_state(runs / name / 'checkpoints' / 'step_00000020') for name in (f'{saved}_again', saved)
+        )
+        assert again['scaler'] == whole['scaler'] and bool(whole['scaler']) == ('noisy' in saved)
     for name, saved in others.items():
         pairs = zip(column(runs / name, 'loss'), column(runs / saved, 'loss'), strict=True)
         assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name

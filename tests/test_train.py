@@ -1,5 +1,6 @@
 """The train scripts as users run them: every strategy and option gives the same numbers, and does what it is for."""
 
+import importlib.util
 import json
 import shutil
 
@@ -26,6 +27,22 @@ def largest_difference(out_dir, reference, key='loss'):
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=False))
 
 
+# A train script that leaves the seeds with which it has drawn noise in out_dir/seeds_RANK.json.
+WITH_SEEDS = """
+import json, runpy, torch
+
+seeds, manual_seed = [], torch.manual_seed
+torch.manual_seed = lambda seed: seeds.append(seed) or manual_seed(seed)
+try:
+    globals().update(runpy.run_path({script!r}, run_name='__main__'))
+finally:
+    torch.manual_seed = manual_seed
+with open(f'{{config.out_dir}}/seeds_{{rank}}.json', 'w') as file:
+    json.dump(seeds, file)
+"""
+STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, and adds what is 0 in fp32
+
+
 def case(name, script, data_dir, runs, *more, watch=False):
     return {'name': name, 'script': script, 'arguments': arguments(data_dir, runs / name, *more), 'watch': watch}
 
@@ -36,6 +53,15 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp('runs')
 
 
+def with_seeds(folder, script):
+    (folder / f'seeds_of_{script}').write_text(WITH_SEEDS.format(script=script))
+    return f'{folder}/seeds_of_{script}'
+
+
+NOISE = {'ddp': ['--dropout=0.5'], 'fsdp': ['--dropout=0.5'], 'diloco': ['--dropout=0.5', '--inner_steps=3']}
+NOISE |= {'deepspeed': ['--dropout=0.5', '--zero_stage=2']} if importlib.util.find_spec('deepspeed') else {}
+
+
 @pytest.fixture(scope='module')
 def one_process(data_dir, runs):
     """The runs that the others are compared with, in one process: 50 steps of each architecture, and what it held."""
@@ -43,6 +69,7 @@ def one_process(data_dir, runs):
     for arch in ('enoki', 'llama', 'qwen3'):
         cases.append(case(arch, 'train_ddp.py', data_dir, runs, f'--arch={arch}'))
     cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=50'))
+    cases.append(case('still', 'train_ddp.py', data_dir, runs, *STILL))
     return run_many(cases, 1, runs)
 
 
@@ -85,6 +112,10 @@ def two_ranks(data_dir, runs, one_process):
         case('bare_ddp', 'train_ddp.py', data_dir, runs, *BARE),
         case('bare_fsdp', 'train_fsdp.py', data_dir, runs, *BARE),
         case('bare_diloco', 'train_diloco.py', data_dir, runs, *BARE, '--inner_steps=3'),
+        *(
+            case(f'noise_{strategy}', with_seeds(runs, f'train_{strategy}.py'), data_dir, runs, *STILL, *more)
+            for strategy, more in NOISE.items()
+        ),
         case('count_ddp', 'train_ddp.py', data_dir, runs, *few, watch=True),
         case('count_fsdp', 'train_fsdp.py', data_dir, runs, *few, watch=True),
         case('count_sharded', 'train_fsdp.py', data_dir, runs, *few, '--accumulate=sharded', watch=True),
@@ -112,6 +143,17 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
 @pytest.mark.parametrize('arch', ['enoki', 'llama', 'qwen3'])
 def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
     assert largest_difference(runs / f'{arch}_fsdp2', runs / arch) <= 1e-5
+
+
+@pytest.mark.parametrize('strategy', NOISE)
+def test_dropout_is_for_training_alone_and_draws_anew_on_each_rank_in_each_step(runs, two_ranks, strategy):
+    out_dir = runs / f'noise_{strategy}'
+    assert len(column(out_dir, 'val_loss')) == 3 and largest_difference(out_dir, runs / 'still', 'val_loss') <= 1e-5
+    for ours, without in zip(column(out_dir, 'loss'), column(runs / 'still', 'loss'), strict=True):
+        assert abs(ours / without - 1) > 1e-3
+    seeds = [json.loads((out_dir / f'seeds_{rank}.json').read_text()) for rank in range(2)]
+    drawn = [seed for of_rank in seeds for seed in of_rank]
+    assert [len(of_rank) for of_rank in seeds] == [3, 3] and len(set(drawn)) == 6
 
 
 def test_the_loss_falls(runs, one_process):

@@ -29,6 +29,7 @@ class MineConfig(LlamaConfig):
 
 class MineForCausalLM(LlamaForCausalLM):
     config_class = MineConfig
+    _keep_in_fp32_modules_strict = ['norm']
 """
 SIZES = {'vocab_size': 260, 'hidden_size': 48, 'intermediate_size': 88, 'num_hidden_layers': 2}
 SIZES |= {'num_attention_heads': 4, 'num_key_value_heads': 2, 'max_position_embeddings': 64}
@@ -83,7 +84,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp('models')
     save_model(folder / 'llama', LlamaConfig(**SIZES), torch.float32)
     save_model(folder / 'llama_tied', LlamaConfig(**SIZES, tie_word_embeddings=True), torch.bfloat16)
-    save_model(folder / 'qwen3', Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True), torch.float32)
+    save_model(folder / 'qwen3', Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True), torch.bfloat16)
     save_model(folder / 'gpt2', GPT2Config(**GPT2), torch.float32)
     save_model(folder / 'mistral', MistralConfig(**SIZES, sliding_window=8), torch.bfloat16)
     (folder / 'mine').mkdir()
@@ -239,6 +240,27 @@ def test_a_model_stored_in_bfloat16_is_exported_so_unless_asked_otherwise(models
     assert torch.equal(rounded(x).logits, ours(x).logits)
 
 
+def dtypes_of(folder):
+    return {name: tensor.dtype for name, tensor in stored(folder).items()}
+
+
+def test_weights_get_the_dtype_that_was_asked_for_but_for_what_the_class_keeps_in_float32(models, runs, export):
+    dtypes = dtypes_of(export('mine', '--trust_remote_code', '--dtype=bfloat16')[0])
+    assert all(dtype == (torch.float32 if 'norm' in name else torch.bfloat16) for name, dtype in dtypes.items())
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    folder, _ = export('mistral', '--dtype=float16')
+    weights = trained(models, runs, 'mistral').state_dict()
+    for name, tensor in stored(folder).items():
+        assert tensor.dtype == torch.float16 and torch.equal(tensor, weights[name].half())
+
+
+def test_an_adapter_is_float32_also_of_a_model_in_bfloat16_unless_asked_otherwise(export, tmp_path):
+    pytest.importorskip('peft')
+    assert set(dtypes_of(export('lora_qwen3', '--adapter')[0]).values()) == {torch.float32}
+    folder, _ = export('lora_qwen3', '--adapter', '--dtype=bfloat16', f'--to={tmp_path / "half"}')
+    assert set(dtypes_of(tmp_path / 'half').values()) == {torch.bfloat16}
+
+
 def test_code_of_the_model_runs_only_where_it_was_asked_for(export, sample):
     with pytest.raises(ValueError, match='its own code') as caught:
         export('mine')
@@ -262,7 +284,7 @@ def test_the_adapter_on_the_original_equals_the_merged_model(name, models, runs,
     assert (keys['r'], keys['lora_alpha'], keys['task_type']) == (4, 12, 'CAUSAL_LM')
     assert keys['base_model_name_or_path'] == str(models / RUNS[name][0])
     assert keys['fan_in_fan_out'] == (name == 'lora_gpt2')
-    with_adapter = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    with_adapter = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     adapted = {key.rpartition('.lora_A')[0] for key in stored(folder) if 'lora_A' in key}
     assert {key.rpartition('.lora_A')[0] for key, _ in with_adapter.named_parameters() if 'lora_A' in key} == adapted
     x = some_tokens()

@@ -168,6 +168,43 @@ def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
     assert 'logits differ' in on_ranks['sabotaged'] and 'cannot be trained' in on_ranks['sabotaged']
 
 
+@pytest.mark.parametrize('kind', ['llama', 'gemma2'])  # with a loss in chunks, and from all logits
+def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
+    pretrained = finetune.Pretrained(models / kind, z_loss=0.01)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    model.to_empty(device='cpu')
+    finetune.load(model, pretrained)
+    assert model.has_plain_head == (kind == 'llama')
+    x = torch.randint(VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(3))
+    y = x.roll(-1, 1)
+    y[:, :7] = -1
+    with torch.no_grad():
+        loss_sum, ce_sum = model(x, y)
+        logits = model(x)[y >= 0].float()
+    torch.testing.assert_close(ce_sum, F.cross_entropy(logits, y[y >= 0], reduction='sum'))
+    torch.testing.assert_close(loss_sum, ce_sum + 0.01 * logits.logsumexp(-1).square().sum())
+
+
+def test_lora_begins_with_other_numbers_in_every_module_and_for_every_seed(models):
+    pretrained = finetune.Pretrained(models / 'llama', lora_rank=4)
+    initial = []
+    for seed in (1, 1, 2):
+        with torch.device('meta'):
+            model = finetune.for_training(pretrained)
+        model.to_empty(device='cpu')
+        finetune.load(model, pretrained, seed)
+        initial.append({name: p for name, p in model.named_parameters() if '.lora_' in name})
+    first, same, other = initial
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not any(first[name].any() for name in first if name.endswith('lora_B'))
+    drawn = [tensor for of_seed in (first, other) for name, tensor in of_seed.items() if name.endswith('lora_A')]
+    assert len(drawn) == len(first) and all(tensor.unique().numel() == tensor.numel() for tensor in drawn)
+    assert len({tensor[0, 0].item() for tensor in drawn}) == len(drawn)
+    for tensor in drawn:  # uniform within 1 / sqrt(in)
+        assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

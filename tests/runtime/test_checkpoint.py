@@ -330,6 +330,7 @@ FAULTS = {
     'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp has changed'),
     'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp has changed'),
     'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata has 0 bytes'),
+    'one flipped bit of the index': (lambda folder: flip_bit(folder / '.metadata'), '.metadata has changed'),
     'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json has changed'),
     'no manifest': (
         lambda folder: (folder / 'manifest.json').unlink(),
@@ -474,6 +475,66 @@ def fail_on_rank_1(out_dir):
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
     for message in run_function(2, fail_on_rank_1, str(tmp_path)):
         assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
+
+
+def save_bad_weights(out_dir):
+    """{weight: the error that this rank sees}; it is rank 1 alone whose last weight is no number."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('fsdp')
+    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    saver.save(1, raw, optimizer, {})
+    messages = {}
+    for weight in ('nan', 'inf', '-inf'):
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                raw.embed.weight.to_local()[-1, -1] = float(weight)
+        with pytest.raises(ValueError) as error:
+            saver.save(2, raw, optimizer, {})
+        messages[weight] = str(error.value)
+    return messages
+
+
+def test_weights_that_are_no_numbers_are_refused_on_all_ranks(tmp_path):
+    for messages in run_function(2, save_bad_weights, str(tmp_path)):
+        for message in messages.values():
+            assert 'model.embed.weight is not finite on rank 1 at step 2: nothing is saved' in message
+            assert f'the last good checkpoint is {folder_of(tmp_path, 1)}:' in message
+    assert os.listdir(tmp_path / 'checkpoints') == ['step_00000001']
+
+
+def note_calls(out_dir):
+    """What is written to the disk and renamed during a save, in order: ('fsync', path) and ('rename', from, to)."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('single')
+    saver = checkpoint.Saver(out_dir, keep=1, say=silent)
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        calls.append(('fsync', os.readlink(f'/proc/self/fd/{descriptor}')))
+        fsync(descriptor)
+
+    def noted_rename(old, new):
+        calls.append(('rename', str(old), str(new)))
+        replace(old, new)
+
+    os.fsync, os.replace, os.rename = noted_fsync, noted_rename, noted_rename  # the last is DCP's
+    saver.save(1, raw, optimizer, {})
+    return calls
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
+    """A power failure after the rename could otherwise leave a good name, and behind it nothing."""
+    (calls,) = run_function(1, note_calls, str(tmp_path))
+    final = folder_of(tmp_path, 1)
+    published = calls.index(('rename', f'{final}.tmp', final))
+    before, after = calls[:published], calls[published + 1 :]
+    renames = {call[2]: call for call in before if call[0] == 'rename'}
+    for name in os.listdir(final):
+        path = f'{final}.tmp/{name}'
+        rename = renames.get(path)  # of a file that was written under another name
+        in_time = before[: before.index(rename)] if rename else before
+        assert ('fsync', rename[1] if rename else path) in in_time, f'{name} may not be on the disk'
+    assert ('fsync', f'{final}.tmp') in before and ('fsync', str(tmp_path / 'checkpoints')) in after
 
 
 def test_a_run_that_goes_back_keeps_the_checkpoint_it_has_just_written(tmp_path):

@@ -507,6 +507,7 @@ FURTHER = {  # on 2 ranks, with 2 micro-steps in fp32
     'ZeRO 2, sharded sums': ('train_fsdp.py', '--zero_stage=2', '--accumulate=sharded'),
     'units of 2, sharded sums': ('train_fsdp.py', '--fsdp_impl=manual', '--accumulate=sharded', '--blocks_per_unit=2'),
     'HSDP': ('train_fsdp.py', '--replicate_size=2'),
+    'HSDP, sharded sums': ('train_fsdp.py', '--replicate_size=2', '--accumulate=sharded'),
     'HSDP, manual': ('train_fsdp.py', '--fsdp_impl=manual', '--replicate_size=2'),
     'Muon': ('train_fsdp.py', '--optimizer=muon'),
     'SGD': ('train_ddp.py', '--optimizer=sgd'),

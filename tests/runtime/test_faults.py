@@ -13,7 +13,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TINY_SYNTHETIC, Job, run_function
+from launch import TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
 from outputs import (
     assert_same_rows,
     assert_same_weights,
@@ -361,6 +361,42 @@ def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
         assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
 
 
+def compare_weights():
+    """What the ranks are told of weights of which rank 2 has one bit of the second parameter wrong."""
+    weights = {'embed': torch.zeros(3), 'head': torch.zeros(3)}
+    health.refuse_different_weights(weights.items(), 6, lambda: 'step 5')  # still the same
+    if dist.get_rank() == 2:
+        weights['head'][1] = 1e-45
+    with pytest.raises(ValueError) as error:
+        health.refuse_different_weights(weights.items(), 7, lambda: 'step 5')
+    return str(error.value)
+
+
+def test_of_three_ranks_the_one_with_other_weights_is_named():
+    for message in run_function(3, compare_weights):
+        assert message.startswith('weights of rank 2 differ from those of the others after step 7 (head first): ')
+        assert message.endswith('the last good checkpoint is step 5')
+
+
+def test_replicas_go_on_with_their_own_loss_scale_and_count_of_bad_steps(tmp_path):
+    """In fp16 a weight of replica 1 is infinite from step 5 on, until the replicas meet."""
+    keys = ['--num_replicas=2', '--inner_steps=10', '--max_iters=10', '--dtype=float16', '--max_bad_steps=20']
+    keys += ['--checkpoint_interval=4', '--keep_checkpoints=9', '--eval_iters=0']
+    fault = {'kind': 'weight', 'rank': 1, 'step': 5, 'value': 1e5}
+    job = start('diloco', tmp_path / 'whole', *keys, fault=fault)
+    assert job.wait() == [0, 0], job.text()
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'resumed')
+    shutil.rmtree(path_of(tmp_path / 'resumed', 10))
+    job = start('diloco', tmp_path / 'resumed', *keys)
+    assert job.wait() == [0, 0] and 'at step 8\n' in job.text(), job.text()
+    whole, resumed = (checkpoint.read_state(str(path_of(tmp_path / name, 10))) for name in ('whole', 'resumed'))
+    assert [of_replica['skipped'] for of_replica in whole['numbers_of_replicas']] == [0, 5]
+    scales = [of_replica['scale'] for of_replica in whole['scalers']]
+    assert scales[1] < scales[0]
+    for key in ('numbers_of_replicas', 'scalers'):
+        assert resumed[key] == whole[key], key
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
@@ -391,7 +427,7 @@ def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(o
     assert re.search(r'WARNING: loss \S+ is above \S+ \+ 6 x \S+ of the last 128 steps at step 2: .*skipped', said[0])
     assert judge(numbers, [0.1]) == [True]  # low is no spike
     assert judge(numbers, [float('nan'), float('inf')]) == [False, False]
-    assert len(numbers.losses) == 128 and max(numbers.losses) < 4
+    assert len(numbers.losses) == 128 and max(numbers.losses) < mean + 5 * sigma  # the spike of 8 sigma is not there
 
 
 def test_the_spike_guard_decides_the_same_after_a_resume(one_rank):
@@ -490,6 +526,39 @@ def test_save_and_resume_in_one_process_need_no_more_memory_and_files_each_time(
 @pytest.mark.slow
 def test_200_saves_and_resumes_need_no_more_memory_and_files_each_time(tmp_path):
     check_cycles(tmp_path, 200)
+
+
+# --- patience ---------------------------------------------------------------------------------------------------------
+
+
+def be_slow_and_then_hang(out_dir):
+    """Rank 1 is slow where it may be, in the first step and in a save, and hangs in step 3."""
+    rank = dist.get_rank()
+    write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
+    watchdog = health.Watchdog(out_dir, timeout_s=2)  # hence a patience of 1.6 s
+    watchdog.at('forward', 1)
+    time.sleep(2.4 * rank)
+    dist.barrier()
+    watchdog.at('data', 2)
+    with watchdog.allow('checkpoint', 7200):
+        time.sleep(2.4 * rank)
+        dist.barrier()
+    Path(out_dir, f'saved_{rank}').touch()
+    watchdog.at('forward', 3)
+    if rank == 0:
+        watchdog.at('backward')  # and here it waits for rank 1
+    time.sleep(120)
+
+
+def test_patience_is_longer_in_the_first_step_and_in_a_save_and_not_after_them(tmp_path):
+    processes = start_function(2, tmp_path, be_slow_and_then_hang, str(tmp_path))
+    assert join_all(processes, 100) == []
+    said = ''.join((tmp_path / f'said_{rank}').read_text() for rank in range(2))
+    assert (tmp_path / 'saved_0').exists() and (tmp_path / 'saved_1').exists(), said
+    assert [process.exitcode for process in processes] == [1, 1]
+    for line in errors_in(said).values():
+        assert re.search(r"rank 1 made no progress for \d+ s in phase 'forward' of step 3; the others wait", line)
+    assert errors_in(said).keys() == {0, 1}
 
 
 # --- hangs: the jobs that were started first --------------------------------------------------------------------------

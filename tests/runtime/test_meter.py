@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import run_script
 from meter_ranks import DELAY, Clock
 
@@ -111,6 +112,14 @@ def test_ranks_exchange_their_memory(ranks):
 
 
 @pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """The clock that Meter reads: it stands still until a test adds to its `seconds`."""
     clock = Clock()
@@ -136,6 +145,34 @@ def test_phases_add_up_to_the_step_and_evaluations_between_steps_do_not_count(cl
     assert row['tokens_per_sec'] == pytest.approx(5000)
     assert not {'time/comm', 'mfu', 'mem/reserved_gb'} & row.keys(), 'unknown on one CPU process, hence left out'
     assert 'time/total' not in meter.interval(), 'no step, no time'
+
+
+def test_a_part_between_steps_adds_to_their_time_and_not_to_their_number(clock):
+    meter = Meter(CPU, 1, tokens_per_step=100, flops_per_token=1)
+    for _ in range(2):
+        meter.begin_step()
+        meter.mark('update')
+        clock.seconds += 0.02
+        meter.end_step()
+    with meter.part('outer'):
+        clock.seconds += 0.01
+    row = meter.interval()
+    found = {key: row[f'time/{key}'] for key in ('update', 'outer', 'total')}
+    assert found == pytest.approx({'update': 20, 'outer': 5, 'total': 25})  # per step
+    assert row['tokens_per_sec'] == pytest.approx(4000)
+
+
+def test_a_profiled_step_counts_only_where_there_is_no_other(clock, one_rank, tmp_path):
+    for log_interval, milliseconds in ((3, 20), (1, 5000)):
+        meter = Meter(CPU, 1, tokens_per_step=100, flops_per_token=1, trace_step=3, out_dir=tmp_path)
+        for number in (1, 2, 3):
+            meter.begin_step()
+            meter.mark('update')
+            clock.seconds += 5 if number == 3 else 0.02
+            meter.end_step()
+            row = meter.interval() if number % log_interval == 0 else None
+        assert row['time/total'] == row['time/update'] == pytest.approx(milliseconds)
+        assert row['tokens_per_sec'] == pytest.approx(100 / (milliseconds / MS), rel=1e-3)
 
 
 def test_memory_held_counts_each_storage_once_and_in_full():
@@ -224,3 +261,14 @@ def test_mfu_only_where_the_peak_is_known(monkeypatch, name, peak):
     meter.end_step()
     row = meter.interval()
     assert row.get('mfu') == (peak and pytest.approx(row['tokens_per_sec'] * 1e9 / peak, rel=1e-3))
+
+
+def test_mfu_is_that_of_one_of_the_gpus(monkeypatch, clock, one_rank):
+    monkeypatch.setattr(meters, 'device_name', lambda device: 'NVIDIA H100 80GB HBM3')
+    meter = Meter(CPU, world_size=4, tokens_per_step=1000, flops_per_token=1e9)
+    meter.begin_step()
+    clock.seconds += 0.001
+    meter.end_step()
+    row = meter.interval()
+    assert row['tokens_per_sec'] == pytest.approx(1e6) and row['tokens_per_sec_per_rank'] == pytest.approx(2.5e5)
+    assert row['mfu'] == pytest.approx(2.5e5 * 1e9 / 989e12, rel=1e-3)

@@ -1,5 +1,6 @@
 """Asked to stop by any signal, on any rank, at any moment: all ranks save the same step, and none is lost."""
 
+import math
 import os
 import re
 import signal
@@ -182,6 +183,28 @@ def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path, monkeypatch, lef
         assert request.reason == "the job's time is nearly over"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    'left, seconds',
+    [
+        ('2-03:04:05', ((2 * 24 + 3) * 60 + 4) * 60 + 5),
+        ('03:04:05', (3 * 60 + 4) * 60 + 5),
+        ('4:05', 4 * 60 + 5),
+        ('UNLIMITED', math.inf),
+        ('INVALID', math.inf),
+    ],
+)
+def test_an_older_slurm_is_asked_how_much_time_is_left(tmp_path, monkeypatch, left, seconds):
+    (tmp_path / 'squeue').write_text(f'#!/bin/sh\necho {left}\n')
+    (tmp_path / 'squeue').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    monkeypatch.delenv('SLURM_JOB_END_TIME', raising=False)
+    before = time.time()
+    assert before + seconds <= stopping.end_of_slurm_job() <= time.time() + seconds
+    monkeypatch.delenv('SLURM_JOB_ID')
+    assert stopping.end_of_slurm_job() == math.inf
 
 
 def test_stop_before_end_s_0_does_not_look_at_the_time(tmp_path):

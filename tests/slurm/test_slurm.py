@@ -166,6 +166,8 @@ def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
     assert name('config/enoki_8h.py --learning_rate=1e-3') == 'enoki_8h,learning_rate=1e-3'
     assert name('config/enoki_8h.py', SCRIPT='train_diloco.py') == 'enoki_8h,train_diloco'
     assert name("--dataset='a b/c'") == 'run,dataset=a_b_c'
+    for key in ('seed=7', 'dropout=0.1', 'optimizer=muon', 'global_batch_size=64', 'zero_stage=2'):
+        assert name(f'config/enoki_8h.py --{key}') == f'enoki_8h,{key}'
 
 
 def test_the_plan_on_a_login_node_is_that_of_the_jobs_ranks(project):
