@@ -8,6 +8,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
+    python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
 Leaves in out_dir: table.md (tables and verdict), results.json, four pictures, and runs/LABEL/repN, each the out_dir of
 a train script. The same command goes on after an interruption: what is finished is not run again.
@@ -43,6 +44,7 @@ class Config:
     analyze = False  # run nothing: tables and pictures of what is finished in out_dir
     bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
     plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
+    keys = []  # --plot: draw these keys of metrics.jsonl in place of the loss, as in --keys=grad_norm,val_bpb
     output: str | None = None  # the picture that --plot writes; None = loss.png in the folder that holds the runs
 
 
@@ -53,6 +55,7 @@ if __name__ == '__main__':
 
 import contextlib
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -98,10 +101,10 @@ def folder_of(folder, entry, repeat):
     return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
 
 
-def execute(command, console, ranks):
+def execute(command, console, ranks, watch):
     """
-    The exit code of a command whose output goes to the file `console`. An interruption ends its whole process group,
-    which has 30 seconds to end well.
+    The exit code of a command whose output goes to the file `console`; watch() is called every 2 seconds meanwhile. An
+    interruption ends its whole process group, which has 30 seconds to end well.
     """
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
@@ -110,7 +113,10 @@ def execute(command, console, ranks):
             preexec_fn=lambda: processes.signal_when_parent_dies(signal.SIGTERM),  # torchrun then ends its ranks
         )  # fmt: skip
         try:
-            return process.wait()
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(timeout=2)
+                watch()
         finally:  # an interruption; or ranks that have outlived their launcher
             try:
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -122,8 +128,15 @@ def execute(command, console, ranks):
                     process.wait()
 
 
-def run_one(folder, entry, repeat, launcher):
-    """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps."""
+def work_of_others():
+    """Seconds that this machine's cores have spent on anything but this process and the runs that it has waited for."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path('/proc/stat').read_text().split()[1:9])
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf('SC_CLK_TCK')
+    return busy - sum(os.times()[:4])
+
+
+def run_one(folder, entry, repeat, launcher, watch=lambda: None):
+    """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps. watch: as of execute()."""
     out = folder_of(folder, entry, repeat)
     if repeat == 'resumed':
         shutil.rmtree(out, ignore_errors=True)
@@ -135,7 +148,11 @@ def run_one(folder, entry, repeat, launcher):
     try:
         if repeat == 'resumed':
             shutil.copytree(*halves(folder, entry))
-        code = execute(command_of_run(folder, entry, repeat, launcher), out / 'console.txt', entry['world_size'])
+        others, begin = work_of_others(), time.perf_counter()
+        command = command_of_run(folder, entry, repeat, launcher)
+        code = execute(command, out / 'console.txt', entry['world_size'], watch)
+        share = (work_of_others() - others) / (time.perf_counter() - begin) / os.cpu_count()
+        results.write(out / 'others', f'{share:.3f}\n')
         if code == 0 and (out / 'DONE').exists():
             failure = results.read_run(out, entry['world_size']).failure
         else:
@@ -156,21 +173,43 @@ def run_all(folder, plan, config):
     if len(todo) < len(queue):
         print(f'{len(queue) - len(todo)} of {len(queue)} runs are finished: {len(todo)} to go', flush=True)
     failures = []
-    for number, (repeat, entry) in enumerate(tqdm(todo, unit='run', disable=None), start=1):  # None: on a terminal
+    # On a terminal (disable=None) a bar says what runs, and how long all of it will take at the mean speed so far.
+    bar = tqdm(total=len(todo), smoothing=0, disable=None, leave=False, bar_format='{desc}, {remaining} left in all')
+    start = time.perf_counter()
+    for number, (repeat, entry) in enumerate(todo, start=1):
+        name = entry['label'] + (' resumed' if repeat == 'resumed' else f', repeat {repeat + 1}')
+        name = f'[{number}/{len(todo)}] {name}'
+        out, steps = folder_of(folder, entry, repeat), entry['overrides'].get('max_iters')
+
+        def watch(name=name, number=number, out=out, steps=steps):
+            done = steps_done(out)
+            bar.n = number - 1 + min(1, done / (steps or math.inf))
+            bar.set_description_str(f'{name}, step {done}' + (f' of {steps}' if steps else ''))
+
+        watch()
         begin = time.perf_counter()
-        said = failure = run_one(folder, entry, repeat, config.launcher)
+        said = failure = run_one(folder, entry, repeat, config.launcher, watch)
         if failure:
             said = f'failed: {failure}'
             failures.append(failure)
         else:
-            rows = results.read_rows(folder_of(folder, entry, repeat))
+            rows = results.read_rows(out)
             speed = results.median_of_run(rows, 'tokens_per_sec', entry['overrides'].get('inner_steps', 1))
             tokens = f'{speed:,.0f} tokens/s, ' if speed else ''
-            said = f'loss {rows[-1]["loss"]:.4f}, {tokens}{time.perf_counter() - begin:.1f} s'
-        name = entry['label'] + (' resumed' if repeat == 'resumed' else f', {repeat + 1}')
-        tqdm.write(f'[{number}/{len(todo)}] {name}: {said}')
+            left = (len(todo) - number) * (time.perf_counter() - start) / number
+            said = f'loss {rows[-1]["loss"]:.4f}, {tokens}{time.perf_counter() - begin:.1f} s, {left / 60:.1f} min left'
+        tqdm.write(f'{name}: {said}')
         sys.stdout.flush()
+    bar.close()
     return not failures
+
+
+def steps_done(out):
+    """Of a run under way: by the last row that it has logged."""
+    try:
+        return results.read_rows(out, is_running=True)[-1]['step']
+    except (OSError, ValueError):  # none yet
+        return 0
 
 
 def halves(folder, entry):
@@ -217,13 +256,20 @@ def analyse(folder, plan, gpu_gb):
 # --- MODES ------------------------------------------------------------------------------------------------------------
 
 
-def plot_runs(runs, output):
-    """--plot: the loss of any runs."""
+def plot_runs(runs, keys, output):
+    """--plot: the loss of any runs, or the keys that are asked for."""
     runs = [Path(str(run)) for run in runs]
     common = Path(os.path.commonpath([run.absolute() for run in runs]))
-    output = Path(output) if output else Path(os.path.relpath(common)) / 'loss.png'
-    plots.plot_losses(runs, output)
-    print(f'loss plot: {output}')
+    output = (
+        Path(output)
+        if output
+        else Path(os.path.relpath(common)) / f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'
+    )
+    if keys:
+        plots.plot_keys(runs, keys, output)
+    else:
+        plots.plot_losses(runs, output)
+    print(f'{", ".join(keys) or "loss"} plot: {output}')
 
 
 def measure_links(config, train_keys):
@@ -266,7 +312,7 @@ def write_runs(folder, plan, config):
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
-        plot_runs(config.plot, config.output)
+        plot_runs(config.plot, config.keys, config.output)
         return 0
     if config.bench_links:
         return measure_links(config, train_keys)

@@ -29,11 +29,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
 LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
-SECTIONS_OF_KEYS = {  # that a user's file must not have: keys of the script stand for them
+SECTIONS_OF_KEYS = {  # of a user's file: keys of the script decide, so nothing but "auto" may stand in them
     'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
     'scheduler': '--lr_schedule, --warmup_iters, ...',
     'amp': '--dtype',
     'torch_autocast': '--dtype',
+}
+# "type" in such a section, beside "auto": (the key that decides, its value for DeepSpeed's names)
+TYPES = {
+    'optimizer': ('optimizer', {'Adam': 'adamw', 'AdamW': 'adamw'}),
+    'scheduler': ('lr_schedule', {'WarmupLR': 'constant', 'WarmupDecayLR': 'linear', 'WarmupCosineLR': 'cosine'}),
 }
 SETTINGS_OF_KEYS = {  # that have to agree with a key
     'train_batch_size': 'global_batch_size',
@@ -93,7 +98,7 @@ def configuration(config, accumulation_steps, file=None):
     """DeepSpeed's configuration (a dict, as in its JSON) of a run with these keys.
 
     file: a JSON file of the user's. Its settings hold, but those that a key of the script decides must agree with the
-    key; 'auto' and what is left out are filled in. Raises ValueError with the setting, its value and the key.
+    key; 'auto' and what is left out are filled in. Raises ValueError with all that contradict: setting, value and key.
     """
     zero = {
         'stage': config['zero_stage'],
@@ -120,8 +125,9 @@ def configuration(config, accumulation_steps, file=None):
     if file is None:
         return ours
     theirs = read_settings(file)
-    check_settings(theirs, ours, config, file)
-    return merged(ours, theirs)
+    if found := contradictions(theirs, ours, config):
+        raise ValueError(f'deepspeed_config={file}: {"; ".join(found)}')
+    return merged(ours, {name: value for name, value in theirs.items() if name not in SECTIONS_OF_KEYS})
 
 
 def read_settings(file):
@@ -136,29 +142,37 @@ def read_settings(file):
     return theirs
 
 
-def check_settings(theirs, ours, config, file):
-    """Raise ValueError for a setting of the user's file that is unknown, or that a key of the script decides."""
+def contradictions(theirs, ours, config):
+    """What is wrong with each setting of the user's file that is unknown, or that a key decides in another way."""
+    found = []
     for section, keys in SECTIONS_OF_KEYS.items():
-        if section in theirs:
-            raise ValueError(f'deepspeed_config={file} has "{section}": delete it, here {keys} decide')
+        key, values = TYPES.get(section, ('', {}))
+        given = theirs.get(section)
+        kind = given.get('type') if isinstance(given, dict) else None
+        if not is_auto({**given, 'type': 'auto'} if kind in values else given):
+            found.append(f'"{section}" is decided by {keys}: delete it, or write "auto" for its values')
+        elif kind in values and values[kind] != config[key]:
+            found.append(f'"{section}.type" is "{kind}": train with --{key}={values[kind]}, or delete "{section}"')
     for section, value in theirs.items():
         near = () if section in ours else difflib.get_close_matches(section, ours, 1, 0.8)
         if near:
-            raise ValueError(f'deepspeed_config={file}: "{section}" is unknown: did you mean "{near[0]}"?')
+            found.append(f'"{section}" is unknown: did you mean "{near[0]}"?')
         if isinstance(ours.get(section), dict) and not isinstance(value, dict) and value not in LEFT_OUT:
-            raise ValueError(
-                f'deepspeed_config={file}: "{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"'
-            )
+            found.append(f'"{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"')
     of_keys = {path: setting(ours, path) for path in SETTINGS_OF_KEYS}
     for path, expected in (of_keys | FIXED).items():
         given, key = setting(theirs, path), SETTINGS_OF_KEYS.get(path)
         expected = 'none' if expected is None else expected  # of offload_...: the section is left out
         if given not in (*LEFT_OUT, expected):
             where = f'with {key}={config[key]}' if key else 'here'
-            raise ValueError(
-                f'deepspeed_config={file}: "{path}" is {json.dumps(given)}, {where} it has to be '
-                f'{json.dumps(expected)}: change it, or write "auto"'
-            )
+            wrong = f'"{path}" is {json.dumps(given)}, {where} it has to be {json.dumps(expected)}'
+            found.append(f'{wrong}: change it, or write "auto"')
+    return found
+
+
+def is_auto(value):
+    """Whether all that is given is 'auto'."""
+    return all(map(is_auto, value.values())) if isinstance(value, dict) else value in LEFT_OUT
 
 
 def setting(settings, path):

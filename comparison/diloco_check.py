@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from optim import local
 
-ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares
+ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares, beside the run's own
 ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
 WARM_UP_STEPS, TIMED_STEPS = 3, 20
 SMALLEST_PROBE, LARGEST_PROBE = 2**14, 2**24  # numbers exchanged; 200 MB for a moment
@@ -141,19 +141,19 @@ class Plan:
 
     def table(self):
         """Lines of text."""
-        mine = self.outer.dtype
+        mine, rounds = self.outer.dtype, sorted({*ROUNDS, self.outer.inner_steps})
         rate = 8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1])
         lines = [
             f'plan: {1000 * self.step_seconds:.1f} ms per inner step; exchanges in {mine} run at {rate:,.0f} Mbit/s '
             'per rank',
             '  exchange   MB sent per rank   seconds   share of the time spent on inner steps, by inner_steps',
-            ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in ROUNDS),
+            ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in rounds),
         ]
         for dtype in self.models:
-            shares = ''.join(f'{self.share(dtype, inner_steps):8.1%}' for inner_steps in ROUNDS)
+            shares = ''.join(f'{self.share(dtype, inner_steps):8.1%}' for inner_steps in rounds)
             size, seconds = self.outer.round_bytes(dtype) / 1e6, self.exchange_seconds(dtype)
             lines.append(f'  {dtype:9}{size:18.2f}{seconds:10.3f} {shares}')
-        best = next((n for n in ROUNDS if self.share(mine, n) >= ENOUGH), ROUNDS[-1])
+        best = next((n for n in rounds if self.share(mine, n) >= ENOUGH), rounds[-1])
         said = f'the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
         return [*lines, f'  recommended: --inner_steps={best}, {said}']
 

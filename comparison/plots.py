@@ -16,7 +16,6 @@ LINE_STYLES = ('-', '--', '-.', ':')
 OF_PHASES = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
-REST = '#BBBBBB'
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
 EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a logarithmic axis has no zero
 
@@ -60,6 +59,25 @@ def plot_losses(runs, output):
         by_time.plot(val['seconds'], val['loss'], **circles)
     if any(pair['val_loss']['loss'] for pair in curves.values()):
         by_tokens.plot([], [], 'o', color='grey', label='validation')
+    return _save(figure, output, columns=4)
+
+
+def plot_keys(runs, keys, output):
+    """Any keys of metrics.jsonl, a panel each. runs: their out_dirs. Raises ValueError for a key that none has."""
+    rows_of = {str(run): read_rows(run, is_running=True) for run in runs}
+    figure, panels = _panels(len(keys), 1, height=1 + 3.5 * len(keys), sharex=True)
+    for key, axes in zip(keys, panels.flat, strict=True):
+        for number, (label, rows) in enumerate(rows_of.items()):
+            found = [row for row in rows if key in row and 'tokens' in row]
+            style = _line(number, len(rows_of)) | ({'marker': 'o'} if len(found) < 30 else {})
+            style |= {'label': label} if key == keys[0] else {}  # one legend, for all panels
+            axes.plot([row['tokens'] for row in found], [row[key] for row in found], **style)
+        if not any(len(line.get_xdata()) for line in axes.lines):
+            there = sorted(set().union(*(row for rows in rows_of.values() for row in rows)))
+            raise ValueError(f'keys={key}: it is in no row of metrics.jsonl: expected some of {", ".join(there)}')
+        axes.set_ylabel(key)
+        axes.grid(alpha=0.25)
+        _x_axis(axes, 'tokens trained on')
     return _save(figure, output, columns=4)
 
 
@@ -129,12 +147,9 @@ def _draw_losses(by_tokens, by_time, curves):
 def plot_phases(rows, output):
     """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
     figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
-    bars, rest = [], [row.get('time/total', 0) for row in rows]
+    bars = []
     for phase, colour in zip(PHASES, OF_PHASES, strict=True):
-        lengths = [row.get(f'time/{phase}', 0) for row in rows]
-        bars.append((phase, lengths, {'color': colour}))
-        rest = [left - length for left, length in zip(rest, lengths, strict=True)]
-    bars.append(('rest', [max(0, left) for left in rest], {'color': REST}))
+        bars.append((phase, [row.get(f'time/{phase}', 0) for row in rows], {'color': colour}))
     ends = _stack(axes, -0.12, 0.5, bars)
     _write(axes, ends, -0.12, [f'{end:.1f} ms' if end else 'not measured' for end in ends])
     style = {'color': 'white', 'edgecolor': WAITED, 'hatch': '/////'}

@@ -35,11 +35,15 @@ EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
 @dataclass
 class Run:
-    """One run as its files tell it: rows of metrics.jsonl, config.json; failure: the line that ended it."""
+    """
+    One run as its files tell it: rows of metrics.jsonl, config.json; failure: the line that ended it; others: the share
+    of the machine's time that went to other programs meanwhile.
+    """
 
     rows: list = field(default_factory=list)
     about: dict = field(default_factory=dict)
     failure: str = ''
+    others: float = 0.0
 
     @property
     def config(self):
@@ -92,7 +96,8 @@ def read_run(folder, world_size):
             return Run([], about, said or last_error((folder / 'console.txt').read_text('utf-8', errors='replace')))
         if not (folder / 'DONE').exists():
             return None
-        run = Run(read_rows(folder), about)
+        others = float((folder / 'others').read_text()) if (folder / 'others').exists() else 0.0  # runs.sh has none
+        run = Run(read_rows(folder), about, others=others)
     except (OSError, ValueError) as error:
         return Run([], about, str(error))
     if about.get('world_size', world_size) != world_size:
@@ -193,6 +198,11 @@ def of_repeats(runs):
         row[key] = statistics.median(known.values()) if known else None
         if key == 'tokens_per_sec':
             row |= {**with_range(key, known.values()), f'{key}_repeats': known}
+    # Medians of parts do not add up to the median of the whole. Scaled, they do.
+    parts = [f'time/{phase}' for phase in PHASES if row[f'time/{phase}']]
+    scale = row['time/total'] / sum(row[part] for part in parts) if parts else 1
+    row |= {part: row[part] * scale for part in parts}
+    row['others'] = max(run.others for run in runs.values())
     peaks = [value['mem/rank_max_gb'] for run in runs.values() for value in run.rows if 'mem/rank_max_gb' in value]
     row['mem/rank_max_gb'] = max(peaks, default=None)
     if first.config.get('num_replicas', 1) > 1 and row['time/outer'] is not None:

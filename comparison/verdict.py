@@ -6,6 +6,7 @@ What a comparison of runs says, from the rows of results.json: two Markdown tabl
 A key that a row lacks is unknown: its cell stays empty, and no fact is made of it.
 """
 
+import math
 import statistics
 
 from comparison.results import ratios
@@ -13,6 +14,8 @@ from runtime import PHASES
 
 # Largest relative difference of a logged loss that counts as agreement; half precision keeps 8 or 11 bits of a number.
 AGREEMENT = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}
+APART = 1.5  # factor between the speeds of a run's repeats from which on they say little
+OTHERS = 0.1  # share of the machine's time for other programs from which on they count
 
 # --- TABLES -----------------------------------------------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ def facts(rows, gpu_gb=0):
             lines.append(f'failed: {row["label"]}{share}: {row["failed"]}')
         elif not row['rows']:
             lines.append(f'not finished: {row["label"]}')
+    lines += doubts(finished)
     return '\n'.join(f'- {line}' for line in lines)
 
 
@@ -151,6 +155,28 @@ def fastest(rows, reference):
         repeats = repeats if len(found) > 1 else '(one repeat cannot show noise)'
         line += f', {statistics.median(found):.2f}x {other["label"]} {repeats}'
     return [line]
+
+
+def doubts(rows):
+    """Warnings about times and speed-ups that a busy machine may have made."""
+    lines, ranks = [], {row['label']: row['world_size'] for row in rows}
+    for row in rows:
+        slowest, fastest = row.get('tokens_per_sec_min', math.inf), row.get('tokens_per_sec_max', 0)
+        if fastest > APART * slowest:
+            several = f'from {slowest:,.0f} to {fastest:,.0f} tokens/s'
+            lines.append(
+                f'warning: the repeats of {row["label"]} differ by a factor {fastest / slowest:.1f} ({several})'
+            )
+        of_reference = ranks.get(row['reference'], row['world_size'])
+        if row['world_size'] > of_reference and row.get('speedup', 0) > row['world_size'] / of_reference:
+            given = f'{row["world_size"]} ranks against {of_reference}'
+            lines.append(f'warning: {row["label"]} is {row["speedup"]:.2f}x as fast as {row["reference"]} on {given}')
+    if disturbed := [row for row in rows if row.get('others', 0) > OTHERS]:
+        most = max(row['others'] for row in disturbed)
+        lines.append(f'warning: other programs took up to {most:.0%} of the cores during {names(disturbed)}')
+    if lines:
+        lines.append('do not trust these speeds: run again on a quiet machine, with more --repeats')
+    return lines
 
 
 def is_clear(row, other):

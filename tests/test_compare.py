@@ -249,8 +249,10 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     assert process.returncode == 0, errors
     order = ['ddp rep0', 'fsdp rep0', 'fsdp_manual rep0', 'fsdp rep1', 'fsdp_manual rep1', 'ddp rep1']
     assert start.calls() == order
+    assert -0.5 < float((start.out / 'runs/ddp/rep0/others').read_text()) < 1.5
+    assert ', repeat 2: ' in said and ' min left\n' in said
     assert (start.out / 'runs/ddp/rep0/threads').read_text() == str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert '[1/6] ddp, 1: loss 4.6000, 5,000 tokens/s' in said
+    assert '[1/6] ddp, repeat 1: loss 4.6000, 5,000 tokens/s' in said
     assert {path.name for path in start.out.glob('*.*')} == {
         'plan.json', 'table.md', 'results.json', 'loss.png', 'phases.png', 'memory.png', 'communication.png',
     }  # fmt: skip
@@ -273,7 +275,7 @@ def test_a_run_that_fails_says_why_the_others_go_on_and_it_is_tried_again(start)
     process = start(FAILS='fsdp')
     said, _ = process.communicate()
     assert process.returncode == 1 and len(start.calls()) == 6
-    assert 'fsdp, 1: failed: [1] error: no such thing; use another\n' in said
+    assert 'fsdp, repeat 1: failed: [1] error: no such thing; use another\n' in said
     assert 'failed: [1] error: no such thing; use another |' in (start.out / 'table.md').read_text()
     process = start()
     said, _ = process.communicate()
@@ -331,8 +333,8 @@ def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start
     process = start('--repeats=1', strategies='ddp,fsdp', STARTS='3', STOPS='fsdp')
     said, errors = process.communicate()
     assert process.returncode == 1 and not errors and not (start.out / 'loss.png').exists()
-    assert 'ddp, 1: failed: it ran on 3 rank(s), expected 2: use another --launcher\n' in said
-    assert 'fsdp, 1: failed: it said nothing (it did not finish)\n' in said
+    assert 'ddp, repeat 1: failed: it ran on 3 rank(s), expected 2: use another --launcher\n' in said
+    assert 'fsdp, repeat 1: failed: it said nothing (it did not finish)\n' in said
     assert (start.out / 'runs/ddp/rep0/DONE').exists() and (start.out / 'runs/ddp/rep0/FAILED').exists()
     process = start('--repeats=1', strategies='ddp,fsdp')
     said, errors = process.communicate()
@@ -453,6 +455,43 @@ def test_warm_up_is_a_quarter_of_a_short_run_and_ten_steps_of_a_longer_one():
 
     assert median(8) == 5.5, 'of steps 3 to 8'
     assert median(60) == 35.5, 'of steps 11 to 60'
+
+
+def test_the_phases_of_a_row_add_up_to_its_total():
+    times = {'tokens_per_sec': 1.0, 'time/total': 20.0, 'time/forward': 8.0, 'time/backward': 12.0}
+    rows = [{'step': step, **times} for step in range(1, 9)]
+    for slow, phase in ((3, 'forward'), (4, 'forward'), (5, 'backward'), (6, 'backward'), (7, 'backward')):
+        for key in ('time/total', f'time/{phase}'):
+            rows[slow][key] += 10
+    row = summary({'a': [results.Run(rows, {'config': CONFIG})]})['a']
+    assert row['time/total'] == 30, 'the medians of its parts are 8 and 17'
+    assert (row['time/forward'], row['time/backward']) == pytest.approx((30 * 8 / 25, 30 * 17 / 25))
+
+
+def test_the_verdict_warns_of_speeds_that_a_busy_machine_may_have_made():
+    def text(*repeats, others=0.0, ranks=2):
+        runs = {'a': [run() for _ in repeats], 'b': [run(tokens_per_sec=speed) for speed in repeats]}
+        runs['b'][0].others = others
+        rows = summary(runs, a={'world_size': 1}, b={'world_size': ranks})
+        return [
+            line for line in verdict.facts(list(rows.values())).splitlines() if 'warning' in line or 'trust' in line
+        ]
+
+    end = '- do not trust these speeds: run again on a quiet machine, with more --repeats'
+    assert text(1000, 1400) == text(1900, 1900) == text(1000, others=0.09) == text(3000, 3100, ranks=4) == []
+    said = '- warning: the repeats of b differ by a factor 1.6 (from 1,000 to 1,600 tokens/s)'
+    assert text(1000, 1600) == [said, end]
+    assert text(14610) == ['- warning: b is 14.61x as fast as a on 2 ranks against 1', end]
+    assert text(5000, ranks=1) == [], 'on the same ranks another strategy may be as much faster as it likes'
+    assert text(1000, others=0.43) == ['- warning: other programs took up to 43% of the cores during b', end]
+
+
+def test_what_other_programs_take_of_the_machine_is_its_work_without_ours(monkeypatch):
+    ticks = iter((1000, 4000))
+    monkeypatch.setattr(compare.Path, 'read_text', lambda self: f'cpu {next(ticks)} 0 0 50 50 0 0 0 7 7\n')
+    monkeypatch.setattr(compare.os, 'sysconf', lambda name: 100)
+    monkeypatch.setattr(compare.os, 'times', lambda: (1, 1, 2, 2, 99))
+    assert compare.work_of_others() == 1000 / 100 - 6 and compare.work_of_others() == 4000 / 100 - 6
 
 
 def test_peak_memory_is_the_largest_of_all_rows_of_all_repeats():
@@ -593,7 +632,13 @@ def exchanging(steps, log_interval, inner_steps):
         passed = range(begin + 1, step + 1)
         exchanges = sum(one % inner_steps == 0 or one == steps for one in passed) / len(passed)
         total = 10 + 10 * exchanges
-        row = {'step': step, 'time/total': total, 'tokens_per_sec': 1000 / total, 'comm/sent_gb': 4 * exchanges}
+        row = {
+            'step': step,
+            'time/total': total,
+            'time/forward': 10,
+            'tokens_per_sec': 1000 / total,
+            'comm/sent_gb': 4 * exchanges,
+        }
         rows.append(row | ({'time/outer': 10 * exchanges} if exchanges else {}))
         begin = step
     return rows

@@ -341,6 +341,7 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch):
 
 KEYS = {'zero_stage': 2, 'optimizer': 'adamw', 'cpu_offload': 'none', 'compile': False, 'init_from': 'scratch'}
 KEYS |= {'device': 'cpu', 'dtype': 'bfloat16', 'global_batch_size': 16, 'batch_size': 2, 'grad_clip': 1.0}
+KEYS |= {'lr_schedule': 'cosine'}
 
 
 @pytest.mark.parametrize(
@@ -375,9 +376,11 @@ def test_under_stage_3_compile_is_refused_and_not_the_default_of_a_gpu():
         ('{"zero_optimization": {"stage": 3}}', '"zero_optimization.stage" is 3, with zero_stage=2'),
         ('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', 'with cpu_offload=none'),
         ('{"fp16": {"enabled": true}}', '"fp16.enabled" is true, with dtype=bfloat16'),
-        ('{"optimizer": {"type": "AdamW"}}', 'has "optimizer": delete it'),
-        ('{"scheduler": {}}', 'has "scheduler": delete it'),
-        ('{"torch_autocast": {"enabled": true}}', 'has "torch_autocast": delete it, here --dtype decide'),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}', '"optimizer" is decided by --optimizer, --learn'),
+        ('{"optimizer": {"type": "Lamb"}}', '"optimizer" is decided by'),
+        ('{"scheduler": {"type": "WarmupLR"}}', '"WarmupLR": train with --lr_schedule=constant, or delete "scheduler"'),
+        ('{"torch_autocast": {"enabled": true}}', '"torch_autocast" is decided by --dtype: delete it'),
+        ('{"amp": true}', '"amp" is decided by --dtype: delete it, or write "auto"'),
         ('{"zero_optimization": true}', '"zero_optimization" is true, expected an object'),
         ('{"zero_optimization": {"cpu_offload": true}}', 'cpu_offload" is true, here it has to be false'),
         ('{"zero_optimization": {"zero_hpz_partition_size": 2}}', 'here it has to be 1'),
@@ -395,6 +398,25 @@ def test_a_json_file_that_contradicts_the_keys_is_refused(tmp_path, text, words)
     with pytest.raises((ValueError, OSError)) as raised:
         deepspeed_engine.configuration(KEYS, 4, str(path))
     assert words in str(raised.value) and str(path) in str(raised.value) and '\n' not in str(raised.value)
+
+
+def test_all_contradictions_of_a_json_file_are_named_at_once(tmp_path):
+    theirs = {'scheduler': 1, 'bf16': 2, 'gradient_clipping': 3, 'zero_optimization': {'cpu_offload': True, 'stage': 3}}
+    (tmp_path / 'ds.json').write_text(json.dumps(theirs))
+    with pytest.raises(ValueError) as raised:
+        deepspeed_engine.configuration(KEYS, 4, str(tmp_path / 'ds.json'))
+    names = ('scheduler', 'bf16', 'gradient_clipping', 'zero_optimization.stage', 'zero_optimization.cpu_offload')
+    assert [part.split('"')[1] for part in str(raised.value).split('; ')] == [*names] and '\n' not in str(raised.value)
+
+
+def test_sections_of_auto_are_as_if_not_given(tmp_path):
+    """As transformers' documentation writes them."""
+    auto = {'type': 'AdamW', 'params': {'lr': 'auto', 'betas': 'auto', 'eps': 'auto', 'weight_decay': 'auto'}}
+    theirs = {'optimizer': auto, 'amp': {'enabled': 'auto', 'opt_level': 'auto'}, 'torch_autocast': 'auto'}
+    theirs['scheduler'] = {'type': 'WarmupCosineLR', 'params': {'total_num_steps': 'auto', 'warmup_num_steps': 'auto'}}
+    (tmp_path / 'ds.json').write_text(json.dumps(theirs))
+    settings = deepspeed_engine.configuration(KEYS, 4, str(tmp_path / 'ds.json'))
+    assert settings == deepspeed_engine.configuration(KEYS, 4)
 
 
 def test_a_json_file_is_filled_in(tmp_path):

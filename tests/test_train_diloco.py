@@ -15,6 +15,7 @@ from outputs import column, metrics
 
 import data
 import optim
+from comparison import diloco_check
 from model import GPT, ModelConfig
 from runtime import checkpoint
 from text import shards
@@ -526,10 +527,33 @@ def test_plan_prints_a_table_and_compares_it_with_the_run(data_dir, tmp_path):
     for dtype in ('float32', 'bfloat16', 'int8', 'int4'):
         (row,) = re.findall(rf' {dtype} +\d.*', table)
         shares = [float(share) for share in re.findall(r'([\d.]+)%', row)]
-        assert len(shares) == 7 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100
-    assert re.search(r'recommended: --inner_steps=\d+', table)
+        assert len(shares) == 8 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100
     compared = re.search(r'plan: rounds of 6 steps.* predicted ([\d.]+) s.* measured ([\d.]+) s', table)
     assert compared and 0.05 < float(compared[1]) / float(compared[2]) < 20, table
+
+
+class Rounds:
+    """Of an outer step: as long as a plan asks for."""
+
+    dtype, overlap_steps, fragments = 'float32', 0, [None]
+
+    def __init__(self, inner_steps):
+        self.inner_steps = inner_steps
+
+    def round_bytes(self, dtype):
+        return 4e6
+
+
+@pytest.mark.parametrize(
+    ('inner_steps', 'exchange', 'best'), [(5, 0.1, 5), (5, 0.3, 10), (50, 0.3, 10), (2000, 99, 2000)]
+)
+def test_a_plan_knows_the_runs_own_rounds_and_recommends_the_shortest_that_are_long_enough(inner_steps, exchange, best):
+    plan = object.__new__(diloco_check.Plan)
+    plan.outer, plan.numbers, plan.step_seconds = Rounds(inner_steps), 1, 1.0
+    plan.models = {'float32': (exchange, 1e-9, 0.0)}
+    *_, head, _, said = plan.table()
+    assert f'recommended: --inner_steps={best}, ' in said
+    assert sorted({inner_steps, *diloco_check.ROUNDS}) == [int(steps) for steps in head.split()]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

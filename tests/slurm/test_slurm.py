@@ -17,6 +17,8 @@ from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, 
 from outputs import column
 from slurm_cluster import NoSlurm, slurm_cluster
 
+from comparison.results import MATHEMATICS
+from configurator import read_knobs
 from runtime import checkpoint
 
 # Of the script's own request: (GPUs per node, cores, longest time limit in hours, nodes).
@@ -166,6 +168,20 @@ def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
     assert name('config/enoki_8h.py --learning_rate=1e-3') == 'enoki_8h,learning_rate=1e-3'
     assert name('config/enoki_8h.py', SCRIPT='train_diloco.py') == 'enoki_8h,train_diloco'
     assert name("--dataset='a b/c'") == 'run,dataset=a_b_c'
+    assert name('config/enoki_8h.py --keep_checkpoints=5 --timeout_s=900 --compile --compile=False') == 'enoki_8h'
+    assert name('config/enoki_8h.py --seed=2 --compile --dtype=float32') == 'enoki_8h,seed=2,dtype=float32'
+
+
+@pytest.mark.parametrize('script', sorted(path.name for path in REPO.glob('train_*.py')))
+def test_keys_that_decide_on_losses_are_in_the_name_of_a_run_and_no_others(project, script):
+    knobs = read_knobs(REPO / script)
+    longer = {'max_iters', 'num_epochs'}  # go on with the same run
+    deciding = {key for key in knobs if key in MATHEMATICS or knobs[key].section == 'diloco'} - longer
+    deciding |= {'batch_size', 'lr_rule', 'dtype', 'deepspeed_config'} & {*knobs}
+    deciding -= {'outer_on_host', 'plan', 'verify'}
+    command = f'source slurm/common.sh; SCRIPT=train_fsdp.py; for key in {" ".join(knobs)}; do run_name --$key=1; done'
+    named = re.findall(r'^run,(\w+)=1$', bash(command, project).stdout, flags=re.MULTILINE)
+    assert {*named} == deciding | {'out_dir'}  # which is never there: with it a run needs no name
     for key in ('seed=7', 'dropout=0.1', 'optimizer=muon', 'global_batch_size=64', 'zero_stage=2'):
         assert name(f'config/enoki_8h.py --{key}') == f'enoki_8h,{key}'
 
