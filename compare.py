@@ -130,6 +130,8 @@ def execute(command, console, ranks, watch):
 
 def work_of_others():
     """Seconds that this machine's cores have spent on anything but this process and the runs that it has waited for."""
+    if not os.path.exists('/proc/stat'):  # not Linux: nothing is known
+        return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, Path('/proc/stat').read_text().split()[1:9])
     busy = (user + nice + system + irq + softirq + steal) / os.sysconf('SC_CLK_TCK')
     return busy - sum(os.times()[:4])

@@ -33,6 +33,7 @@ import torch
 from text.shards import read_shard
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
+OF_PREPARED = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first
 # The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
@@ -205,7 +206,7 @@ class PackedDataset(TokenDataset):
     A conversation of L tokens takes L - 1 positions: its tokens but the last are inputs, those but the first targets,
     -1 where they are not learned. Of more than block_size + 1 tokens the first are kept. A mask has a byte per token of
     its shard; bit 0: the token is learned, bit 1: it begins a conversation.
-    n_targets: int64 (n_windows,), the targets that count.
+    n_targets: int64 (n_windows,), the targets that count. longest: the tokens of the longest conversation.
     """
 
     def _cut(self, facts):
@@ -223,14 +224,15 @@ class PackedDataset(TokenDataset):
         kept = np.flatnonzero(learned)
 
         n_cut, n_dropped = np.count_nonzero(whole > lengths), len(starts) - len(kept)
+        self.longest = int(whole.max(initial=2))
         line = (
             f'{self.name}: {n_cut:,} of {len(starts):,} chats ({self.split}) are cut to {self.block_size + 1:,} tokens'
-            f', {n_dropped:,} dropped with nothing learned left; --block_size={whole.max(initial=2) - 1} keeps all'
+            f', {n_dropped:,} dropped with nothing learned left; the longest has {self.longest:,}'
         )
         if not len(kept):
-            raise ValueError(line)
+            raise ValueError(f'{line}: use a larger --block_size')
         if n_cut or n_dropped:
-            _say_once(line)
+            _say_once(f'WARNING: {line}' if n_dropped > 0.05 * len(starts) else line)
 
         # The longest conversations are packed first. So the windows are shuffled: evaluation reads the first of them.
         order, bins = pack(lengths[kept] - 1, self.block_size)
@@ -315,12 +317,18 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None):
         tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
         return TokenDataset(dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
     folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
+    raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
+    if raw.exists() and not any(path.suffix in ENDINGS or path.name in OF_PREPARED for path in raw.glob('*')):
+        raise ValueError(
+            f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`: '
+            'its last line says how to train on that'
+        )
     if not folder.is_dir():
         found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})
-        holds = f'{data_dir} holds: {", ".join(found) or "no dataset"}'
+        holds = f'{os.path.abspath(data_dir)} holds: {", ".join(found) or "no dataset"}'
         raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; make it with {command}; {holds}')
     meta = _read_meta(folder)
-    if not meta and (folder / 'unfinished.json').exists():  # prepare_data.py's, until it writes meta.json
+    if not meta and (folder / 'unfinished.json').exists():
         raise ValueError(f'{folder}: half prepared; finish it with the same {command}')
     facts = meta.get('splits', {}).get(split, {})
     allowed = vocab_size or meta.get('vocab_size', math.inf)

@@ -9,9 +9,11 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
     python prepare_data.py --dataset=fineweb-10BT --download_only    # on a login node, for a later run without network
     python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
+    python prepare_data.py --verify=NAME                             # are the files as they were written?
 
-Rows with `messages`, or `prompt` and `completion`, are written by the tokenizer's chat template, and the loss counts on
-the assistant's tokens only: they are marked in train_000000.mask. One conversation is printed, with what is learned.
+Conversations are rows with `messages`, `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and
+`output` (Alpaca). The tokenizer's chat template writes them, and the loss counts on the assistant's tokens only: they
+are marked in train_000000.mask. One conversation is printed, with what is learned.
 
 This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on, to the same bytes.
 """
@@ -27,6 +29,7 @@ class Config:
     dataset = 'stdlib'  # or a file, a folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, OWNER/NAME on the hub
     text_field: str | None = None  # field of the text in rows; None = 'text', or all strings of a .jsonl row
     chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
+    fold_system = False  # for chat templates that refuse system messages: write them into the user's message
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
     # tokens
@@ -43,6 +46,7 @@ class Config:
     num_proc: int | None = None  # processes that tokenize; None = one per core
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
+    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -69,9 +73,9 @@ from tqdm import tqdm
 from runtime import errors
 from runtime.files import write_file
 from text import encode, sources
-from text.chat import conversation_of, marked_text, template_of
-from text.documents import HEAD_BYTES, documents_of, units_of
-from text.shards import ShardWriter, read_shard
+from text.chat import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
+from text.documents import HEAD_BYTES, documents_of, in_words, left_out_of, units_of
+from text.shards import ShardWriter, read_shard, verify
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
 errors.report_errors(lambda: 'lower num_proc')
@@ -80,6 +84,8 @@ STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json d
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
+FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
+MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
@@ -92,6 +98,10 @@ if config.cache_tokenizer:
 if config.download_only:
     where = sources.download(config.dataset, config.source_config, hub_folder)
     print(f'{config.dataset}: downloaded to {where}; now prepare it, with or without network')
+    sys.exit()
+if config.verify:
+    folder = Path(config.data_dir) / config.verify
+    print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
     sys.exit()
 if config.dataset == 'synthetic':
     print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')
@@ -140,7 +150,7 @@ if 'vocab_size' in explicit and config.tokenizer != 'bpe':
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.chat and config.text_field is not None:
-    raise ValueError(f'chat=True reads messages, or prompt and completion: leave out --text_field={config.text_field}')
+    raise ValueError(f'chat=True reads {FORMATS_IN_WORDS}: leave out --text_field={config.text_field}')
 if sources.is_hub_name(config.dataset):
     stream, about = sources.open_stream(config.dataset, config.source_config, config.source_split, hub_folder)
     source = sources.stream_source(stream, about, config.text_field, config.chat)
@@ -153,6 +163,8 @@ if source.chat and not chat_template:
         f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
         'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
     )
+if config.fold_system and not source.chat:
+    raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
@@ -175,6 +187,7 @@ settings = {  # what decides the tokens
     'source': facts['sha256'],
     'tokenizer': tokenizer_facts,
     'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
+    'fold_system': config.fold_system or None,  # as in datasets made before there was this key
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
 
@@ -198,6 +211,15 @@ def write_json(path, content):
     write_file(path, json.dumps(content, indent=1))
 
 
+def refuse_rows(notes):
+    """Raise ValueError where no row is left."""
+    reasons = left_out_of(notes)
+    problem = f'{facts["name"]}: all {reasons.total():,} rows are left out: {in_words(reasons)}'
+    if source.chat:
+        problem += f'; understood are {FORMATS_IN_WORDS}; --chat=False learns all strings as text'
+    raise ValueError(problem)
+
+
 def print_summary(meta):
     """What a complete folder holds, and what to type next."""
     for split, totals in meta['splits'].items():
@@ -210,6 +232,11 @@ def print_summary(meta):
             share = totals['learned_tokens'] / totals['tokens']
             print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
             print(f'the longest conversation has {totals["longest"]:,} tokens')
+    reasons = meta.get('left_out', {})
+    left_out = sum(reasons.values())
+    n_rows = meta.get('rows_kept', 0) + left_out
+    if left_out > MANY_LEFT_OUT * n_rows:
+        print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
     command = 'python train_ddp.py'
     is_of_a_model = os.path.exists(os.path.join(config.tokenizer, 'config.json'))
     if meta.get('masked') or is_of_a_model:  # which can learn it
@@ -263,40 +290,46 @@ if was_there:
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
-def documents_of_source():
+def documents_of_source(notes):
     """(piece, document) of the whole source, in this process; for long documents, of each stretch."""
-    notes = collections.Counter()  # the workers count them
     for unit in units_of(source):
         for piece in unit.pieces:
             for document in documents_of(piece, config.text_field, notes, conversation_of if source.chat else None):
                 yield piece, document
 
 
-def choose_val_below():
-    """Validation documents are those with a hash below this number: val_fraction * 2^64, when that leaves a document in
-    both splits. If not, as in a small corpus, the lowest hash alone is in `val`, or the highest alone in `train`."""
-    below = int(config.val_fraction * 2**64)
+def choose_val_hashes():
+    """(first, end): validation documents are those with a hash from `first` on and below `end`.
+
+    Of a small corpus as encode.choose_by_size() says, else (0, val_fraction * 2^64)."""
+    end = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
-    for piece, document in documents_of_source():
+    sizes, notes = collections.Counter(), collections.Counter()  # sizes: {hash: bytes}
+    for piece, document in documents_of_source(notes):
         number = encode.hash_of(piece, document, config.seed)
+        sizes[number] += len(document)
         lowest, highest = min(lowest, number), max(highest, number)
-        if lowest < below <= highest:  # soon found, in all but small corpora
-            return below
-    if lowest >= highest:
+        if len(sizes) > FEW_DOCUMENTS and lowest < end <= highest:
+            return 0, end
+    if notes and not sizes:
+        refuse_rows(notes)
+    if len(sizes) < 2:
         advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
         raise ValueError(f'dataset={config.dataset} is not two different documents, to be split by a hash: {advice}')
-    return max(lowest + 1, min(below, highest))
+    return encode.choose_by_size(sizes, config.val_fraction)
 
 
 if not is_resumed:
-    state['val_below'] = choose_val_below() if config.val_rule == 'hash' and config.val_fraction else 0
-val_below = state['val_below']
+    use_hashes = config.val_rule == 'hash' and config.val_fraction
+    state['val_from'], state['val_below'] = choose_val_hashes() if use_hashes else (0, 0)
+val_hashes = (state.get('val_from', 0), state['val_below'])
 if config.val_rule == 'tail':
     rule_in_words = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
     what = 'conversations, as JSON,' if source.chat else 'documents'
+    first, end = (number / 2**64 for number in val_hashes)
     rule_in_words = (
-        f'{what} whose hash is below {val_below / 2**64:.6f} * 2^64: blake2b of their first {HEAD_BYTES:,} '
+        f'{what} whose hash is from {first:.6f} to below {end:.6f} * 2^64: blake2b of their first {HEAD_BYTES:,} '
         f'bytes, digest_size=8, salt={config.seed} as 16 bytes, little-endian'
     )
 
@@ -306,8 +339,8 @@ else:
 def bpe_sample():
     """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
     left = BPE_SAMPLE_BYTES
-    for piece, document in documents_of_source():
-        if encode.split_of(piece, document, config.seed, val_below) == 'train':
+    for piece, document in documents_of_source(collections.Counter()):  # the workers count the notes
+        if encode.split_of(piece, document, config.seed, val_hashes) == 'train':
             yield from encode.stretches_of(document)
             left -= len(document)
             if left <= 0:
@@ -362,7 +395,8 @@ for split in ['train', 'val'] if config.val_fraction else ['train']:
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
-rules = encode.Rules(config.tokenizer, folder, config.text_field, source.chat, config.seed, val_below)
+options = (config.text_field, source.chat, config.fold_system)
+rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
     for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
@@ -383,11 +417,18 @@ seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
+reasons = left_out_of(notes)
+if reasons and not any(writer.totals['tokens'] for writer in writers.values()):
+    refuse_rows(notes)
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
-        reasons = f' ({"; ".join(note for note, _ in notes.most_common(2))})' if notes else ''
-        raise ValueError(f'{facts["name"]} left no text for split {split!r}{reasons}: more text, or --val_fraction=0')
+        why = f' (left out: {in_words(reasons)})' if reasons else ''
+        raise ValueError(
+            f'{facts["name"]} left no text for split {split!r}{why}: more text, or another --val_fraction (0: none)'
+        )
     writer.finish()
+n_documents = sum(writer.totals['documents'] for writer in writers.values())
+rows_kept = notes.pop(encode.CONVERSATIONS, n_documents)
 meta = {
     'format_version': 1,
     'name': config.name,
@@ -399,6 +440,9 @@ meta = {
     'splits': {split: writer.totals for split, writer in writers.items()},
     'val_fraction': config.val_fraction,
     'val_rule': rule_in_words,
+    'val_hashes': val_hashes,
+    'rows_kept': rows_kept,
+    'left_out': dict(reasons.most_common(20)),
     'source': {**facts, 'left_out': source.skipped[:100], 'notes': dict(sorted(notes.items())[:100])},
     'settings': settings,
 }

@@ -103,7 +103,7 @@ class Pretrained:
             raise ValueError(f'{folder}: quantized weights cannot be trained: take the model in bfloat16')
         text = self.config.get_text_config()
         self.vocab_size = text.vocab_size  # rows of the embedding; a tokenizer may have fewer tokens
-        positions = getattr(text, 'max_position_embeddings', None)
+        self.positions = positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
         if block_size and positions and block_size > positions:
             advice = f'use --block_size={positions} or less'

@@ -75,6 +75,11 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         raise ValueError(
             f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
         )
+    if config.packed and train_data.longest > config.block_size + 1:
+        whole = train_data.longest - 1  # the last token is only ever a target
+        most = min(whole, pretrained.positions or whole)
+        keeps = 'keeps every conversation whole' if most == whole else 'is the most that this model has positions for'
+        notes.append(f'--block_size={most} {keeps}')
     if config.num_epochs is not None and explicit.get('max_iters') == 'command line':
         notes.append(
             f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
@@ -142,8 +147,16 @@ def check_resume(saved, config, identity, learning_rate_at):
 
     saved: the state of the checkpoint. learning_rate_at: optim's. Raises ValueError.
     """
-    checkpoint.check_identity(saved['identity'], identity)
     step, before, now = saved['step'], saved['config'], vars(config)
+    if saved['identity'].get('data') != identity.get('data'):
+        other = f'you ask for dataset={now["dataset"]}'
+        if before['dataset'] == now['dataset']:
+            other = 'whose tokens are others now: it was prepared anew'
+        raise ValueError(
+            f'the checkpoint was trained on dataset={before["dataset"]}, {other}: use another --out_dir, perhaps with '
+            f'--init_from={config.out_dir}, which begins with its weights'
+        )
+    checkpoint.check_identity(saved['identity'], identity)
     if step > config.max_iters and not config.eval_only:
         raise ValueError(
             f'out_dir={config.out_dir} is at step {step}, beyond max_iters={config.max_iters}: go on with a larger '

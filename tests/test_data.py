@@ -268,7 +268,7 @@ def test_more_shards_than_may_be_open_at_once(tmp_path, monkeypatch):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_are_there(tmp_path):
+def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_are_there(tmp_path, monkeypatch):
     make_dataset(tmp_path / 'set')
     (tmp_path / 'hub').mkdir()  # holds no tokens
     commands = {
@@ -281,8 +281,27 @@ def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_ar
             data.open_dataset(tmp_path, name, 'train', 32)
         message = str(error.value)
         assert name in message and command in message and message.endswith('holds: set') and '\n' not in message
-    with pytest.raises(FileNotFoundError, match='holds: no dataset'):
-        data.open_dataset(tmp_path / 'nowhere', 'novels', 'train', 32)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f'{tmp_path}/nowhere holds: no dataset'):
+        data.open_dataset('nowhere', 'novels', 'train', 32)
+
+
+@pytest.mark.parametrize('place', ['texts/', 'texts/input.txt', 'data/raw', 'empty'])
+def test_raw_text_is_answered_with_the_command_that_makes_tokens_of_it(place, tmp_path, monkeypatch):
+    for folder in ('texts', 'data/raw', 'empty'):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ('texts', 'data/raw'):
+        (tmp_path / folder / 'input.txt').write_text('text')
+    monkeypatch.chdir(tmp_path)
+    path = place.rstrip('/')
+    for dataset in (place, f'{tmp_path}/{place}'):
+        with pytest.raises(ValueError) as error:
+            data.open_dataset('data', dataset, 'train', 32)
+        command = f'`python prepare_data.py --dataset={path if dataset == place else tmp_path / path}`'
+        assert f'dataset={dataset}: ' in str(error.value) and command in str(error.value)
+    (tmp_path / 'raw').mkdir()
+    with pytest.raises(ValueError, match='data/raw holds no tokens'):  # what lies in data_dir comes first
+        data.open_dataset('data', 'raw', 'train', 32)
 
 
 def test_a_dataset_that_is_half_prepared_is_refused(tmp_path):
@@ -646,8 +665,9 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     data.open_dataset(tmp_path, 'chats', 'train', 32)
     said = capsys.readouterr().out
     assert said.count('\n') == 1 and all(
-        words in said for words in ('4 of 5 chats (train) are cut to 33 tokens', '1 dropped', '--block_size=119 keeps')
+        words in said for words in ('WARNING: ', '4 of 5 chats (train) are cut to 33 tokens', '1 dropped', 'has 120\n')
     )
+    assert dataset.longest == 120
     kept = [chat for chat in chats if chat is not chats[3]]
     expected = sorted(as_learned(tokens[:33], learned[:33]) for tokens, learned in kept)
     assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == expected
@@ -658,7 +678,7 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == whole_chats
 
     make_chats(tmp_path / 'long', chats[3:4])
-    with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.*--block_size=79 keeps all') as error:
+    with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.*the longest has 80: use a larger') as error:
         data.open_dataset(tmp_path, 'long', 'train', 32)
     assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'data.py'
 

@@ -40,7 +40,7 @@ from prepared import (
 import data
 from benchmarks import prepare_data_rate
 from text import documents as reading
-from text import sources
+from text import encode, sources
 from text import tokenizer as tokenizers
 
 # --- what a new user does ---------------------------------------------------------------------------------------------
@@ -236,16 +236,32 @@ def test_the_tail_begins_with_a_whole_character(tmp_path):
 def test_meta_json_tells_how_to_find_the_validation_documents(text_folder, tmp_path):
     prepare(tmp_path, f'--dataset={text_folder}', '--tokenizer=bytes', '--val_fraction=0.2', '--seed=5', '--name=split')
     dataset = tmp_path / 'data' / 'split'
-    rule = meta_of(dataset)['val_rule']
-    assert 'below 0.200000 * 2^64' in rule and 'salt=5' in rule and 'first 65,536 bytes' in rule
+    meta = meta_of(dataset)
+    first, end = meta['val_hashes']
+    assert f'from {first / 2**64:.6f} to below {end / 2**64:.6f} * 2^64' in meta['val_rule']
+    assert 'salt=5' in meta['val_rule'] and 'first 65,536 bytes' in meta['val_rule']
     expected = []
     for path in sorted(text_folder.iterdir()):
         start = path.read_bytes()[:65536]
         digest = hashlib.blake2b(start, digest_size=8, salt=(5).to_bytes(16, 'little')).digest()
-        if int.from_bytes(digest, 'little') < 0.2 * 2**64:
+        if first <= int.from_bytes(digest, 'little') < end:
             expected.append(path.read_text(encoding='utf-8'))
     assert documents_of(dataset, 'val') == expected
-    assert 30 < len(expected) < 90
+    share = meta['splits']['val']['bytes'] / sum(path.stat().st_size for path in text_folder.iterdir())
+    assert 0.16 < share < 0.24
+
+
+def test_of_few_documents_the_validation_split_has_about_the_share_that_was_asked_for():
+    for seed in range(50):
+        generator = random.Random(seed)
+        sizes = {generator.randrange(2**64): int(generator.lognormvariate(8, 1.5)) + 1 for _ in range(60)}
+        first, end = encode.choose_by_size(sizes, 0.01)
+        chosen = [size for number, size in sizes.items() if first <= number < end]
+        assert 0.005 < sum(chosen) / sum(sizes.values()) < 0.015
+    even = {number << 54: 100 for number in range(1024)}  # here chance is near enough, so a document stays where it is
+    assert encode.choose_by_size(even, 0.1) == (0, int(0.1 * 2**64))
+    assert encode.choose_by_size({5: 1, 7: 1000}, 0.01) == (5, 7)
+    assert encode.choose_by_size({5: 1000, 7: 1}, 0.01) == (7, 2**64)
 
 
 @pytest.mark.parametrize('fraction', [0.000001, 0.999999])
@@ -545,6 +561,20 @@ def test_a_data_dir_that_cannot_be_written_is_said_in_one_line(tmp_path):
     (tmp_path / 'a.txt').write_text('some text')
     error = error_of(tmp_path, f'--dataset={tmp_path}/a.txt', '--tokenizer=bytes')
     assert 'cannot be written: Not a directory; choose another --data_dir' in error
+
+
+def test_verify_names_files_that_are_not_as_they_were_written(tmp_path):
+    (tmp_path / 'text.txt').write_text('some text ' * 100)
+    prepare(tmp_path, f'--dataset={tmp_path}/text.txt', '--tokenizer=bytes', '--name=mine', '--shard_tokens=500')
+    assert f'{tmp_path}/data/mine: 3 files, sha256 as in meta.json' in prepare(tmp_path, '--verify=mine').stdout
+    shard = tmp_path / 'data' / 'mine' / 'train_000001.bin'
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2] + b'x' + content[-1:])
+    error = error_of(tmp_path, '--verify=mine')
+    assert '1 of 3 files are missing, or their sha256 is not that of meta.json: train_000001.bin;' in error
+    shard.unlink()
+    assert 'train_000001.bin' in error_of(tmp_path, '--verify=mine')
+    assert 'nothing/meta.json is missing' in error_of(tmp_path, '--verify=nothing')
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------

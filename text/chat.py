@@ -1,18 +1,21 @@
 """
 Conversations as training examples: written by the tokenizer's own chat template, with the assistant's tokens marked.
 
-    conversation = conversation_of(row)                 # messages, or prompt and completion, checked: JSON text
+    conversation = conversation_of(row)                 # a row of any of the FORMATS, checked: JSON text
     encoder = ChatEncoder('models/some_model', eot)     # a Hugging Face folder with a chat template
     for ids, flags, text in encoder.examples(conversation): ...
     marked_text(ids, flags, decode, '[', ']')           # for people to read
 
 What is learned of an assistant's message is what the template adds to the prompt that it writes for generation: that
 very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
+Control tokens are those that the template writes. A message that spells one, as <|im_end|>, gets the tokens of its
+letters: it cannot end its turn.
 """
 
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +23,19 @@ import numpy as np
 from runtime.errors import one_line
 from text.shards import FIRST, LEARNED
 
-CHAT_FIELDS = ('messages', 'prompt', 'completion', 'tools', 'chat_template_kwargs')  # what is read of conversations
-NO_CONVERSATIONS = 'no conversations (messages, or prompt and completion)'
+# What a row is known by. conversations: ShareGPT, each message with from and value; instruction and output: Alpaca.
+FORMATS = ({'messages'}, {'conversations'}, {'prompt', 'completion'}, {'instruction', 'output'})
+FORMATS_IN_WORDS = 'messages, conversations, prompt and completion, or instruction and output'
+NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
+CHAT_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'instruction', 'input', 'output', 'system')
+CHAT_FIELDS += ('tools', 'chat_template_kwargs')  # all that is read of conversations
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
 INSTRUCTIONS = ('system', 'developer')
+ROLES_OF_SHAREGPT = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant'}
+
+# Stands between the letters of a control token that a message spells, so that the tokenizer does not take it for one;
+# its normalizer removes it. Unicode's noncharacters are for such uses: no text has them.
+MARK = '\ufdd0'
 
 # Templates that write today's date, as Llama 3.2's, would give other tokens tomorrow. They get the date that stands in
 # Llama 3.1's template: as a variable, and from the function that transformers offers them.
@@ -39,20 +51,25 @@ def conversation_of(row):
     """A row of instruction data as JSON text of {'messages': [...]}, and 'tools', 'chat_template_kwargs' where it has
     them; without nulls, so that it does not depend on the file format, and without what follows the last answer.
 
-    `messages`: a list of {'role', 'content', ...}; or `prompt` and `completion`, strings or such lists.
-    Raises ValueError with the reason why the row cannot be learned, without naming it.
+    A row has `messages`, a list of {'role', 'content', ...}; `conversations`, such a list or one of {'from', 'value'};
+    `prompt` and `completion`, strings or lists of messages; or `instruction`, `output` and perhaps `input`, strings.
+    `system` beside them is the system message. Raises ValueError with the reason why the row cannot be learned, without
+    naming it.
     """
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
     row = _without_nulls(row)
     messages = _messages_of(row)
     for message in messages:
+        fields = ', '.join(message)[:60] if isinstance(message, dict) else 'no fields'
         if not isinstance(message, dict) or not isinstance(message.get('role'), str):
-            raise ValueError('rows with a message that has no role')
+            raise ValueError(f'rows with a message that has no role (it has: {fields})')
         if message['role'] not in ROLES:
             raise ValueError(f'rows with the unknown role {message["role"][:30]!r}')
         if not isinstance(message.get('content'), (str, list)) and 'tool_calls' not in message:
-            raise ValueError('rows with a message that has no content')
+            raise ValueError(f'rows with a message that has no content (it has: {fields})')
+    if row.get('system') and isinstance(row['system'], str) and messages and messages[0]['role'] not in INSTRUCTIONS:
+        messages = [{'role': 'system', 'content': row['system']}, *messages]
     answers = [index for index, message in enumerate(messages) if index and message['role'] == 'assistant']
     if not answers:
         raise ValueError("rows without an assistant's answer")
@@ -75,28 +92,61 @@ def _messages_of(row):
     """The messages of a row, whatever its fields are called. Raises ValueError where there are none."""
     if 'messages' in row:
         messages = row['messages']
+    elif 'conversations' in row:
+        messages = row['conversations']
+        if isinstance(messages, list):
+            messages = [_message_of_sharegpt(message) for message in messages]
     elif 'prompt' in row and 'completion' in row:
         prompt, completion = row['prompt'], row['completion']
         prompt = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
         completion = [{'role': 'assistant', 'content': completion}] if isinstance(completion, str) else completion
         messages = prompt + completion if type(prompt) is type(completion) is list else None
+    elif 'instruction' in row and 'output' in row:
+        texts = [row['instruction'], row.get('input', ''), row['output']]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError('rows whose instruction, input or output is no text')
+        question = '\n\n'.join(text for text in texts[:2] if text)
+        messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': texts[2]}]
     else:
-        raise ValueError('rows with neither messages nor prompt and completion')
+        raise ValueError(f'rows that are {NO_CONVERSATIONS}')
     if not isinstance(messages, list):
         raise ValueError('rows whose messages are no list')
     return messages
 
 
+def _message_of_sharegpt(message):
+    """A message with from and value as one with role and content; any other as it is."""
+    if not isinstance(message, dict) or not isinstance(message.get('from'), str) or 'value' not in message:
+        return message
+    return {'role': ROLES_OF_SHAREGPT.get(message['from'], message['from']), 'content': message['value']}
+
+
 def has_chat_fields(row):
     """Whether these are the names of a conversation's fields."""
-    return 'messages' in row or ('prompt' in row and 'completion' in row)
+    return any(fields <= set(row) for fields in FORMATS)
 
 
 def holds_conversations(row):
-    """Whether a row is a conversation: `messages` is a list, or `prompt` and `completion` are lists or strings."""
-    if isinstance(row.get('messages'), list):
-        return True
-    return all(isinstance(row.get(key), (str, list)) for key in ('prompt', 'completion'))
+    """Whether a row is a conversation: it has the fields of one, which hold lists, or strings where there are two."""
+    for fields in FORMATS:
+        kinds = list if len(fields) == 1 else (str, list)
+        if all(isinstance(row.get(key), kinds) for key in fields):
+            return True
+    return False
+
+
+def fold_system_messages(messages):
+    """The same without system messages: each begins the message of the user that follows it."""
+    folded = []
+    for message in messages:
+        before = folded[-1] if folded else {}
+        texts = [before.get('content'), message.get('content')]
+        are_texts = all(isinstance(text, str) for text in texts)
+        if before.get('role') in INSTRUCTIONS and message['role'] == 'user' and are_texts:
+            folded[-1] = {**message, 'content': '\n\n'.join(texts)}
+        else:
+            folded.append(message)
+    return folded
 
 
 def _without_nulls(value):
@@ -121,7 +171,7 @@ class ChatEncoder:
 
     def __init__(self, folder, eot):
         import transformers
-        from tokenizers import Tokenizer, processors
+        from tokenizers import Tokenizer, normalizers, processors
 
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
@@ -129,9 +179,13 @@ class ChatEncoder:
         # In place of the one of the file: it adds special tokens, which the template writes, and may trim spaces off
         # the offsets.
         self.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        # Runs behind the search for special tokens, so that those with marks are not found.
+        steps = [normalizers.Replace(MARK, ''), self.tokenizer.normalizer]
+        self.tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         added = self.tokenizer.get_added_tokens_decoder().items()
         self.special_ids = [number for number, token in added if token.special]
         self.special_tokens = tuple(token.content for _, token in added if token.special)
+        self.spelled = re.compile('|'.join(map(re.escape, self.special_tokens)) or '(?!)')
         self.eot = eot
         # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.
         transformers.logging.set_verbosity_error()  # it warns that the folder names another class
@@ -143,8 +197,10 @@ class ChatEncoder:
             if is_broken or not hasattr(self, 'renderer'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
 
-    def examples(self, conversation):
+    def examples(self, conversation, fold_system=False):
         """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
+
+        fold_system: system messages become part of the user's, for templates that refuse them.
 
         ids: uint32 array; flags: uint8, as many, FIRST at the beginning and LEARNED where a token belongs to an answer.
         It is one example, if the template writes every answer in the whole conversation as when it came last. If not,
@@ -152,8 +208,10 @@ class ChatEncoder:
         behind each answer, if the template writes no end-of-turn token.
         Raises ValueError with the reason for what the template cannot write.
         """
-        conversation = json.loads(conversation)
+        conversation = self._with_marks(json.loads(conversation))
         messages = conversation['messages']
+        if fold_system:
+            messages = fold_system_messages(messages)
         options = {**conversation.get('chat_template_kwargs', {}), 'tools': conversation.get('tools')}
         answers = [
             self._answer(messages[: index + 1], options)
@@ -166,6 +224,14 @@ class ChatEncoder:
         else:
             for text, start, ends in answers:
                 yield self._encode(text, [(start, len(text))], not ends)
+
+    def _with_marks(self, value):
+        """The same with MARK between the letters of each special token that its texts spell."""
+        if isinstance(value, str):
+            return self.spelled.sub(lambda found: MARK.join(found[0]), value)
+        if isinstance(value, dict):
+            return {key: self._with_marks(part) for key, part in value.items()}
+        return [self._with_marks(part) for part in value] if isinstance(value, list) else value
 
     def _answer(self, messages, options):
         """(text up to the end of the last message, where that begins, whether an end-of-turn token ends it)."""
@@ -194,7 +260,9 @@ class ChatEncoder:
             options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
             return self.renderer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template may raise anything
-            raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)})') from error
+            has_system = any(message['role'] in INSTRUCTIONS for message in messages)
+            mend = '; --fold_system gives system messages to the user' if has_system else ''
+            raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)}{mend})') from error
 
     def _encode(self, text, spans, add_end):
         """(ids, flags, text): learned are the tokens that lie in the spans, also in part. But not the prompt's last
@@ -211,7 +279,7 @@ class ChatEncoder:
         if not flags.any():
             raise ValueError('rows of which no token is learned')
         flags[0] |= FIRST
-        return ids, flags, text
+        return ids, flags, text.replace(MARK, '')
 
 
 def marked_text(tokens, flags, decode, left, right):

@@ -9,6 +9,7 @@ A text file is one document; so is each row of a .jsonl, .parquet or .arrow file
 that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
 """
 
+import collections
 import itertools
 import json
 import re
@@ -361,3 +362,17 @@ def all_strings(value):
             seen.add(id(value))  # YAML's aliases: each is read once, so that a loop or a tower of them ends
             left += reversed([*value.values()] if isinstance(value, dict) else value)
     return '\n'.join(strings)
+
+
+def left_out_of(notes):
+    """{reason: rows} of what the notes say was left out, of all files together."""
+    reasons = collections.Counter()
+    for note, count in notes.items():
+        if ', left out' in note:
+            reasons[note.partition(': ')[2].removesuffix(', left out')] += count
+    return reasons
+
+
+def in_words(reasons):
+    """The most frequent reasons, with their counts."""
+    return '; '.join(f'{reason} ({count:,})' for reason, count in collections.Counter(reasons).most_common(5))

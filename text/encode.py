@@ -2,15 +2,17 @@
 Units of text to tokens, in worker processes.
 
     pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
-    rules = Rules('gpt2', folder, text_field=None, chat=False, seed=1337, val_below=2**60)
+    rules = Rules('gpt2', folder, text_field=None, chat=False, fold_system=False, seed=1337, val_hashes=(0, 2**60))
     {'train': encoded, 'val': encoded}, notes = pool.submit(encode_unit, unit.pieces, rules).result()
 
 The tokens of a document do not depend on the unit, the worker, or what was encoded before it.
 """
 
+import bisect
 import collections
 import functools
 import hashlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -24,6 +26,7 @@ from text.chat import ChatEncoder, conversation_of
 from text.documents import cut_up, documents_of
 from text.tokenizer import load_tokenizer
 
+CONVERSATIONS = 'conversations'  # the note that counts those that are not left out
 STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
 
 
@@ -34,8 +37,9 @@ class Rules(NamedTuple):
     folder: Path  # of the dataset
     text_field: str | None
     chat: bool  # the documents are conversations
+    fold_system: bool  # their system messages become part of the user's
     seed: int  # of the hash
-    val_below: int  # documents with a hash below are for validation
+    val_hashes: tuple  # (first, end): documents with a hash from first on and below end are for validation
 
 
 class Encoded(NamedTuple):
@@ -83,9 +87,32 @@ def hash_of(piece, document, seed):
     return int.from_bytes(digest.digest(), 'little')
 
 
-def split_of(piece, document, seed, val_below):
+def split_of(piece, document, seed, val_hashes):
     """'train' or 'val': as the source has settled, else by the hash of the document that the piece belongs to."""
-    return piece.split or ('val' if hash_of(piece, document, seed) < val_below else 'train')
+    first, end = val_hashes
+    return piece.split or ('val' if first <= hash_of(piece, document, seed) < end else 'train')
+
+
+def choose_by_size(sizes, fraction):
+    """(first, end), the hashes of the validation documents, from the {hash: bytes} of two or more documents.
+
+    (0, fraction * 2^64), if that takes the fraction of the bytes, give or take a fifth of it: chance misses it where
+    documents are few. Then, in the order of the hashes, those neighbours whose sizes come nearest to it.
+    """
+    hashes = sorted(sizes)
+    borders = list(itertools.accumulate((sizes[number] for number in hashes), initial=0))  # bytes before each
+    wanted, end = fraction * borders[-1], int(fraction * 2**64)
+    by_chance = bisect.bisect_left(hashes, end)
+    if 0 < by_chance < len(hashes) and abs(borders[by_chance] - wanted) < wanted / 5:
+        return 0, end
+    choices = []
+    for first in range(len(hashes)):
+        enough = bisect.bisect_left(borders, borders[first] + wanted)
+        for behind in (enough - 1, enough):
+            if first < behind <= len(hashes) and behind - first < len(hashes):  # a document here, and one for training
+                choices.append((abs(borders[behind] - borders[first] - wanted), first, behind))
+    _, first, behind = min(choices)
+    return hashes[first], hashes[behind] if behind < len(hashes) else 2**64
 
 
 def dtype_for(vocab_size):
@@ -113,7 +140,7 @@ def _encode_texts(pieces, rules, notes):
     text_bytes = collections.Counter()
     for piece in pieces:
         for document in documents_of(piece, rules.text_field, notes):
-            split = split_of(piece, document, rules.seed, rules.val_below)
+            split = split_of(piece, document, rules.seed, rules.val_hashes)
             text_bytes[split] += len(document)
             stretches[split] += stretches_of(document)
             stretches[split] += [None] * piece.ends_document
@@ -132,11 +159,14 @@ def _encode_conversations(pieces, rules, notes):
     examples = collections.defaultdict(list)  # split -> (ids, flags, text)
     for piece in pieces:
         for document in documents_of(piece, None, notes, conversation_of):
-            split = split_of(piece, document, rules.seed, rules.val_below)
+            split = split_of(piece, document, rules.seed, rules.val_hashes)
             try:
-                examples[split] += chat_encoder.examples(document.decode())
+                found = list(chat_encoder.examples(document.decode(), rules.fold_system))
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
+            else:
+                examples[split] += found
+                notes[CONVERSATIONS] += 1
 
     result = {}
     for split, found in examples.items():

@@ -13,6 +13,7 @@ train_000001.partial is begun. The full one stays until totals that do not need 
 A masked dataset has one byte of flags per token, which stands behind it in .partial, and in a file .mask beside .bin.
 """
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -83,6 +84,33 @@ def _read_npy(path):
     if tokens.ndim != 1 or tokens.dtype.kind not in 'iu':
         raise ValueError(f'{path}: expected one row of integers, found {tokens.dtype} of shape {tokens.shape}')
     return tokens
+
+
+def verify(folder):
+    """Compare the files of a dataset with the sha256 in its meta.json; returns how many there are. Raises ValueError
+    that names those that differ or are missing, FileNotFoundError without a meta.json."""
+    path, expected = Path(folder) / 'meta.json', {}
+    if not path.exists():
+        raise FileNotFoundError(f'{path} is missing: it has the sha256 to compare the files with')
+    meta = json.loads(path.read_text(encoding='utf-8'))
+    for split in meta['splits'].values():
+        for shard in split['shards']:
+            expected[shard['file']] = shard['sha256']
+            if 'mask_file' in shard:
+                expected[shard['mask_file']] = shard['mask_sha256']
+    if 'sha256' in meta['tokenizer']:
+        expected['tokenizer.json'] = meta['tokenizer']['sha256']
+    damaged = []
+    for name, sha256 in expected.items():
+        file = path.with_name(name)
+        if not file.exists() or sha256_of(file) != sha256:
+            damaged.append(name)
+    if damaged:
+        raise ValueError(
+            f'{folder}: {len(damaged)} of {len(expected)} files are missing, or their sha256 is not that of meta.json: '
+            f'{", ".join(damaged[:10])}; copy them again, or delete the folder and prepare it again'
+        )
+    return len(expected)
 
 
 class ShardWriter:
