@@ -164,6 +164,7 @@ def check(folder, compare=True):
             raise ValueError(f'{folder / name} has {there} bytes, {RECORD} says {facts["size"]}: {mend(folder)}')
         if compare and verified_sha256(folder / name) != facts['sha256']:
             raise ValueError(f'{folder / name} is damaged, its sha256 is not the one in {RECORD}: {mend(folder)}')
+    of_class = compare_with_class(folder)
     kind = ', '.join(model_config.get('architectures') or ['unknown architecture'])
     print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
     print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
@@ -172,6 +173,40 @@ def check(folder, compare=True):
         print(f'{known["repo"]} at {known["revision"]}: {len(recorded)} files, sizes and sha256 as recorded')
     else:
         print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
+    print(of_class)
+
+
+def compare_with_class(folder):
+    """Raise ValueError unless the files have the tensors, by name and shape, of the class that config.json names;
+    returns a line on that. The class is made on the meta device, without memory."""
+    import torch
+
+    from huggingface.files import Weights, tensors_to_load
+    from huggingface.finetune import Pretrained
+
+    try:
+        with torch.device('meta'):
+            model = Pretrained(str(folder)).empty_model()
+    except Exception as error:  # a class may raise anything
+        return f'names and shapes are not compared with a class: {one_line(error)}'
+    weights, expected = Weights(str(folder)), dict(model.named_buffers()) | dict(model.named_parameters())
+    found, lacking = weights.find(model)
+    aliases = {alias for names in tensors_to_load(model).values() for alias in names}
+    unused = sorted(set(weights.file_of) - set(found.values()) - aliases)
+    wrong = {
+        name: weights.shape(place) for name, place in found.items() if weights.shape(place) != expected[name].shape
+    }
+    # Some mixtures store each expert, and compute with all of them in one tensor: as many numbers, under other names.
+    needed, numbers = sum(expected[name].numel() for name in lacking), sum(map(math.prod, map(weights.shape, unused)))
+    if numbers < needed:
+        wrong |= dict.fromkeys(lacking, f'{numbers:,} of {needed:,} numbers under other names' if unused else 'none')
+    if wrong:
+        lines = [f'{name}: expected {tuple(expected[name].shape)}, found {shape}' for name, shape in wrong.items()]
+        more = f' and {len(lines) - 3} more' if len(lines) > 3 else ''
+        of_class = f'{folder}: the weights are not those of {type(model).__name__} with its config.json'
+        raise ValueError(f'{of_class}: {"; ".join(lines[:3])}{more}: {mend(folder)}')
+    said = f'names and shapes are those of {type(model).__name__}: {len(expected)} tensors'
+    return said + (f'; it does not use {len(unused)} more, as {unused[0]}' if unused and not lacking else '')
 
 
 # --- DOWNLOAD ---------------------------------------------------------------------------------------------------------

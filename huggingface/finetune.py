@@ -47,6 +47,7 @@ NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
 # Where causal_attention() takes the place of transformers' own: these models need no other mask than those it makes.
 OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
+NOT_HERE = 'this model cannot be trained here'
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 
@@ -529,7 +530,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     logits = model(x).float()  # (1, T, V)
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
-        problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}')
+        problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')
     whole = '' if raw_model.has_plain_head else ', which exist whole: this class changes them behind the head'
     facts.append(f'the loss is that of the logits{whole}')
     if packed:
@@ -538,7 +539,8 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
         second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
         if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
-            problems.append(f'{pretrained.arch} lets packed documents see each other: prepare them as text')
+            advice = 'it can be trained on text alone: prepare_data.py --chat=False'
+            problems.append(f'{pretrained.arch} lets packed documents see each other; {advice}')
         facts.append('packed documents do not see each other')
     if compiled:
         torch.compiler.set_stance('default')
@@ -550,10 +552,10 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         expected = processes.on_rank_0(reference_logits, pretrained, tokens)
         difference = (logits.cpu() - expected).norm() / expected.norm()
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
-            problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm')
+            problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')
         facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference:.1g} of their norm)')
     if problems:
-        raise ValueError(f'self-test: {"; ".join(problems)}: this model cannot be trained here')
+        raise ValueError(f'self-test: {"; ".join(problems)}')
     return f'self-test: {"; ".join(facts)}'
 
 

@@ -465,7 +465,9 @@ def report(config, shape, world_size, strategy='ddp'):
     for place in ('device', 'host'):
         if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
             held[f'total on the {place}'] = f'{sum(sizes) / 1e9:.3f}'
-    of_run = f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"]}'
+    of_run = (
+        f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
+    )
     lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
 
     lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']

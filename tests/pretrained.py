@@ -34,6 +34,9 @@ MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some 
     'cohere': ('CohereConfig', SIZES | {'logit_scale': 0.5}),
     'gpt_neox': ('GPTNeoXConfig', SIZES),
 }
+STATE_SPACE = {
+    'mamba': ('MambaConfig', {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0})
+}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -44,7 +47,7 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
     """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
     import transformers
 
-    name, sizes = (MODELS | MORE_MODELS)[kind]
+    name, sizes = (MODELS | MORE_MODELS | STATE_SPACE)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
     torch.manual_seed(len(kind))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
-from pretrained import MODELS, MORE_MODELS, POSITIONS, VOCABULARY, save_model, write_chats
+from pretrained import MODELS, MORE_MODELS, POSITIONS, STATE_SPACE, VOCABULARY, save_model, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
@@ -99,6 +99,14 @@ def self_test_of_a_wrong_attention(folder):
         finetune.causal_attention = right
 
 
+def self_test_of_a_state_space_model(folder):
+    """What the self-test says of it with conversations, and with text."""
+    pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
+    with pytest.raises(ValueError) as refused:
+        finetune.self_test(model, model, pretrained, True, True, torch.device('cpu'))
+    return str(refused.value), finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+
+
 def run_cases(folder):
     """{'llama torch': what compare_with_transformers and packing returned}, and so on."""
     results = {}
@@ -111,13 +119,14 @@ def run_cases(folder):
             results[f'{kind} {implementation}'] = compare_with_transformers(str(folder / kind), implementation)
             results[f'{kind} {implementation}'] |= packing(str(folder / kind), implementation)
     results['sabotaged'] = self_test_of_a_wrong_attention(str(folder / 'llama'))
+    results['mamba'] = self_test_of_a_state_space_model(str(folder / 'mamba'))
     return results
 
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp('models')
-    for kind in MODELS | MORE_MODELS:
+    for kind in MODELS | MORE_MODELS | STATE_SPACE:
         save_model(folder / kind, kind)
     return folder
 
@@ -162,6 +171,13 @@ def test_other_classes_compute_what_transformers_computes(on_ranks, kind, implem
 def test_every_class_with_our_attention_is_compared_with_its_own():
     kinds = {'llama', 'qwen2', 'qwen3', 'mistral', 'gpt2', *MORE_MODELS}
     assert set(finetune.OWN_ATTENTION) <= kinds
+
+
+def test_a_state_space_model_is_refused_with_packed_conversations_and_trained_on_text(on_ranks):
+    refused, passed = on_ranks['mamba']
+    advice = 'it can be trained on text alone: prepare_data.py --chat=False'
+    assert refused == f'self-test: mamba lets packed documents see each other; {advice}'
+    assert passed.startswith('self-test: the loss is that of the logits')
 
 
 def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):
