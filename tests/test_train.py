@@ -122,7 +122,7 @@ def two_ranks(data_dir, runs, one_process):
         case('count_zero2', 'train_fsdp.py', data_dir, runs, *few, '--zero_stage=2', watch=True),
         case('count_hsdp', 'train_fsdp.py', data_dir, runs, *few, '--replicate_size=2', watch=True),
     ]
-    start = (f'--init_from={runs / "plain"}', '--max_iters=1', '--learning_rate=1e-9', '--optimizer=adana')
+    start = (f'--init_from={runs / "plain"}', '--max_iters=1', '--learning_rate=1e-9', '--optimizer=ademamix')
     cases.append(case('own_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *start))
     cases.append(case('own_diloco', 'train_diloco.py', data_dir, runs, *start, '--inner_steps=1'))
     if shutil.which('c++') or shutil.which('g++'):  # last: once the compiler is in the processes, it stays
