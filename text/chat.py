@@ -183,8 +183,8 @@ class ChatEncoder:
         steps = [normalizers.Replace(MARK, ''), self.tokenizer.normalizer]
         self.tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         added = self.tokenizer.get_added_tokens_decoder().items()
-        self.special_ids = [number for number, token in added if token.special]
-        self.special_tokens = tuple(token.content for _, token in added if token.special)
+        special = {number: token.content for number, token in added if token.special or number == eot}
+        self.special_ids, self.special_tokens = list(special), tuple(special.values())
         self.spelled = re.compile('|'.join(map(re.escape, self.special_tokens)) or '(?!)')
         self.eot = eot
         # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.

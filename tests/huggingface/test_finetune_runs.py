@@ -639,11 +639,11 @@ def test_sequences_longer_than_the_positions_of_the_model(keys):
 
 def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(model, keys):
     keys = [*keys, '--dataset=chats', '--dry_run']
-    assert '--block_size=28 keeps every' in start('train_fsdp.py', *RUN, *keys, '--block_size=8')[0].stdout
+    assert '--block_size=39 keeps every' in start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
     config = json.loads((model / 'config.json').read_text())
-    (model / 'config.json').write_text(json.dumps(config | {'max_position_embeddings': 24}))
-    said = start('train_fsdp.py', *RUN, *keys, '--block_size=8')[0].stdout
-    assert '--block_size=24 is the most that this model has positions for' in said
+    (model / 'config.json').write_text(json.dumps(config | {'max_position_embeddings': 36}))
+    said = start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
+    assert '--block_size=36 is the most that this model has positions for' in said
 
 
 def test_shards_of_another_tokenizer(model, keys):
