@@ -13,6 +13,8 @@ How tests start processes: scripts as a user starts them, and ranks forked from 
 """
 
 import contextlib
+import fcntl
+import functools
 import importlib
 import itertools
 import json
@@ -58,16 +60,27 @@ def environment(threads=1, **changes):
     return {**env, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1', 'PET_LOCAL_ADDR': '127.0.0.1', **changes}
 
 
-# Below the ports that Linux hands out (32768 and above), and each process from another place on.
-PORTS = (10_000 + number % 20_000 for number in itertools.count(os.getpid() * 16))
+# Below the ports that Linux hands out (32768 and above), and each process from another place on. A process that takes
+# one locks the byte of that number in a file, for as long as it lives: no other test takes it meanwhile.
+PORTS = itertools.cycle(range(10_000, 30_000))
+PORTS = itertools.islice(PORTS, os.getpid() * 16 % 20_000, None)
+LOCKS = Path(tempfile.gettempdir(), f'ports_of_tests_{os.getuid()}')
+
+
+@functools.cache
+def locks_of(pid):
+    """A file of this process: one that a fork inherits would do, but closing it would give up the locks."""
+    return open(LOCKS, 'w')
 
 
 def free_ports(count):
     """Ports that nobody listens on, and that nobody will be given before a rank does."""
-    ports = []
+    ports, locks = [], locks_of(os.getpid())
     while len(ports) < count:
         port = next(PORTS)
-        with contextlib.suppress(OSError), socket.create_server(('127.0.0.1', port)):
+        with contextlib.suppress(OSError):
+            fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            socket.create_server(('', port)).close()
             ports.append(port)
     return ports
 

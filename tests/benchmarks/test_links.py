@@ -61,7 +61,8 @@ def test_two_nodes_of_two_ranks_have_four_links(tmp_path):
     check(rows)
     for rank in (1, 2, 3):  # the slowest rank's time, which all have
         assert json.loads((tmp_path / f'rank{rank}.json').read_text()) == rows
-    assert said[0].startswith('all-reduce on 2 node(s) of 2, 2 rank(s)') and not said[1]
+    assert said[0].startswith('all-reduce on 2 node(s) of 2, 2 rank(s)')
+    assert 'all-reduce' not in said[1]  # rank 0 alone speaks; torch may warn that the other node has ended
 
 
 def test_without_torchrun_the_hosts_names_tell_the_nodes(monkeypatch):
