@@ -205,7 +205,7 @@ def compare_with_class(folder):
         more = f' and {len(lines) - 3} more' if len(lines) > 3 else ''
         of_class = f'{folder}: the weights are not those of {type(model).__name__} with its config.json'
         raise ValueError(f'{of_class}: {"; ".join(lines[:3])}{more}: {mend(folder)}')
-    said = f'names and shapes are those of {type(model).__name__}: {len(expected)} tensors'
+    said = f'names and shapes are those of {type(model).__name__}: {len(found) + len(lacking)} tensors'
     return said + (f'; it does not use {len(unused)} more, as {unused[0]}' if unused and not lacking else '')
 
 
