@@ -320,8 +320,8 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None):
     raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
     if raw.exists() and not any(path.suffix in ENDINGS or path.name in OF_PREPARED for path in raw.glob('*')):
         raise ValueError(
-            f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`: '
-            'its last line says how to train on that'
+            f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`, '
+            'to fine-tune with --tokenizer=MODEL_FOLDER: its last line says how to train on that'
         )
     if not folder.is_dir():
         found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})

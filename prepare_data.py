@@ -100,7 +100,8 @@ if config.download_only:
     print(f'{config.dataset}: downloaded to {where}; now prepare it, with or without network')
     sys.exit()
 if config.verify:
-    folder = Path(config.data_dir) / config.verify
+    named = Path(config.data_dir) / config.verify
+    folder = named if named.exists() else Path(config.verify)  # NAME, or the folder as it was printed
     print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
     sys.exit()
 if config.dataset == 'synthetic':
@@ -422,6 +423,7 @@ if reasons and not any(writer.totals['tokens'] for writer in writers.values()):
     refuse_rows(notes)
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
+        delete('*.bin', '*.mask', '*.partial', STATE_FILE)  # the mending takes other settings
         why = f' (left out: {in_words(reasons)})' if reasons else ''
         raise ValueError(
             f'{facts["name"]} left no text for split {split!r}{why}: more text, or another --val_fraction (0: none)'

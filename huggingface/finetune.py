@@ -479,8 +479,11 @@ def whole_model(pretrained):
     options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
     if info['missing_keys']:
-        lacking = f'lacks {len(info["missing_keys"])} weights, as {min(info["missing_keys"])}'
-        raise ValueError(f'{pretrained.weights_folder} {lacking}: see `python download_model.py --model=FOLDER`')
+        folder, lacking = pretrained.weights_folder, min(info['missing_keys'])
+        raise ValueError(
+            f'{folder} lacks {lacking}, and {len(info["missing_keys"]) - 1} more weights: '
+            f'`python download_model.py --model={folder}` lists them; copy or download it again'
+        )
     return model.eval()
 
 

@@ -3,6 +3,7 @@ What comes before the lesson, the same for every strategy: this rank and its dev
 process group, the checkpoint to resume from.
 """
 
+import json
 import os
 from datetime import timedelta
 
@@ -147,7 +148,7 @@ def check_resume(saved, config, identity, learning_rate_at):
 
     saved: the state of the checkpoint. learning_rate_at: optim's. Raises ValueError.
     """
-    step, before, now = saved['step'], saved['config'], vars(config)
+    step, before, now = saved['step'], saved['config'], json.loads(json.dumps(vars(config)))  # as state.json has them
     if saved['identity'].get('data') != identity.get('data'):
         other = f'you ask for dataset={now["dataset"]}'
         if before['dataset'] == now['dataset']:

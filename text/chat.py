@@ -61,7 +61,7 @@ def conversation_of(row):
     row = _without_nulls(row)
     messages = _messages_of(row)
     for message in messages:
-        fields = ', '.join(message)[:60] if isinstance(message, dict) else 'no fields'
+        fields = ', '.join(key for key in message if message[key])[:60] if isinstance(message, dict) else 'no fields'
         if not isinstance(message, dict) or not isinstance(message.get('role'), str):
             raise ValueError(f'rows with a message that has no role (it has: {fields})')
         if message['role'] not in ROLES:
@@ -116,9 +116,9 @@ def _messages_of(row):
 
 def _message_of_sharegpt(message):
     """A message with from and value as one with role and content; any other as it is."""
-    if not isinstance(message, dict) or not isinstance(message.get('from'), str) or 'value' not in message:
+    if not isinstance(message, dict) or not isinstance(message.get('from'), str):
         return message
-    return {'role': ROLES_OF_SHAREGPT.get(message['from'], message['from']), 'content': message['value']}
+    return {'role': ROLES_OF_SHAREGPT.get(message['from'], message['from']), 'content': message.get('value')}
 
 
 def has_chat_fields(row):
