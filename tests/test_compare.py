@@ -638,6 +638,7 @@ def exchanging(steps, log_interval, inner_steps):
             'time/forward': 10,
             'tokens_per_sec': 1000 / total,
             'comm/sent_gb': 4 * exchanges,
+            'mfu': 1 / total,
         }
         rows.append(row | ({'time/outer': 10 * exchanges} if exchanges else {}))
         begin = step
@@ -661,7 +662,7 @@ def test_diloco_pays_for_its_exchange_once_a_round_however_rows_and_rounds_lie(s
     rows = exchanging(steps, log_interval, inner_steps)
     share = 1 / inner_steps
     for key, mean in (('time/total', 10 + 10 * share), ('time/outer', 10 * share), ('comm/sent_gb', 4 * share),
-                      ('tokens_per_sec', 1000 / (10 + 10 * share))):  # fmt: skip
+                      ('tokens_per_sec', 1000 / (10 + 10 * share)), ('mfu', 1 / (10 + 10 * share))):  # fmt: skip
         assert results.median_of_run(rows, key, inner_steps) == pytest.approx(mean), key
 
 

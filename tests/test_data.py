@@ -4,6 +4,7 @@ import gc
 import hashlib
 import itertools
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -196,6 +197,16 @@ def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
     assert data.open_dataset(tmp_path, 'set', 'val', 32, vocab_size=2000).vocab_size == 2000
 
 
+def test_metrics_of_an_evaluation_are_per_token_and_per_byte_also_of_a_run_that_has_diverged(tmp_path):
+    make_dataset(tmp_path / 'set')  # of 3 bytes per token
+    dataset = data.open_dataset(tmp_path, 'set', 'val', 32)
+    row = dataset.losses(nats=10 * math.log(8), tokens=10)
+    assert row == pytest.approx({'val_loss': math.log(8), 'val_ppl': 8, 'val_bpb': 1})
+    diverged = dataset.losses(nats=10_000.0, tokens=10)
+    assert diverged['val_loss'] == 1000 and math.isfinite(diverged['val_ppl'])
+    assert math.isnan(dataset.losses(math.nan, 10)['val_ppl'])
+
+
 @pytest.mark.parametrize('with_meta', [True, False])
 def test_fingerprint_changes_when_and_only_when_the_tokens_do(tmp_path, with_meta):
     make_dataset(tmp_path / 'one', with_meta=with_meta)
@@ -367,6 +378,14 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read_and_named(tmp_p
             dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
         with pytest.raises(ValueError, match=rf'train_000002.npy: token id {wrong} .*vocab_size={VOCAB_SIZE}'):
             dataset.read([window])
+
+
+def test_the_first_token_of_a_shard_is_named_with_that_shard(tmp_path):
+    make_dataset(tmp_path / 'set', train=(320,), with_meta=False)
+    np.save(tmp_path / 'set' / 'train_000001.npy', np.full(100, VOCAB_SIZE))
+    dataset = data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r'train_000001.npy: token id .*token 320 of'):
+        dataset.read([9])
 
 
 # --- the order of samples ---------------------------------------------------------------------------------------------

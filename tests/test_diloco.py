@@ -886,6 +886,21 @@ def test_an_exchange_lands_exactly_overlap_steps_later_and_all_at_the_end(ranks)
     assert [entry[1:] for entry in row['log'] if entry[0] == 'land'] == [[0, 5], [1, 8], [0, 11], [1, 14], [0, 17]]
 
 
+def test_an_exchange_in_flight_lands_before_a_shorter_round_sends_its_fragment_again():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        first, resumed = (
+            diloco.Outer(trainable(Net()), average, dist.group.WORLD, inner_steps, overlap_steps=3)
+            for inner_steps in (4, 2)
+        )
+        first.send(first.fragments[0], 4)
+        resumed.resume({'step': 4, 'diloco': first.state(4)}, read=lambda tensors: None)
+        assert resumed.to_land(5) == [] and resumed.fragments[0].lands_at == 7
+        assert resumed.to_land(6) == resumed.to_send(6) == resumed.fragments
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_golden_values_of_maxtext(ranks):
     first, second = seen(ranks, 2, 'golden')
     assert first['losses'] == pytest.approx([1, 0.49, 0.2401, 0.2075], abs=1e-4)

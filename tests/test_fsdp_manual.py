@@ -220,6 +220,7 @@ def count_collectives(zero_stage, accumulate, dtype='float32'):
                 model(*batch(0, 0, 12))
             model.reshard()
         rows['evaluation'] = seen.calls
+        rows['counted_in_evaluation'] = model.communication()
     return rows
 
 
@@ -521,9 +522,11 @@ def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_sta
     assert counted['fsdp/reductions_gb'] * 1e9 == pytest.approx(reduced, rel=1e-12)
     assert counted['fsdp/wait'] > 0
 
-    # An evaluation of two batches reduces nothing and gathers the root once.
+    # An evaluation of two batches reduces nothing and gathers the root once. The figures are of training alone.
     evaluation = collections.Counter(name for name, _ in rows['evaluation'])
     assert evaluation == {'alltoall_base_': 1 + (2 * n if zero_stage == 3 else n)}
+    counted = rows['counted_in_evaluation']
+    assert [counted[f'fsdp/{key}'] for key in ('gathers', 'gathers_gb', 'wait')] == [0, 0, 0]
 
 
 @pytest.mark.parametrize('world_size', [2, 3])

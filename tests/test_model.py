@@ -531,6 +531,8 @@ def test_generation_is_repeatable_and_leaves_the_mode_alone():
     ]
     assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
     assert model.training
+    model.eval().generate(make_tokens(2, 3), 1)
+    assert not model.training
 
 
 def test_padding_of_the_vocabulary_is_never_generated():

@@ -362,6 +362,8 @@ def test_matrices_are_dealt_out_evenly():
     owners = optim.deal_out(shapes, 4)
     work = [sum(c for c, owner in zip(cost, owners, strict=True) if owner == rank) for rank in range(4)]
     assert max(work) < 1.2 * sum(cost) / 4
+    # The large one first: last, it would come to a rank that has a small one already.
+    assert optim.deal_out([(8, 8), (8, 8), (16, 8)], 2) == [1, 1, 0]
 
 
 def test_a_parameter_that_had_no_gradient_starts_at_step_1():

@@ -285,6 +285,18 @@ def test_a_long_document_that_is_not_utf8_stays_in_one_split(tmp_path):
     assert sorted(both) == sorted(path.read_bytes().decode('utf-8', 'replace') for path in folder.iterdir())
 
 
+@pytest.mark.parametrize('before', [0, 1, 2, 3])
+def test_all_stretches_of_a_long_document_have_its_head_wherever_that_cuts_a_character(before, tmp_path):
+    path = tmp_path / 'long.txt'
+    path.write_text('x' * before + '🙂' * 40_000, encoding='utf-8')
+    heads = []
+    for start, length in ((0, before + 80_000), (before + 80_000, 80_000)):
+        piece = reading.Piece(str(path), length, None, start)
+        (document,) = reading.documents_of(piece, None, collections.Counter())
+        heads.append(piece.head_of(document))
+    assert heads == [path.read_bytes()[:65536]] * 2
+
+
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 

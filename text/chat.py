@@ -118,7 +118,9 @@ def _message_of_sharegpt(message):
     """A message with from and value as one with role and content; any other as it is."""
     if not isinstance(message, dict) or not isinstance(message.get('from'), str):
         return message
-    return {'role': ROLES_OF_SHAREGPT.get(message['from'], message['from']), 'content': message.get('value')}
+    others = {key: value for key, value in message.items() if key not in ('from', 'value')}
+    role = ROLES_OF_SHAREGPT.get(message['from'], message['from'])
+    return {'role': role, 'content': message.get('value'), **others}
 
 
 def has_chat_fields(row):

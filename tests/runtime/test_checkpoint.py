@@ -370,6 +370,8 @@ def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(
         checkpoint.move_aside(folder_of(out_dir, step))
     with pytest.raises(ValueError, match='step_00000003.damaged'):
         checkpoint.choose(out_dir, 'auto', silent)
+    with pytest.raises(ValueError, match=f"resume='never' but out_dir={out_dir} holds a run"):
+        checkpoint.choose(out_dir, 'never', silent)
 
 
 def test_resume_auto_must_and_never(three_saved, tmp_path):

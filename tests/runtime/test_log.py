@@ -70,6 +70,14 @@ def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
     assert not any('batch_size=' in line for line in lines) and 'batch_size=' in (tmp_path / 'train.log').read_text()
 
 
+def test_one_slow_interval_moves_the_eta_by_a_fifth_of_its_excess(tmp_path, capsys):
+    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    for step, step_ms in ((10, 9000.0), (20, 1000.0), (30, 6000.0)):
+        log.row(step, {'loss': 2.5, 'time/total': step_ms})
+    log.close()
+    assert capsys.readouterr().out.endswith(' | eta 0:02:20\n')  # 70 steps of 1000 + 5000 / 5 ms
+
+
 def test_a_step_fits_on_a_line_of_120_columns(tmp_path, capsys):
     log = Log(tmp_path, 0, 0, 10000, CONFIG, set())
     row = {

@@ -166,23 +166,36 @@ def test_a_run_whose_slurm_job_is_nearly_over_saves_and_ends(tmp_path):
     check_stopped(job, tmp_path / 'run', "the job's time is nearly over")
 
 
-@pytest.mark.parametrize('left, leaves_at', [(1000, 950), (100, 75)])  # a short job keeps three quarters of its time
-def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path, monkeypatch, left, leaves_at):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that stopping.py sees: clock.now, from 0 on. In a process group of one."""
     clock = SimpleNamespace(now=0.0, strftime=time.strftime, localtime=time.localtime)
     clock.time = clock.monotonic = lambda: clock.now
     monkeypatch.setattr(stopping, 'time', clock)
     monkeypatch.setattr(stopping, 'catch_signals', lambda numbers: None)
-    monkeypatch.setenv('SLURM_JOB_END_TIME', str(left))
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        request = stopping.StopRequest(str(tmp_path), stop_before_end_s=50, say=lambda line: None)
-        while not request.agreed():
-            clock.now += 1
-            assert clock.now < left
-        assert leaves_at < clock.now <= leaves_at + 3  # it is seen a step later
-        assert request.reason == "the job's time is nearly over"
-    finally:
-        dist.destroy_process_group()
+    yield clock
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('left, leaves_at', [(1000, 950), (100, 75)])  # a short job keeps three quarters of its time
+def test_a_run_leaves_before_the_end_of_its_slurm_job(tmp_path, monkeypatch, clock, left, leaves_at):
+    monkeypatch.setenv('SLURM_JOB_END_TIME', str(left))
+    request = stopping.StopRequest(str(tmp_path), stop_before_end_s=50, say=lambda line: None)
+    while not request.agreed():
+        clock.now += 1
+        assert clock.now < left
+    assert leaves_at < clock.now <= leaves_at + 3  # it is seen a step later
+    assert request.reason == "the job's time is nearly over"
+
+
+def test_replicas_leave_where_their_last_round_ends_that_fits_into_the_slurm_job(tmp_path, monkeypatch, clock):
+    monkeypatch.setenv('SLURM_JOB_END_TIME', '1000')
+    request = stopping.StopRequest(str(tmp_path), stop_before_end_s=50, say=lambda line: None)
+    clock.now = 200
+    while not request.agreed(now=True):
+        clock.now += 200
+    assert clock.now == 800 and request.reason == "the job's time is nearly over"
 
 
 @pytest.mark.parametrize(

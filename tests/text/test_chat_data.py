@@ -267,7 +267,7 @@ def test_rows_of_sharegpt_and_alpaca_are_conversations():
     assert not chat.holds_conversations({'conversations': 'text', 'text': 'x'})
     with pytest.raises(ValueError, match="unknown role 'alien'"):
         chat.conversation_of({'conversations': [{'from': 'alien', 'value': 'x'}]})
-    with pytest.raises(ValueError, match='no role .it has: from, text'):
+    with pytest.raises(ValueError, match='no content .it has: role, text'):
         chat.conversation_of({'conversations': [{'from': 'human', 'text': 'x'}]})
     with pytest.raises(ValueError, match='instruction, input or output is no text'):
         chat.conversation_of({'instruction': 'x', 'output': ['y']})
