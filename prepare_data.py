@@ -245,6 +245,9 @@ def print_summary(meta):
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
+    least = min(totals['tokens'] for totals in meta['splits'].values())
+    if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
+        place += f' --block_size={2 ** max(0, (least // 4).bit_length() - 1)}'
     print(f'{folder}\nnext: {command} --dataset={config.name}{place}')
 
 

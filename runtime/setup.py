@@ -3,15 +3,18 @@ What comes before the lesson, the same for every strategy: this rank and its dev
 process group, the checkpoint to resume from.
 """
 
+import contextlib
 import json
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from model import ModelConfig
 from runtime import checkpoint, health, processes, scaling, stopping
+from runtime.files import sha256_of
 
 
 def start_process(config):
@@ -44,14 +47,30 @@ def run_to_start_from(config, explicit):
     if not os.path.isdir(os.path.join(config.init_from, 'checkpoints')):
         return None
     path = checkpoint.choose_to_read(config.init_from)
-    shape = checkpoint.read_state(path)['identity']['model']
+    state = checkpoint.read_state(path)
+    shape, before = state['identity']['model'], state['config']
     if not shape.keys() <= ModelConfig.__dataclass_fields__.keys():
         raise ValueError(
             f'init_from={config.init_from} has fine-tuned a model of transformers: export that with '
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
+    folder = Path(before['data_dir'], before['dataset'])
+    known, asked = tokenizer_of(folder), tokenizer_of(Path(config.data_dir, config.dataset))
+    if known and asked and known != asked:
+        raise ValueError(
+            f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '
+            f'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... --tokenizer={folder}`'
+        )
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
+
+
+def tokenizer_of(folder):
+    """What tells the tokenizer of a dataset from others: the sha256 of its file, or else its name; None = unknown."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        if (folder / 'tokenizer.json').exists():
+            return sha256_of(folder / 'tokenizer.json')
+        return json.loads((folder / 'meta.json').read_text())['tokenizer']['name']
 
 
 def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None):

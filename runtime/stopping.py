@@ -125,8 +125,9 @@ class StopRequest:
                 write_file(os.path.join(self.out_dir, 'PREEMPTED'), f'{step}\n')
                 remove_if_there(self.stop_file)
             remove_if_there(os.path.join(self.out_dir, STARTS))
-        why = 'done' if is_done else f'stopped as asked ({self.reason})'
-        return f'{why}: {step} of {max_iters} steps, files in {self.out_dir}'
+        if is_done:
+            return f'done: {step} of {max_iters} steps, files in {self.out_dir}'
+        return f'stopped as asked ({self.reason}): {step} of {max_iters} steps; the same command goes on'
 
 
 # --- repeated failures ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from launch import TINY_MODEL, TINY_RUN, run_many, run_script
+from launch import TINY_MODEL, TINY_RUN, run_many, run_ranks, run_script
 from outputs import column, metrics
 
 MANUAL = ('--fsdp_impl=manual',)
@@ -192,6 +192,22 @@ def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
     """And with an optimizer of its own; its only step is too small to be seen."""
     (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
     assert ours == pytest.approx(theirs, rel=1e-6) and len(column(runs / script, 'loss')) == 1
+
+
+def test_a_new_run_refuses_weights_that_know_the_tokens_of_another_tokenizer(runs, one_process, data_dir, tmp_path):
+    shutil.copytree(data_dir / 'tiny', tmp_path / 'other')
+    meta = (tmp_path / 'other' / 'meta.json').read_text()
+    assert '"name": "bytes"' in meta
+    (tmp_path / 'other' / 'meta.json').write_text(meta.replace('"name": "bytes"', '"name": "letters"'))
+    keys = [
+        f'--init_from={runs / "plain"}',
+        f'--data_dir={tmp_path}',
+        '--dataset=other',
+        f'--out_dir={tmp_path / "run"}',
+    ]
+    (rank,) = run_ranks([['train_ddp.py', *keys]])
+    assert rank.returncode == 1 and rank.stderr.count('\n') == 1, rank.stderr
+    assert f'--tokenizer={data_dir / "tiny"}' in rank.stderr and not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize('script', ['ddp', 'fsdp', 'diloco'])
