@@ -75,9 +75,12 @@ def read_prompts(path):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)['prompt']
+                row = json.loads(line)
+                text = row['prompt']
             except (ValueError, LookupError, TypeError):
                 text = None
+            if text is not None and 'system' in row:
+                raise ValueError(f'{path}, line {number}: a system message is not read here; --system is for all lines')
             if not isinstance(text, str):
                 raise ValueError(f'{path}, line {number}: expected {{"prompt": "TEXT"}}, given {line.strip()[:60]}')
             found.append(text)
@@ -125,7 +128,8 @@ def render(messages, **options):
     try:
         return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
     except Exception as error:
-        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}') from error
+        mend = '; begin the prompt with it, as --fold_system of prepare_data.py does' if config.system else ''
+        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}{mend}') from error
 
 
 if is_fine_tuned:

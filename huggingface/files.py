@@ -31,6 +31,9 @@ def find_folder(init_from):
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
     advice = f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
+    beside = os.path.dirname(init_from) or '.'
+    if os.path.isdir(beside):
+        advice += f'; {beside} holds: {", ".join(sorted(os.listdir(beside))[:10]) or "nothing"}'
     raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
 
 

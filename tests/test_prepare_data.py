@@ -533,6 +533,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     folder.mkdir()
     (folder / 'good.txt').write_text('good text')
     (folder / 'latin1.txt').write_bytes('caf\u00e9 cr\u00e8me'.encode('latin-1'))
+    (folder / 'utf16.txt').write_text('two bytes each', encoding='utf-16')
     (folder / 'picture.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR')
     (folder / 'broken_link.txt').symlink_to(folder / 'not_there')
     (folder / 'truncated.parquet').write_bytes(b'PAR1 and then nothing')
@@ -544,8 +545,9 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     assert sorted(both) == sorted(['good text', 'caf\ufffd cr\ufffdme', 'first', 'second'])
     assert f'left out: {folder}/broken_link.txt: No such file or directory' in result.stdout
     assert f'left out: {folder}/picture.png: binary' in result.stdout
+    assert f'left out: {folder}/utf16.txt: UTF-16: convert it' in result.stdout
     assert f'left out: {folder}/truncated.parquet: damaged' in result.stdout
-    assert f'{folder}/latin1.txt: not UTF-8, what is no character became U+FFFD (1)' in result.stdout
+    assert f'{folder}/latin1.txt: not UTF-8 (is it latin-1?), characters that became U+FFFD (2)' in result.stdout
     assert f'{folder}/rows.jsonl: lines that are not JSON, left out (1)' in result.stdout
     assert f'{folder}/rows.jsonl: rows without text, left out (2)' in result.stdout
     assert '.hidden' not in result.stdout
@@ -583,7 +585,7 @@ def test_verify_names_files_that_are_not_as_they_were_written(tmp_path):
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b'x' + content[-1:])
     error = error_of(tmp_path, '--verify=mine')
-    assert '1 of 3 files are missing, or their sha256 is not that of meta.json: train_000001.bin;' in error
+    assert '1 of 3 files: train_000001.bin has changed (sha256, meta.json);' in error
     shard.unlink()
     assert 'train_000001.bin' in error_of(tmp_path, '--verify=mine')
     assert 'nothing/meta.json is missing' in error_of(tmp_path, '--verify=nothing')

@@ -281,11 +281,15 @@ def documents_of(piece, text_field, notes, conversation_of=None):
     for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):
         mended = _mended(data)
         if mended != data:
-            notes[f'{piece.origin}: not UTF-8, what is no character became U+FFFD'] += 1
+            lost = mended.count(UNKNOWN) - data.count(UNKNOWN)
+            notes[f'{piece.origin}: not UTF-8 (is it latin-1?), characters that became U+FFFD'] += lost
         if mended:
             yield mended
         else:
             notes[f'{piece.origin}: rows without text, left out'] += 1
+
+
+UNKNOWN = '\ufffd'.encode()
 
 
 def _mended(data):

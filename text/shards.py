@@ -103,12 +103,14 @@ def verify(folder):
     damaged = []
     for name, sha256 in expected.items():
         file = path.with_name(name)
-        if not file.exists() or sha256_of(file) != sha256:
-            damaged.append(name)
+        if not file.exists():
+            damaged.append(f'{name} is missing')
+        elif sha256_of(file) != sha256:
+            damaged.append(f'{name} has changed')
     if damaged:
         raise ValueError(
-            f'{folder}: {len(damaged)} of {len(expected)} files are missing, or their sha256 is not that of meta.json: '
-            f'{", ".join(damaged[:10])}; copy them again, or delete the folder and prepare it again'
+            f'{folder}: {len(damaged)} of {len(expected)} files: {", ".join(damaged[:10])} (sha256, meta.json); copy '
+            'them again, or delete the folder and prepare it again'
         )
     return len(expected)
 

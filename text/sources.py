@@ -213,6 +213,8 @@ def _check_content(kind, start, end):
         raise ValueError('damaged: parquet begins and ends with PAR1')
     if kind == 'arrow' and start[:4] != b'\xff\xff\xff\xff':
         raise ValueError('not a stream of Arrow record batches')
+    if start[:2] in (b'\xff\xfe', b'\xfe\xff'):
+        raise ValueError('UTF-16: convert it with `iconv -f utf-16 -t utf-8`')
     if kind not in ('parquet', 'arrow') and b'\0' in start[:8192]:
         raise ValueError('binary, it holds zero bytes')
 
