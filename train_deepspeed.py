@@ -238,7 +238,7 @@ processes.on_rank_0(files.write_file, f'{config.out_dir}/deepspeed.json', json.d
 flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
 log.say('\n'.join(notes))
-log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device}')
+log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))

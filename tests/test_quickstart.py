@@ -34,7 +34,7 @@ def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
     short = ['quickstart.sh', '--max_iters=3', '--eval_iters=1', '--warmup_iters=1']
     first = bash(*short, folder=clone)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert 'on 2 x' in first.stdout or len(os.sched_getaffinity(0)) < 2
+    assert '; 2 x cpu' in first.stdout or len(os.sched_getaffinity(0)) < 2
     validation, plot = first.stdout.splitlines()[-2:]
     assert validation.startswith(f'validation: {metrics(clone / "out/quickstart")[-1]["val_bpb"]:.3f} bits per byte')
     picture = clone / plot.split()[-1]

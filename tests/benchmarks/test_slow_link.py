@@ -127,7 +127,7 @@ def test_ddp_sends_one_all_reduce_of_the_gradients_per_step_no_faster_than_the_l
     arguments = [*model, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', f'--max_iters={steps}']
     finished = link.run('train_ddp.py', *arguments)
     sent = (sum(link.counters()) - sum(before)) / 2
-    assert 'on 2 x cpu' in finished.outputs[0]
+    assert '; 2 x cpu' in finished.outputs[0]
 
     M = 2
     N = sum(weights(out_dir))
