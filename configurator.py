@@ -23,12 +23,14 @@ import functools
 import json
 import numbers
 import os
+import re
 import signal
 import sys
 import time
 import tokenize
 import traceback
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -71,6 +73,7 @@ def configure(Config, pass_on=None):
         sys.exit(0)
     explicit, skipped = {}, {}
     try:
+        check_torch(script.parent / 'requirements.txt')
         files, options = split_arguments(sys.argv[1:], knobs)
         for path in files:
             assigned = run_config_file(path, values)
@@ -104,6 +107,17 @@ def configure(Config, pass_on=None):
     for key, value in values.items():
         setattr(config, key, value)
     return config, explicit
+
+
+def check_torch(requirements):
+    """Raise Mistake if the torch that is installed is none that requirements.txt allows; without that file any is."""
+    with contextlib.suppress(OSError, metadata.PackageNotFoundError):
+        wanted = re.search(r'^torch>=(\d+)\.(\d+),<(\d+)\.(\d+)$', requirements.read_text(encoding='utf-8'), re.M)
+        installed = metadata.version('torch')
+        least_major, least, _, above = map(int, wanted.groups())
+        major, minor = map(int, installed.split('.')[:2])
+        if major != least_major or not least <= minor < above:
+            raise Mistake(f"torch {installed} is installed, not {wanted[0]}: `pip install '{wanted[0]}'`")
 
 
 def leave_for_torchrun(text):

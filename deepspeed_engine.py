@@ -69,7 +69,7 @@ def package(device):
     os.environ.setdefault('LOCAL_RANK', str(device.index or 0))  # expected without torchrun, too
     try:
         import deepspeed
-    except ImportError as error:
+    except Exception as error:  # where it finds CUDA but no nvcc, its own MissingCUDAException, which is no ImportError
         raise ValueError(f'train_deepspeed.py needs the package deepspeed ({error}): {INSTALL}') from error
     if not deepspeed.__version__.startswith('0.19.'):
         raise ValueError(f'deepspeed {deepspeed.__version__} is installed, 0.19 is expected: {INSTALL}')

@@ -57,6 +57,7 @@ from text.tokenizer import load_tokenizer, tokenizer_of
 errors.report_errors()
 config.device = processes.choose_device(config.device, local_rank=0)
 compute_dtype = processes.choose_dtype(config.dtype, config.device)
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN makes a plan for every new length, that is for every token
 
 
 def say(line):

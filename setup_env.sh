@@ -39,9 +39,7 @@ setup_env() {
     fi
     missing=$(missing_packages "$PYTHON")
     if [[ $missing == torch* ]]; then
-        # One version, not the range: where pip is configured with a CPU build of it, that is what a machine without a GPU
-        # wants; a range would go past it to the newest CUDA build and its gigabytes.
-        pip_install 'torch==2.13.0' || return
+        pip_install "$(cpu_build "${missing%%$'\n'*}")" || return
         missing=$(missing_packages "$PYTHON")
     fi
     if [[ -n $missing ]]; then
@@ -95,6 +93,23 @@ for line in lines:
     if not is_met:
         print(line)
 END
+}
+
+# What to install for the torch requirement $1: on a machine without an NVIDIA driver the newest CPU build (2.13.0+cpu) that
+# pip's index has, or else $1 itself, which pip takes for the newest CUDA build and its gigabytes.
+cpu_build() {
+    local build=
+    if ! command -v nvidia-smi > /dev/null; then
+        build=$("$PYTHON" -m pip index versions torch 2> /dev/null | "$PYTHON" -c '
+import re, sys
+from pip._vendor.packaging.requirements import Requirement
+
+wanted = Requirement(sys.argv[1]).specifier
+builds = [build for build in re.findall(r"[0-9.]+\+cpu", sys.stdin.read()) if wanted.contains(build)]
+print(*builds[:1])
+' "$1")
+    fi
+    echo "${build:+torch==}${build:-$1}"
 }
 
 # pip in .venv, quiet but for what it is about to do and the reason of a failure.

@@ -175,6 +175,8 @@ elif found is None:
             parameter.copy_(raw_model.initial_value(name, parameter, config.seed, device))
 model = raw_model
 if world_size > 1:
+    if config.compile:  # dynamo would split each block where a bucket of gradients ends: DDP's hooks run between blocks
+        torch._dynamo.config.optimize_ddp = False
     model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # DDP would send buffers in every forward; these are constant
 
@@ -182,7 +184,7 @@ if world_size > 1:
 opt = optim.make_optimizer(
     raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
     config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameter_counts()['total'], device),
+    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 

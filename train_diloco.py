@@ -241,7 +241,7 @@ elif found is None:
 opt = optim.make_optimizer(
     raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
     config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameter_counts()['total'], device),
+    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 

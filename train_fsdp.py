@@ -180,16 +180,13 @@ if config.compile:
 offloads = config.cpu_offload == 'params'
 if on_cuda and offloads and compute_dtype == torch.float16:
     raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
-mesh = init_device_mesh(device.type, (config.replicate_size, shard_size), mesh_dim_names=('replicate', 'shard'))
+mesh_shape = (config.replicate_size, shard_size) if config.replicate_size > 1 else (world_size,)
+mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=('replicate', 'shard')[-len(mesh_shape) :])
 processes.set_timeouts(mesh, config.timeout_s)
-if config.replicate_size == 1:
-    mesh = mesh['shard']
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(
-        raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offload=offloads
-    )
+    model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
     sharding = {
         'mesh': mesh,
@@ -217,7 +214,7 @@ elif found is None:
 opt = optim.make_optimizer(
     raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
     config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameter_counts()['total'], device),
+    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
 )  # fmt: skip
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 

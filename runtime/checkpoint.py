@@ -338,9 +338,8 @@ class Saver:
         # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when
         # staged: in this new thread it would open a context on GPU 0, whatever GPU this rank has.
         writer = FileWriter(folder, thread_count=1, per_thread_copy_ahead=0 if staged else 10_000_000)
-        index = dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
-        names = {entry.relative_path for entry in index.storage_data.values()}
-        own = [name for name in names if name.startswith(f'__{self.rank}_')]
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
+        own = [name for name in os.listdir(folder) if name.startswith(f'__{self.rank}_')]
         if self.rank == 0:
             write_file(os.path.join(folder, 'state.json'), state)
             own += ['.metadata', 'state.json']

@@ -2,9 +2,14 @@
 The processes of a run: which rank this is, on which device, in which dtype; decisions of rank 0; how a process ends.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
+import socket
+import struct
 import sys
 
 TORCHRUN_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -93,10 +98,13 @@ def ranks_in_words(ranks):
 def choose_device(device, local_rank, must_exist=True):
     """torch.device for this rank from the key `device` ('auto', 'cpu', 'cuda', 'cuda:1').
 
-    Raises ValueError when there is no such GPU, or more processes on this node than GPUs; not without must_exist.
+    Raises ValueError when there is no such GPU, more processes on this node than GPUs, or a driver too old for this
+    torch, with which it would train on the CPU; not without must_exist.
     """
     import torch
 
+    if device != 'cpu' and must_exist:
+        refuse_old_driver()
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cpu':
@@ -104,6 +112,9 @@ def choose_device(device, local_rank, must_exist=True):
     kind, _, index = device.partition(':')
     if kind != 'cuda' or not (index == '' or index.isdigit()):
         raise ValueError(f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    local_size = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    if index and local_size > 1 and must_exist:
+        raise ValueError(f'device={device} puts {local_size} ranks on one GPU: --device=cuda gives each its own')
     gpus = torch.cuda.device_count()
     index = int(index) if index else local_rank
     if index >= gpus and must_exist:
@@ -114,17 +125,68 @@ def choose_device(device, local_rank, must_exist=True):
     return torch.device('cuda', index)
 
 
-def choose_dtype(dtype, device):
-    """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 where the device has it in hardware."""
+def refuse_old_driver():
+    """Raise ValueError if the NVIDIA driver here is too old for the CUDA that torch was built with."""
     import torch
 
-    if dtype != 'auto':
-        return getattr(torch, dtype)
+    if torch.version.cuda and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # also where there is no driver at all
+            if 'too old' in str(error):
+                raise ValueError(
+                    f'torch {torch.__version__} is built for CUDA {torch.version.cuda}, and the NVIDIA driver is too '
+                    'old for it: update the driver, install a torch for an older CUDA, or train with --device=cpu'
+                ) from None
+
+
+def choose_dtype(dtype, device):
+    """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 where the device has it in hardware.
+
+    Raises ValueError for bfloat16 on a GPU without it, which would emulate it.
+    """
+    import torch
+
     if device.type == 'cuda':  # planning for a GPU that is not here: every one since 2020 has it
         has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        if dtype == 'bfloat16' and not has_bfloat16:
+            raise ValueError(f'{torch.cuda.get_device_name(device)} has no bfloat16: --dtype=float16, or float32')
     else:
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if dtype != 'auto':
+        return getattr(torch, dtype)
     return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def has_compiler(device):
+    """Whether torch.compile can work: its kernels for CPUs are C++, those for GPUs are launched by code in C."""
+    return shutil.which(os.environ.get('CXX', 'g++') if device == 'cpu' else os.environ.get('CC', 'gcc')) is not None
+
+
+def configure_allocator():
+    """For a GPU, unless the user has: segments that grow, so that less memory is lost between tensors, and where torch
+    can, page-locked memory that is not rounded up to a power of two, which takes up to twice as much."""
+    import torch
+
+    settings = 'expandable_segments:True'
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+        settings += ',pinned_max_round_threshold_mb:16'
+    if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:
+        os.environ.setdefault('PYTORCH_ALLOC_CONF', settings)  # read when the first tensor is made there
+
+
+def interface_to(host):
+    """Name of the network interface from which this machine reaches `host`; None if that is not known."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing: only asks for the route
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                SIOCGIFADDR = 0x8915  # linux/sockios.h
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack('256s', name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def make_deterministic():
@@ -133,4 +195,5 @@ def make_deterministic():
 
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # cuBLAS: fixed workspaces, or results vary by stream
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that writes every new tensor twice
     torch.backends.cudnn.benchmark = False

@@ -31,6 +31,8 @@ def start_process(config):
     # A login node may plan for GPUs that it does not have.
     device = processes.choose_device(config.device, local_rank, must_exist=not config.dry_run)
     compute_dtype = processes.choose_dtype(config.dtype, device)
+    if device.type == 'cuda':
+        processes.configure_allocator()
     if config.deterministic:
         processes.make_deterministic()
     config.device, config.dtype = str(device), str(compute_dtype).removeprefix('torch.')
@@ -87,6 +89,9 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens',
         scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size),
     ]
+    if config.compile and not processes.has_compiler(config.device):
+        config.compile = False
+        notes.append('compile: no C compiler is found (CXX or g++ on a CPU, CC or gcc): the run goes on uncompiled')
     if config.compile:
         notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
     config.vocab_size = config.vocab_size or train_data.vocab_size
@@ -128,6 +133,10 @@ def make_process_group(config, device):
         health.record_flights(config.out_dir)
         backend = 'cpu:gloo,cuda:nccl'
     if 'RANK' in os.environ:
+        # gloo would take the interface that this machine's own name stands for: 127.0.1.1 on many images.
+        interface = processes.interface_to(os.environ['MASTER_ADDR'])
+        if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE'] and interface not in (None, 'lo'):
+            os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -376,14 +376,12 @@ def test_a_parameter_that_had_no_gradient_starts_at_step_1():
     assert optimizer.state[model.head.weight]['step'] == 1 and optimizer.state[model.linear.weight]['step'] == 2
 
 
-def test_compiling_repays_only_in_long_runs_and_with_a_compiler(monkeypatch):
+def test_compiling_repays_only_in_long_runs_of_large_shards():
     cpu, cuda = torch.device('cpu'), torch.device('cuda')
-    assert not optim.compiling_repays(500, 19_000_000, cpu)
-    assert optim.compiling_repays(5000, 19_000_000, cpu)
-    assert not optim.compiling_repays(100, 1_000_000_000, cuda)
-    assert optim.compiling_repays(5000, 1_000_000_000, cuda)
-    monkeypatch.setenv('PATH', '')
-    assert not optim.compiling_repays(5000, 19_000_000, cpu)
+    small, large = (torch.empty(size, device='meta') for size in (19_000_000, 1_000_000_000))
+    assert not optim.compiling_repays(500, [small], cpu) and optim.compiling_repays(5000, [small], cpu)
+    assert not optim.compiling_repays(5000, [small], cuda)
+    assert not optim.compiling_repays(100, [large], cuda) and optim.compiling_repays(5000, [large], cuda)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

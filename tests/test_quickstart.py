@@ -68,7 +68,7 @@ def write_wheel(folder, name, version):
 
 def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(clone, tmp_path):
     shutil.copy(clone / 'setup_env.sh', tmp_path)
-    (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.14\ntiny_package>=1.0\n')
+    (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.16\ntiny_package>=1.0\n')
     write_wheel(tmp_path, 'tiny_package', '1.5')
     show = 'source setup_env.sh && "$PYTHON" -c "import sys, torch, tiny_package; print(sys.prefix, torch.__file__)"'
     env = {'PIP_NO_INDEX': '1', 'PIP_FIND_LINKS': str(tmp_path)}
@@ -77,6 +77,22 @@ def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(c
     assert 'borrowing the torch' in first.stderr and first.stderr.endswith('installing tiny_package>=1.0\n')
     second = bash('-c', show, folder=tmp_path, **env)
     assert second.stdout == first.stdout and second.stderr == ''
+
+
+@pytest.mark.skipif(shutil.which('nvidia-smi') is not None, reason='this machine has a GPU')
+def test_without_a_gpu_the_newest_cpu_build_is_installed_where_there_is_one(clone, tmp_path):
+    (tmp_path / 'project').mkdir()
+    shutil.copy(clone / 'setup_env.sh', tmp_path / 'project')
+    (tmp_path / 'project' / 'requirements.txt').write_text('torch>=2.11,<2.16\n')
+    bare = Path(sys.base_prefix, 'bin')  # a Python without packages
+    env = {'PIP_NO_INDEX': '1', 'PIP_CONFIG_FILE': os.devnull, 'PIP_FIND_LINKS': str(tmp_path)}
+    env['PATH'] = f'{bare}:/usr/bin:/bin'
+    show = 'source setup_env.sh && "$PYTHON" -c "from importlib import metadata; print(metadata.version(\'torch\'))"'
+    for version, installed in (('2.15.3', '2.15.3'), ('2.14.1+cpu', '2.14.1+cpu')):
+        write_wheel(tmp_path, 'torch', version)
+        write_wheel(tmp_path, 'torch', '2.16.0+cpu')  # out of range
+        shutil.rmtree(tmp_path / 'project' / '.venv', ignore_errors=True)
+        assert bash('-c', show, folder=tmp_path / 'project', **env).stdout == f'{installed}\n'
 
 
 def test_without_an_index_there_is_one_clear_line(clone, tmp_path):
