@@ -155,7 +155,7 @@ class SlowLink:
         return subprocess.Popen(
             ['ip', 'netns', 'exec', self.namespaces[host], *map(str, command)],
             cwd=REPO,
-            env=environment(GLOO_SOCKET_IFNAME=INTERFACE, PET_LOCAL_ADDR=ADDRESSES[host], **env),
+            env=environment(PET_LOCAL_ADDR=ADDRESSES[host], **env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

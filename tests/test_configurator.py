@@ -358,3 +358,12 @@ def test_configurator_needs_nothing_but_the_standard_library():
     result = subprocess.run([sys.executable, '-S', '-c', code], cwd=REPO, capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split()) - {'configurator', '__main__'}
     assert loaded <= sys.stdlib_module_names
+
+
+def test_another_torch_than_the_requirements_allow_is_one_line(error, run, tmp_path):
+    for wanted in ('torch>=2.96,<2.99', 'torch>=1.13,<1.99', 'torch>=2.1,<2.5'):
+        (tmp_path / 'requirements.txt').write_text(f'# comment\n{wanted}\nnumpy>=1.26\n')
+        line = error('--batch_size=4')
+        assert 'is installed, not' in line and f"`pip install '{wanted}'`" in line
+    (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.99\n')
+    assert run('--batch_size=4')['batch_size'] == 4

@@ -15,7 +15,7 @@ from runtime import checkpoint, estimate
 
 try:
     import deepspeed  # noqa: F401  find_spec() would find what cannot be imported, too
-except ImportError as error:
+except Exception as error:  # DeepSpeed has one of its own where CUDA is without nvcc
     INSTALLED, REASON = False, f'{error}: pip install -r requirements-deepspeed.txt'
 else:
     INSTALLED, REASON = True, ''

@@ -1,0 +1,100 @@
+"""What a run finds out before it starts: its device, a compiler, the network; and one line where that cannot work."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+from launch import REPO, TINY_MODEL, TINY_RUN, run_script
+from outputs import column
+
+import deepspeed_engine
+from runtime import processes
+
+
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    assert processes.choose_device('cuda:1', local_rank=0) == torch.device('cuda:1')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
+    with pytest.raises(ValueError, match='device=cuda:1 puts 2 ranks on one GPU: --device=cuda gives each its own'):
+        processes.choose_device('cuda:1', local_rank=1)
+    assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
+
+
+def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatch):
+    def init():
+        raise RuntimeError('The NVIDIA driver on your system is too old (found version 11040). Please update ...')
+
+    monkeypatch.setattr(torch.version, 'cuda', '13.2')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert processes.choose_device('auto', local_rank=0) == torch.device('cpu')  # as it is here: there is no driver
+    monkeypatch.setattr(torch.cuda, 'init', init)
+    for device in ('auto', 'cuda'):
+        with pytest.raises(ValueError, match='built for CUDA 13.2, and the NVIDIA driver is too old .* --device=cpu'):
+            processes.choose_device(device, local_rank=0)
+    assert processes.choose_device('cpu', local_rank=0) == torch.device('cpu')
+
+
+def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_does_not_choose_it(monkeypatch):
+    cuda = torch.device('cuda', 0)
+    assert processes.choose_dtype('auto', cuda) == torch.bfloat16  # for planning without a GPU
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'Tesla V100')
+    assert processes.choose_dtype('auto', cuda) == torch.float32
+    assert processes.choose_dtype('float16', cuda) == torch.float16
+    with pytest.raises(ValueError, match='Tesla V100 has no bfloat16: --dtype=float16, or float32'):
+        processes.choose_dtype('bfloat16', cuda)
+
+
+def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_win(monkeypatch):
+    monkeypatch.delenv('PYTORCH_ALLOC_CONF', raising=False)
+    monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:128')
+    processes.configure_allocator()
+    assert 'PYTORCH_ALLOC_CONF' not in os.environ
+    monkeypatch.delenv('PYTORCH_CUDA_ALLOC_CONF')
+    processes.configure_allocator()
+    torch._C._accelerator_setAllocatorSettings(os.environ['PYTORCH_ALLOC_CONF'])  # raises for a name it does not know
+    assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']
+
+
+def test_the_interface_to_a_host_is_that_of_the_route():
+    assert processes.interface_to('127.0.0.1') == 'lo'
+    assert processes.interface_to('no-such-host.invalid') is None
+
+
+def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
+    keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
+    result = run_script('train_ddp.py', *keys, '--compile', '--max_iters=2', CXX='no-such-compiler')
+    assert 'compile: no C compiler is found' in result.stdout and column(tmp_path, 'step') == [1, 2]
+
+
+def test_without_nvcc_deepspeed_is_missing_in_one_line(monkeypatch, tmp_path):
+    (tmp_path / 'deepspeed.py').write_text(
+        'class MissingCUDAException(Exception): pass\nraise MissingCUDAException("no nvcc")'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'deepspeed', raising=False)
+    for name in ('DS_ACCELERATOR', 'LOCAL_RANK'):
+        monkeypatch.setenv(name, '0')  # package() sets them
+    with pytest.raises(ValueError, match=re.escape('needs the package deepspeed (no nvcc)')):
+        deepspeed_engine.package(torch.device('cpu'))
+
+
+def test_ddp_does_not_split_compiled_blocks(data_dir, tmp_path):
+    (tmp_path / 'wrapper.py').write_text(f"""
+import runpy, sys, torch
+from torch._dynamo.backends.distributed import DDPOptimizer
+def refuse(*_):
+    raise AssertionError('dynamo splits a block')
+DDPOptimizer.compile_fn = refuse
+compile = torch.compile
+torch.compile = lambda function: compile(function, backend='eager')
+sys.path.insert(0, {str(REPO)!r})
+sys.argv[0] = {str(REPO / 'train_ddp.py')!r}
+runpy.run_path(sys.argv[0], run_name='__main__')
+""")
+    keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path / "out"}']
+    run_script(tmp_path / 'wrapper.py', *keys, '--compile', '--max_iters=2', nproc=2)
+    assert column(tmp_path / 'out', 'step') == [1, 2]
