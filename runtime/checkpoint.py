@@ -194,7 +194,7 @@ class Saver:
 
     keep: how many complete checkpoints to retain; older ones are deleted after each save. 0: save() writes nothing.
     async_save: save() returns once this rank's tensors have been copied into host memory; a thread writes these while
-        training goes on. The memory is kept for the next save: what this rank has of parameters and optimizer state.
+        training goes on. The memory is kept for the next save: what this rank writes of parameters and optimizer state.
     say: function called on rank 0 with one line per checkpoint.
     permanent_interval: checkpoints whose step is a multiple of it are never deleted; 0 = none.
     save_errors: 'continue' = after a failed save only say so; the next one comes at its time. wait(), at the end of a
@@ -233,6 +233,7 @@ class Saver:
         self._go_on_after(self._finish_pending)
         tensors = tensors_to_save(model, optimizer, optimizer_key) | (more or {})
         self._refuse_bad_weights(step, tensors)
+        tensors = self._share_out(tensors)
         state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
         if self.thread is None:
             self._go_on_after(lambda: self._write(step, tensors, state))
@@ -279,6 +280,19 @@ class Saver:
                     f'{name} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
+
+    def _share_out(self, tensors):
+        """The tensors that this rank writes: of those that several ranks hold whole, as under DDP, only its share."""
+        sizes = {key: tensor.nbytes for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        everybodys = [None] * self.world_size
+        dist.all_gather_object(everybodys, sizes, group=self.group)
+        sizes = {key: size for of_rank in everybodys for key, size in of_rank.items()}
+        written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest tensors are dealt out first
+        for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+            holders = [rank for rank, of_rank in enumerate(everybodys) if key in of_rank]
+            writer_of[key] = min(holders, key=written.__getitem__)
+            written[writer_of[key]] += size
+        return {key: tensor for key, tensor in tensors.items() if writer_of.get(key, self.rank) == self.rank}
 
     def _stage(self, tensors):
         """Copy this rank's pieces into host memory. When it returns, training may change the tensors again."""
@@ -332,7 +346,7 @@ class Saver:
         return is_complete(path)
 
     def _write_files(self, folder, tensors, state):
-        """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what several ranks hold."""
+        """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what replicas hold (HSDP)."""
         staged = self.thread is not None
         planner = StagedPlanner(self.copies) if staged else dcp.DefaultSavePlanner()
         # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when

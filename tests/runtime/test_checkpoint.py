@@ -627,6 +627,25 @@ def test_saving_in_the_background_saves_the_same(strategy, tmp_path):
     assert len(lines) == 3 and re.search(r'step_00000002: \S+ GB in \S+ s, training waited \S+ s', lines[-1])
 
 
+def bytes_staged(strategy, out_dir):
+    """(bytes of host memory that a save in the background takes on this rank, of the largest tensor, of all)."""
+    raw, _, optimizer = build(strategy)
+    train(raw, optimizer, steps=1)
+    checkpoint.prepare(out_dir)
+    saver = checkpoint.Saver(out_dir, keep=1, async_save=True, say=silent)
+    saver.save(1, raw, optimizer, {})
+    saver.wait()
+    sizes = [tensor.nbytes for tensor in checkpoint.tensors_to_save(raw, optimizer).values()]
+    return sum(copy.nbytes for copy in saver.copies.values()), max(sizes), sum(sizes)
+
+
+@pytest.mark.parametrize('ranks', [2, 3])
+def test_in_the_background_each_rank_copies_no_more_than_its_share(ranks, tmp_path):
+    staged, largest, of_all = zip(*run_function(ranks, bytes_staged, 'ddp', str(tmp_path / 'ddp')), strict=True)
+    assert sum(staged) == of_all[0] and max(staged) <= of_all[0] / ranks + largest[0]
+    assert max(staged) - min(staged) <= largest[0]
+
+
 def save_and_load_often(out_dir):
     """Open files of this process after 3 and after 20 rounds."""
     checkpoint.prepare(out_dir)
