@@ -217,7 +217,7 @@ def test_each_fit_is_used_for_its_keys(optimizer, changes, a, b, d):
 
 def test_one_warning_when_the_batch_is_not_the_fitted_one():
     def warnings(explicit=(), **changes):
-        return [note for note in fill(explicit, **changes)[1] if note.startswith('warning')]
+        return [note for note in fill(explicit, **changes)[1] if note.startswith('WARNING')]
 
     (warning,) = warnings()
     assert '32 sequences x 2048 tokens' in warning and '512 x 2048' in warning and '\n' not in warning
