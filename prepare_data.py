@@ -328,9 +328,10 @@ if not is_resumed:
     state['val_from'], state['val_below'] = choose_val_hashes() if use_hashes else (0, 0)
 val_hashes = (state.get('val_from', 0), state['val_below'])
 if config.val_rule == 'tail':
-    rule_in_words = f'the last {config.val_fraction:%} of the bytes of the text'
+    rule_in_words = short_rule = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
     what = 'conversations, as JSON,' if source.chat else 'documents'
+    short_rule = f'{config.val_fraction:.2%} of the text, chosen by a hash (val_rule in meta.json)'
     first, end = (number / 2**64 for number in val_hashes)
     rule_in_words = (
         f'{what} whose hash is from {first:.6f} to below {end:.6f} * 2^64: blake2b of their first {HEAD_BYTES:,} '
@@ -375,7 +376,7 @@ if not is_resumed:
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encode.dtype_for(encoder.vocab_size)
-print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
+print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 for _ in range(config.num_proc):
