@@ -101,6 +101,7 @@ def test_the_batch_line_multiplies_out():
 def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
+    config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert scaling.cautions(config, n_windows=1000) == []
     for changes, said in (
         ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
@@ -112,6 +113,10 @@ def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_sa
     assert scaling.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
     (line,) = scaling.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert 'trace_step=1001 of max_iters=1000 steps: nothing is recorded' in line
+    (line,) = scaling.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
+    assert 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is learned' in line
+    for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
+        assert scaling.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
 
 
 def test_replicas_must_divide_the_ranks():
