@@ -51,9 +51,9 @@ def cautions(config, n_windows):
     if config['warmup_iters'] >= max_iters:
         of_steps = f'warmup_iters={config["warmup_iters"]} of max_iters={max_iters} steps'
         lines.append(f'WARNING: {of_steps}: the learning rate never reaches its peak')
-    decay_iters = config['lr_decay_iters'] or max_iters
-    if config['min_lr'] == 0 and decay_iters < max_iters and config['lr_schedule'] != 'constant':
-        lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decay_iters} to max_iters={max_iters}: nothing is learned')
+    decayed = config['lr_decay_iters'] or max_iters
+    if config['min_lr'] == 0 and decayed < max_iters and config['lr_schedule'] != 'constant':
+        lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
     if config['global_batch_size'] > n_windows:
         lines.append(
             f'WARNING: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
