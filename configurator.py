@@ -280,7 +280,10 @@ def run_config_file(path, values):
     try:
         source = Path(path).read_bytes()
     except OSError as error:
-        raise Mistake(f'config file {path} cannot be read: {error.strerror}') from None
+        there = {file.stem: file for folder in (Path(path).parent, Path('config')) for file in folder.glob('*.py')}
+        close = difflib.get_close_matches(Path(path).stem, there, n=1)
+        hint = f'; did you mean {there[close[0]]}?' if close else ''
+        raise Mistake(f'config file {path} cannot be read: {error.strerror}{hint}') from None
     try:
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as error:

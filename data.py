@@ -17,6 +17,7 @@ array or memmap of one dimension, of integers. To read another format of texts, 
 
 import bisect
 import collections
+import difflib
 import functools
 import hashlib
 import itertools
@@ -326,7 +327,9 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None):
     if not folder.is_dir():
         found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})
         holds = f'{os.path.abspath(data_dir)} holds: {", ".join(found) or "no dataset"}'
-        raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; make it with {command}; {holds}')
+        close = difflib.get_close_matches(dataset, found, n=1)
+        hint = f'did you mean {close[0]}? If not, ' if close else ''
+        raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; {hint}make it with {command}; {holds}')
     meta = _read_meta(folder)
     if not meta and (folder / 'unfinished.json').exists():
         raise ValueError(f'{folder}: half prepared; finish it with the same {command}')

@@ -57,6 +57,7 @@ import collections
 import fcntl
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -86,6 +87,7 @@ SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
 MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
+FEW_TOKENS = 1000  # of the validation split, over which a loss is little more than chance
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
@@ -233,22 +235,32 @@ def print_summary(meta):
             share = totals['learned_tokens'] / totals['tokens']
             print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
             print(f'the longest conversation has {totals["longest"]:,} tokens')
+        if split == 'val' and totals.get('learned_tokens', totals['tokens']) < FEW_TOKENS:
+            print('       a loss over so few tokens is noisy: more with a larger --val_fraction, and another --name')
     reasons = meta.get('left_out', {})
     left_out = sum(reasons.values())
     n_rows = meta.get('rows_kept', 0) + left_out
     if left_out > MANY_LEFT_OUT * n_rows:
         print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
     command = 'python train_ddp.py'
-    is_of_a_model = os.path.exists(os.path.join(config.tokenizer, 'config.json'))
+    of_model = Path(config.tokenizer, 'config.json')
+    is_of_a_model = of_model.exists()
     if meta.get('masked') or is_of_a_model:  # which can learn it
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
     least = min(totals['tokens'] for totals in meta['splits'].values())
+    block_sizes = []
     if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
-        place += f' --block_size={2 ** max(0, (least // 4).bit_length() - 1)}'
-    print(f'{folder}\nnext: {command} --dataset={config.name}{place}')
+        block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
+    if is_of_a_model:
+        shape = json.loads(of_model.read_text(encoding='utf-8'))
+        positions = shape.get('max_position_embeddings') or shape.get('n_positions') or math.inf  # the second: GPT-2
+        if positions < 4096:  # the recipes' block_size is 2048 or 4096
+            block_sizes.append(min(positions, 2048))
+    block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
+    print(f'{folder}\nnext: {command} --dataset={config.name}{place}{block_size}')
 
 
 def lock_folder():
@@ -328,9 +340,10 @@ if not is_resumed:
     state['val_from'], state['val_below'] = choose_val_hashes() if use_hashes else (0, 0)
 val_hashes = (state.get('val_from', 0), state['val_below'])
 if config.val_rule == 'tail':
-    rule_in_words = f'the last {config.val_fraction:%} of the bytes of the text'
+    rule_in_words = short_rule = f'the last {config.val_fraction:%} of the bytes of the text'
 else:
     what = 'conversations, as JSON,' if source.chat else 'documents'
+    short_rule = f'{config.val_fraction:.2%} of the text, chosen by a hash (val_rule in meta.json)'
     first, end = (number / 2**64 for number in val_hashes)
     rule_in_words = (
         f'{what} whose hash is from {first:.6f} to below {end:.6f} * 2^64: blake2b of their first {HEAD_BYTES:,} '
@@ -375,7 +388,7 @@ if not is_resumed:
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
 dtype = encode.dtype_for(encoder.vocab_size)
-print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {rule_in_words}')
+print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
 for _ in range(config.num_proc):

@@ -32,7 +32,7 @@ class Config:
     prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
     prompts: str | None = None  # a .jsonl file with {"prompt": ...} a line; for each, stdout gets {"prompt", "answer"}
     chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
-    system: str | None = None  # the system message before it
+    system: str | None = None  # the system message before it; begins the prompt where the template refuses one
     num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
     max_new_tokens = 200  # length of each; an end-of-text token ends it earlier
     temperature = 0.8  # below 1 prefers what is likely, above 1 flattens; 0 = always the likeliest token
@@ -51,7 +51,7 @@ import torch
 from huggingface import finetune
 from model import GPT, ModelConfig, sample_token
 from runtime import checkpoint, errors, processes
-from text.chat import DATE
+from text.chat import DATE, fold_system_messages
 from text.tokenizer import load_tokenizer, tokenizer_of
 
 errors.report_errors()
@@ -125,12 +125,14 @@ def find_stop_tokens():
 
 
 def render(messages, **options):
-    """What the chat template writes; a template may raise anything."""
+    """What the chat template writes. System messages that it refuses go to the user, as prepare_data.py folds them."""
     try:
         return text_tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
-    except Exception as error:
-        mend = '; begin the prompt with it, as --fold_system of prepare_data.py does' if config.system else ''
-        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}{mend}') from error
+    except Exception as error:  # a template may raise anything
+        folded = fold_system_messages(messages)
+        if folded != messages:
+            return render(folded, **options)
+        raise ValueError(f'the chat template in {pretrained.folder} refuses: {errors.one_line(error)}') from error
 
 
 if is_fine_tuned:

@@ -39,12 +39,12 @@ setup_env() {
     fi
     missing=$(missing_packages "$PYTHON")
     if [[ $missing == torch* ]]; then
-        pip_install "$(cpu_build "${missing%%$'\n'*}")" || return
+        pip_install '0.2 GB for CPUs, 5 GB with CUDA' "$(cpu_build "${missing%%$'\n'*}")" || return
         missing=$(missing_packages "$PYTHON")
     fi
     if [[ -n $missing ]]; then
         mapfile -t missing <<< "$missing"
-        pip_install "${missing[@]}" || return
+        pip_install 'up to 0.2 GB' "${missing[@]}" || return
     fi
     echo "$wanted" > "$venv/complete"
 }
@@ -112,11 +112,12 @@ print(*builds[:1])
     echo "${build:+torch==}${build:-$1}"
 }
 
-# pip in .venv, quiet but for what it is about to do and the reason of a failure.
+# pip in .venv, quiet but for what it is about to do and the reason of a failure. $1: the size of the packages $2, ...
 pip_install() {
-    local log
+    local log size=$1
+    shift
     log=$(dirname "$(dirname "$PYTHON")")/pip.log
-    setup_say "installing $*"
+    setup_say "installing $* ($size to download, which takes minutes; progress: tail -f $log)"
     "$PYTHON" -m pip --version > /dev/null 2>&1 || "$PYTHON" -m ensurepip > "$log" 2>&1
     if ! "$PYTHON" -m pip install --progress-bar off "$@" > "$log" 2>&1; then
         setup_say "error: pip failed, is the package index reachable? $(grep '^ERROR' "$log" | tail -n 1) (all of it: $log)"

@@ -185,7 +185,7 @@ def advice(steps, inner_steps, outer_momentum):
     lower = math.floor(10 * (1 - math.sqrt(4 / rounds)) + 1e-6) / 10
     shorter = int(steps * (1 - outer_momentum) ** 2 / 4 + 1e-6)
     return (
-        f'warning: {rounds:.0f} rounds are few for outer_momentum={outer_momentum}, they will overshoot: use '
+        f'WARNING: {rounds:.0f} rounds are few for outer_momentum={outer_momentum}, they will overshoot: use '
         + (f'--outer_momentum={lower}' if lower > 0 else '--outer_momentum=0 --outer_lr=1')
         + (f', or --inner_steps={shorter}' if shorter else '')
     )

@@ -77,7 +77,7 @@ def plot_keys(runs, keys, output):
             raise ValueError(f'keys={key}: it is in no row of metrics.jsonl: expected some of {", ".join(there)}')
         axes.set_ylabel(key)
         axes.grid(alpha=0.25)
-        _x_axis(axes, 'tokens trained on')
+        _tokens_axis(axes)
     return _save(figure, output, columns=4)
 
 
@@ -99,7 +99,7 @@ def plot_comparison(rows, output):
     apart.annotate(f' {LIMIT:g}', (1, LIMIT), xycoords=('axes fraction', 'data'), va='center', color='grey')
     apart.set_yscale('log')
     apart.set_ylim(bottom=EQUAL / 2)
-    _x_axis(apart, 'tokens trained on')
+    _tokens_axis(apart)
     apart.set_title(textwrap.fill(f'difference from {rows[0]["label"]}', 50), fontsize=10)
     apart.set_ylabel('relative difference, log\n(1e-9: that or less)')
     apart.grid(alpha=0.25)
@@ -115,28 +115,30 @@ def _line(number, count):
     return {**style, 'linewidth': 1.3 + min(0.5, 3.5 / count) * (count - 1 - number)}
 
 
-def _x_axis(axes, label):
-    from matplotlib.ticker import EngFormatter
+def _tokens_axis(axes):
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    axes.set_xlabel(label)
+    axes.set_xlabel('tokens trained on')
     axes.xaxis.set_major_formatter(EngFormatter(sep=' '))
+    axes.xaxis.set_major_locator(MaxNLocator(6))  # there is room for six labels like '1.25 M'
 
 
 def _draw_losses(by_tokens, by_time, curves):
     """curves: {label: curve of loss_curves()}."""
-    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     for number, (label, curve) in enumerate(curves.items()):
         smooth = running_mean(curve['loss'], window=1 + len(curve['loss']) // 50)
         by_tokens.plot(curve['tokens'], smooth, **_line(number, len(curves)), label=label)
         by_time.plot(curve['seconds'], smooth, **_line(number, len(curves)))
-    _x_axis(by_tokens, 'tokens trained on')
-    _x_axis(by_time, 'seconds of training (evaluation left out)')
+    _tokens_axis(by_tokens)
+    by_time.set_xlabel('seconds of training (evaluation left out)')
     by_tokens.set_ylabel('loss (nats per token, log)')
     for axes in (by_tokens, by_time):
         axes.set_yscale('log')  # the first steps fall far, the last ones differ little: both can be read
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_major_locator(MaxNLocator(7))  # within a decade the ticks of a logarithmic axis are few
+        axes.yaxis.set_major_formatter(StrMethodFormatter('{x:g}'))
+        low, high = axes.get_ylim()  # within a decade the ticks of a logarithmic axis are few
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(7))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
 

@@ -165,15 +165,15 @@ def doubts(rows):
         if fastest > APART * slowest:
             several = f'from {slowest:,.0f} to {fastest:,.0f} tokens/s'
             lines.append(
-                f'warning: the repeats of {row["label"]} differ by a factor {fastest / slowest:.1f} ({several})'
+                f'WARNING: the repeats of {row["label"]} differ by a factor {fastest / slowest:.1f} ({several})'
             )
         of_reference = ranks.get(row['reference'], row['world_size'])
         if row['world_size'] > of_reference and row.get('speedup', 0) > row['world_size'] / of_reference:
             given = f'{row["world_size"]} ranks against {of_reference}'
-            lines.append(f'warning: {row["label"]} is {row["speedup"]:.2f}x as fast as {row["reference"]} on {given}')
+            lines.append(f'WARNING: {row["label"]} is {row["speedup"]:.2f}x as fast as {row["reference"]} on {given}')
     if disturbed := [row for row in rows if row.get('others', 0) > OTHERS]:
         most = max(row['others'] for row in disturbed)
-        lines.append(f'warning: other programs took up to {most:.0%} of the cores during {names(disturbed)}')
+        lines.append(f'WARNING: other programs took up to {most:.0%} of the cores during {names(disturbed)}')
     if lines:
         lines.append('do not trust these speeds: run again on a quiet machine, with more --repeats')
     return lines

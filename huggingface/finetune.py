@@ -120,7 +120,8 @@ class Pretrained:
         set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
         if set_here:
             given = f'{set_here[0]}={config[set_here[0]]!r}'
-            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {", ".join(set_here)}')
+            keys = ', '.join(f'{key} ({explicit[key]})' for key in set_here)  # with the file, or 'command line'
+            raise ValueError(f'{given}: init_from={config["init_from"]} has its own; leave out {keys}')
         init_from, kept = config['init_from'], os.path.join(config['out_dir'], KEPT)
         try:
             source = find_folder(init_from)

@@ -79,18 +79,21 @@ def is_users_mistake(error):
 
 
 def is_out_of_memory(error):
-    """CUDA raises its own class, the CPU's allocator a RuntimeError, Python a MemoryError."""
+    """CUDA raises its own class, the CPU's allocator a RuntimeError, NCCL a DistBackendError, Python a MemoryError."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == 'OutOfMemoryError'
         or (isinstance(error, RuntimeError) and 'DefaultCPUAllocator' in str(error))
+        or (type(error).__name__ == 'DistBackendError' and 'out of memory' in str(error))
     )
 
 
 def is_lost_peer(error):
     """Whether a collective failed because its other end went away."""
     if type(error).__name__ in ('DistBackendError', 'DistNetworkError'):
-        return True
+        # This rank's own: wrong arguments, two ranks on one GPU, CUDA, a full /dev/shm, a port that is taken.
+        own = 'ncclInvalid|ncclUnhandledCuda|out of memory|No space left|EADDRINUSE'
+        return re.search(own, str(error)) is None
     signs = r'Connection (closed by peer|reset by peer|refused)|Broken pipe|Socket closed'
     return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 

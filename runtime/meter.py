@@ -283,7 +283,7 @@ def communication_milliseconds(activities):
     (all, exposed) milliseconds that the collectives among the Activities of a step took.
 
     A collective is a kernel named nccl* on the GPU, or on the CPU the time that one of gloo's worker threads spends on
-    it (`gloo:all_reduce` and so on; torch 2.11 to 2.13). Either begins when this rank enters it, so waiting for a
+    it (`gloo:all_reduce` and so on; torch 2.11 to 2.15). Either begins when this rank enters it, so waiting for a
     slower rank counts. What runs at the same time counts once. Exposed is the part during which this rank computed
     nothing: no other kernel or copy on the GPU; without a GPU no operation outside gloo's threads.
     """

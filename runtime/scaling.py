@@ -47,13 +47,16 @@ def cautions(config, n_windows):
         raise ValueError(f'trace_step={trace_step}: expected 1 to max_iters={max_iters}, or 0 = none')
     lines = []
     if trace_step > max_iters:
-        lines.append(f'warning: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
+        lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
     if config['warmup_iters'] >= max_iters:
         of_steps = f'warmup_iters={config["warmup_iters"]} of max_iters={max_iters} steps'
-        lines.append(f'warning: {of_steps}: the learning rate never reaches its peak')
+        lines.append(f'WARNING: {of_steps}: the learning rate never reaches its peak')
+    decayed = config['lr_decay_iters'] or max_iters
+    if config['min_lr'] == 0 and decayed < max_iters and config['lr_schedule'] != 'constant':
+        lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
     if config['global_batch_size'] > n_windows:
         lines.append(
-            f'warning: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
+            f'WARNING: global_batch_size={config["global_batch_size"]} is more than the {n_windows} sequences of the '
             'training data: each step repeats them'
         )
     return lines
@@ -214,7 +217,7 @@ def fill_from_heads(config, explicit):
         settle(learning_rate=fitted_learning_rate(arch, optimizer, non_embedding, lr_rule, config['kappa']))
         if batch != (lr_rule, RULE_BLOCK_SIZE):
             notes.append(
-                f'warning: learning rate fitted at {lr_rule} sequences x {RULE_BLOCK_SIZE} tokens per step, this run '
+                f'WARNING: learning rate fitted at {lr_rule} sequences x {RULE_BLOCK_SIZE} tokens per step, this run '
                 f'has {batch[0]} x {batch[1]}; --lr_rule chooses the fit'
             )
         if arch == 'qwen3':

@@ -19,11 +19,13 @@ from runtime.files import sha256_of
 
 def start_process(config):
     """
-    Find out which rank this is and choose its device. Fills in device, dtype and compile.
+    Find out which rank this is and choose its device. Fills in device, dtype and compile, takes data_dir off dataset.
 
     Returns (rank, world_size, device, compute_dtype), (0, 1, ...) without torchrun. Raises ValueError if the launcher's
     variables are incomplete, or for a GPU that is not there.
     """
+    if Path(config.dataset).parent == Path(config.data_dir):  # data/mine, as a shell completes it
+        config.dataset = Path(config.dataset).name
     processes.end_with_parent()
     if not config.eval_only:
         stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save

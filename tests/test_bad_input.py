@@ -46,6 +46,8 @@ def train_as_a_user(data_dir, out_dir, **options):
 def test_missing_dataset_names_the_command_that_makes_it(train, data_dir, tmp_path):
     line = error_line(train(data_dir, tmp_path / 'out', '--dataset=nowhere'))
     assert 'nowhere' in line and 'python prepare_data.py' in line
+    line = error_line(train(data_dir, tmp_path / 'out', f'--dataset={data_dir}/tiny/', '--vocab_size=100'))
+    assert "tiny: split 'train' has token id" in line  # a path into data_dir, as a shell completes it
     assert not (tmp_path / 'out').exists()
 
 

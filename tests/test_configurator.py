@@ -245,7 +245,13 @@ def test_a_mistake_in_a_file_is_one_line_that_names_the_file(error, source, said
 
 def test_a_missing_file_is_one_line(error):
     message = error('nowhere.py')
-    assert 'config file nowhere.py cannot be read: No such file or directory' in message
+    assert message.endswith('config file nowhere.py cannot be read: No such file or directory')
+
+
+@pytest.mark.parametrize('given', ['config/enoki_8x.py', 'enoki_8h.py'])
+def test_a_missing_file_with_a_name_like_that_of_another_is_asked_about(error, monkeypatch, given):
+    monkeypatch.chdir(REPO)
+    assert error(given).endswith('did you mean config/enoki_8h.py?')
 
 
 def test_a_key_of_another_train_script_in_a_file_is_skipped_with_one_notice(run, capsys, monkeypatch):

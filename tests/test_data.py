@@ -292,6 +292,8 @@ def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_ar
             data.open_dataset(tmp_path, name, 'train', 32)
         message = str(error.value)
         assert name in message and command in message and message.endswith('holds: set') and '\n' not in message
+    with pytest.raises(FileNotFoundError, match=r'did you mean set\? If not, make it with `python'):
+        data.open_dataset(tmp_path, 'sets', 'train', 32)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f'{tmp_path}/nowhere holds: no dataset'):
         data.open_dataset('nowhere', 'novels', 'train', 32)

@@ -537,7 +537,10 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     (folder / 'picture.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR')
     (folder / 'broken_link.txt').symlink_to(folder / 'not_there')
     (folder / 'truncated.parquet').write_bytes(b'PAR1 and then nothing')
-    (folder / '.hidden').write_text('not for us')
+    (folder / '.git').mkdir()
+    for hidden in ('.hidden', '.git/config'):
+        (folder / hidden).write_text('not for us')
+    (folder / 'empty.txt').touch()
     (folder / 'rows.jsonl').write_text('{"text": "first"}\n\n{"text": \n{"other": 1}\n["text"]\n{"text": "second"}')
     result = prepare(tmp_path, f'--dataset={folder}', '--tokenizer=bytes', '--val_fraction=0.3')
     dataset = tmp_path / 'data' / 'mixed-bytes'
@@ -550,7 +553,8 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     assert f'{folder}/latin1.txt: not UTF-8 (is it latin-1?), characters that became U+FFFD (2)' in result.stdout
     assert f'{folder}/rows.jsonl: lines that are not JSON, left out (1)' in result.stdout
     assert f'{folder}/rows.jsonl: rows without text, left out (2)' in result.stdout
-    assert '.hidden' not in result.stdout
+    assert 'left out: 2 hidden and 1 empty files\n' in result.stdout and '.hidden' not in result.stdout
+    assert 'uint16; validation split: 30.00% of the text, chosen by a hash (val_rule in meta.json)\n' in result.stdout
 
 
 def test_another_source_under_the_same_name_is_refused_and_nothing_lost(tmp_path):

@@ -68,7 +68,7 @@ class Source:
     total: int | None  # bytes, rows for a stream; None = not known
     text_field: str | None = None
     chat: bool = False  # its rows are conversations
-    skipped: list = field(default_factory=list)  # 'file: reason'
+    skipped: list = field(default_factory=list)  # 'file: reason', and first how many are hidden or empty
     stream: object = None  # datasets.IterableDataset
 
     def columns(self, names):
@@ -88,6 +88,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
     Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
     """
     name, path = dataset, Path(dataset)
+    n_hidden = 0
     if dataset == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
         files = stdlib_files(root)
@@ -95,7 +96,8 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
     elif (path / 'dataset_dict.json').exists() or (path / 'state.json').exists():
         root, files = path, _saved_files(path, split)
     elif path.is_dir():
-        root, files = path, _files_below(path)
+        root = path
+        files, n_hidden = _files_below(path)
     elif path.exists():
         root, files = path.parent, [path]
     else:
@@ -103,7 +105,11 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
             f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
             f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
-    return _files_source(name, root, files, text_field, tail_fraction, chat)
+    source = _files_source(name, root, files, text_field, tail_fraction, chat)
+    n_empty = len(files) - source.description['files'] - len(source.skipped)
+    if path.is_dir() and (n_hidden or n_empty):
+        source.skipped.insert(0, f'{n_hidden:,} hidden and {n_empty:,} empty files')
+    return source
 
 
 def stdlib_files(root):
@@ -118,12 +124,12 @@ def stdlib_files(root):
 
 
 def _files_below(folder):
-    """All files in a folder and below, sorted, without hidden ones."""
-    files = sorted(file for file in folder.rglob('*') if not file.is_dir())
-    files = [file for file in files if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
+    """(the files in a folder and below, sorted, without hidden ones; how many of those there are)."""
+    found = sorted(file for file in folder.rglob('*') if not file.is_dir())
+    files = [file for file in found if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
     if not files:
-        raise FileNotFoundError(f'dataset={folder}: this folder holds no files')
-    return files
+        raise FileNotFoundError(f'dataset={folder}: this folder holds no files, or hidden ones alone')
+    return files, len(found) - len(files)
 
 
 def kind_of(path):

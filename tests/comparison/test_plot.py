@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from itertools import pairwise
 
 import pytest
 from launch import run_script
@@ -41,6 +42,20 @@ def test_plot_of_a_finished_and_a_running_run(tmp_path):
     assert list(lines[str(finished)].get_xdata()) == [100 * step for step in steps]
     assert by_time.lines[0].get_xdata()[-1] == pytest.approx(200 * 0.05)
     assert {str(finished), str(running), 'validation'} == {text.get_text() for text in figure.legends[0].get_texts()}
+
+
+@pytest.mark.parametrize('last, milliseconds', [(0.002, 4), (0.8, 5e5), (9.99, 5)])
+def test_no_ticks_overlap_however_far_the_loss_falls_and_however_short_the_run_is(tmp_path, last, milliseconds):
+    losses = [10 * (last / 10) ** (step / 99) for step in range(100)]
+    rows = [{**row(step), 'loss': loss, 'time/total': milliseconds} for step, loss in enumerate(losses, start=1)]
+    figure = plots.plot_losses([write_run(tmp_path / 'a', rows)], tmp_path / 'loss.png')
+    by_tokens, by_time = figure.axes
+    for axis, side in ((by_tokens.xaxis, 'x'), (by_time.xaxis, 'x'), (by_tokens.yaxis, 'y')):
+        low, high = axis.get_view_interval()
+        ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        boxes = [tick.label1.get_window_extent() for tick in ticks]
+        assert len(boxes) >= 4
+        assert all(getattr(one, f'{side}1') < getattr(next_one, f'{side}0') for one, next_one in pairwise(boxes))
 
 
 def test_any_keys_of_any_runs_are_drawn_a_panel_each_and_an_unknown_one_names_those_that_are_there(tmp_path):

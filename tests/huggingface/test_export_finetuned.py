@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 
 import pytest
@@ -330,6 +331,16 @@ def test_stdout_has_the_answer_alone_and_a_system_message_is_rendered(sample, tm
     written = sample('chat', f'--prompt={question}', '--system=Be odd.', '--temperature=0', '--max_new_tokens=8')[0]
     # As text, it goes on behind the end of the turn.
     assert expected.startswith(rendered) and expected.removeprefix(rendered).strip().startswith(written.strip())
+
+
+def test_a_system_message_that_the_template_refuses_begins_the_users(runs, sample):
+    shutil.copytree(runs / 'chat', runs / 'refusing')
+    template = runs / 'refusing' / 'model' / 'chat_template.jinja'
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    options = ['--temperature=0', '--max_new_tokens=8']
+    folded = sample('refusing', '--prompt=Who barks?', '--system=Be odd.', *options)[0]
+    assert folded == sample('chat', '--prompt=Be odd.\n\nWho barks?', *options)[0]
 
 
 def test_without_the_dataset_a_prompt_is_a_message_unless_asked_otherwise(sample, tmp_path):

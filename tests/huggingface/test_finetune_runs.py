@@ -656,9 +656,11 @@ def test_shards_of_another_tokenizer(model, keys):
     assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
 
 
-def test_sizes_of_a_model_that_has_its_own(keys):
-    line = mistake('train_diloco.py', *keys, '--num_replicas=2', '--n_layer=2', '--bias=True')
-    assert 'n_layer=2' in line and 'init_from' in line and 'bias' in line
+def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):
+    (tmp_path / 'mine.py').write_text('n_layer = 2')
+    line = mistake('train_diloco.py', tmp_path / 'mine.py', *keys, '--num_replicas=2', '--bias=True')
+    assert 'n_layer=2: init_from' in line
+    assert line.endswith(f'leave out n_layer ({tmp_path}/mine.py), bias (command line)')
 
 
 def test_lora_targets_that_the_model_does_not_have(keys):

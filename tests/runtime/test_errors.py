@@ -1,8 +1,11 @@
 """The one line for what ends a run; that ranks print it, and once, is in test_bad_input.py and test_train_diloco.py."""
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError
 
 from runtime import errors
+
+NCCL = 'NCCL error in: NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=INFO for details)\n{}\nLast error:\n{}'
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,37 @@ from runtime import errors
 def test_a_wait_that_was_too_long_is_told_in_seconds(capfd, message, line):
     errors.report(RuntimeError(message))
     assert capfd.readouterr().err.startswith(f'[0] error: {line}')
+
+
+@pytest.mark.parametrize(
+    'error',
+    [
+        DistBackendError(NCCL.format('remote process exited', 'ncclRemoteError: A call failed', 'socket closed')),
+        DistBackendError(NCCL.format('unhandled system error', 'ncclSystemError: ...', 'Connection reset by peer')),
+        DistNetworkError('Failed to recv, got 0 bytes. Connection was likely closed.'),
+        RuntimeError('[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234'),
+    ],
+)
+def test_a_lost_peer_points_to_the_rank_that_failed_first(capfd, error):
+    errors.report(error)
+    assert capfd.readouterr().err.startswith('[0] stopped because another rank stopped: look for the first error (')
+
+
+@pytest.mark.parametrize(
+    'error, said',
+    [
+        (DistBackendError(NCCL.format('invalid usage', 'ncclInvalidUsage: ...', 'Duplicate GPU')), 'Duplicate GPU'),
+        (DistBackendError(NCCL.format('system error', 'ncclSystemError: ...', 'No space left')), 'No space left'),
+        (DistNetworkError('The server socket has failed to listen. name: EADDRINUSE'), 'EADDRINUSE'),
+    ],
+)
+def test_a_communication_error_that_is_this_ranks_own_keeps_its_message(capfd, error, said):
+    errors.report(error)
+    shown = capfd.readouterr().err
+    assert said in shown and 'another rank' not in shown
+
+
+def test_nccl_out_of_memory_is_out_of_memory(capfd):
+    error = DistBackendError(NCCL.format('unhandled cuda error', 'ncclUnhandledCudaError: ...', "2 'out of memory'"))
+    errors.report(error, lambda: 'lower batch_size')
+    assert '[0] error: out of memory' in (shown := capfd.readouterr().err) and shown.endswith('; lower batch_size\n')

@@ -101,6 +101,7 @@ def test_the_batch_line_multiplies_out():
 def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
+    config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert scaling.cautions(config, n_windows=1000) == []
     for changes, said in (
         ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
@@ -112,6 +113,10 @@ def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_sa
     assert scaling.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
     (line,) = scaling.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert 'trace_step=1001 of max_iters=1000 steps: nothing is recorded' in line
+    (line,) = scaling.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
+    assert 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is learned' in line
+    for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
+        assert scaling.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
 
 
 def test_replicas_must_divide_the_ranks():
@@ -217,7 +222,7 @@ def test_each_fit_is_used_for_its_keys(optimizer, changes, a, b, d):
 
 def test_one_warning_when_the_batch_is_not_the_fitted_one():
     def warnings(explicit=(), **changes):
-        return [note for note in fill(explicit, **changes)[1] if note.startswith('warning')]
+        return [note for note in fill(explicit, **changes)[1] if note.startswith('WARNING')]
 
     (warning,) = warnings()
     assert '32 sequences x 2048 tokens' in warning and '512 x 2048' in warning and '\n' not in warning

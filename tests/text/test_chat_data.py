@@ -384,10 +384,11 @@ def test_raw_text_for_a_model_is_followed_by_fine_tuning_it(tmp_path):
     (tmp_path / 'text.txt').write_text('some text ' * 100)
     for name, config in (('my-Qwen3', 'finetune_qwen'), ('mini', 'finetune_llama')):  # by the name alone
         folder = make_tokenizer(tmp_path / name)
-        (tmp_path / name / 'config.json').write_text('{}')
+        (tmp_path / name / 'config.json').write_text('{"n_positions": 8}')
         printed = prepare(tmp_path, f'--dataset={tmp_path}/text.txt', f'--tokenizer={folder}').stdout
         command = f'next: torchrun --nproc_per_node=4 train_fsdp.py config/{config}.py --init_from={folder}'
-        assert f'{command} --dataset=text-{name}' in printed
+        where = f'--dataset=text-{name} --data_dir={tmp_path}/data'
+        assert f'{command} {where} --block_size=8\n' in printed  # not more than the model has positions
 
 
 # --- bad rows ---------------------------------------------------------------------------------------------------------
@@ -438,6 +439,7 @@ def test_few_bad_rows_are_no_warning(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [*rows, {'messages': 1}, {'messages': 2}])
     result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}')
     assert 'rows whose messages are no list, left out (2)' in result.stdout and 'WARNING' not in result.stdout
+    assert result.stdout.count('a loss over so few tokens is noisy') == 1  # of the validation split
 
 
 def test_conversations_without_a_template_get_one_line_with_the_way_out(tmp_path):
@@ -477,7 +479,9 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     folder = make_tokenizer(tmp_path / 'gemma', refusal + CHATML)
     rows = write_rows(tmp_path / 'rows.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(30)))
     arguments = [f'--dataset={rows}', f'--tokenizer={folder}', '--val_fraction=0.2']
+    (tmp_path / 'gemma' / 'config.json').write_text('{"max_position_embeddings": 3000}')
     refused = prepare(tmp_path, *arguments, '--name=refused').stdout
+    assert refused.endswith(' --block_size=2048\n')  # of config/sft_chat.py, for which there are positions
     assert 'WARNING: 10 of 30 rows (33%) are left out: ' in refused
     assert 'refuses (System role not supported; --fold_system gives system messages to the user)' in refused
     assert 'WARNING' not in prepare(tmp_path, *arguments, '--name=folded', '--fold_system').stdout
