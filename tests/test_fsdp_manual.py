@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_manual
@@ -481,7 +482,10 @@ def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_si
     if 'torch' in result:
         for key in ('loss', 'grad_norm'):
             errors = difference(manual, result['torch'], key)
-            assert errors[0] <= 1e-6, (key, errors)
+            # From 2.15 on fully_shard keeps gradients in fp32 where a kernel has them so, those of the norms; autograd by
+            # itself, and so we, round them to the dtype of the whole weight.
+            rounds = half and key == 'grad_norm' and TorchVersion(torch.__version__) >= (2, 15)
+            assert errors[0] <= (1e-3 if rounds else 1e-6), (key, errors)
             assert max(errors) <= (2e-3 if half else 1e-5), (key, errors)
 
 

@@ -12,7 +12,7 @@ import torch
 from launch import REPO, environment
 from outputs import metrics
 
-SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', '.ci/run']
+SCRIPTS = ['quickstart.sh', 'setup_env.sh', 'tests/run.sh', 'tests/versions.sh', '.ci/run']
 
 
 @pytest.fixture(scope='module')
