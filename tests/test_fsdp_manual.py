@@ -482,8 +482,8 @@ def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_si
     if 'torch' in result:
         for key in ('loss', 'grad_norm'):
             errors = difference(manual, result['torch'], key)
-            # From 2.15 on fully_shard keeps gradients in fp32 where a kernel has them so, those of the norms; autograd by
-            # itself, and so we, round them to the dtype of the whole weight.
+            # From 2.15 on fully_shard keeps the norms' gradients in fp32, as the kernels have them; autograd by itself,
+            # and so we, round them to the dtype of the whole weight.
             rounds = half and key == 'grad_norm' and TorchVersion(torch.__version__) >= (2, 15)
             assert errors[0] <= (1e-3 if rounds else 1e-6), (key, errors)
             assert max(errors) <= (2e-3 if half else 1e-5), (key, errors)
