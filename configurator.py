@@ -112,12 +112,11 @@ def configure(Config, pass_on=None):
 def check_torch(requirements):
     """Raise Mistake if the torch that is installed is none that requirements.txt allows; without that file any is."""
     with contextlib.suppress(OSError, metadata.PackageNotFoundError):
-        wanted = re.search(r'^torch>=(\d+)\.(\d+),<(\d+)\.(\d+)$', requirements.read_text(encoding='utf-8'), re.M)
-        installed = metadata.version('torch')
-        least_major, least, _, above = map(int, wanted.groups())
-        major, minor = map(int, installed.split('.')[:2])
-        if major != least_major or not least <= minor < above:
-            raise Mistake(f"torch {installed} is installed, not {wanted[0]}: `pip install '{wanted[0]}'`")
+        installed, text = metadata.version('torch'), requirements.read_text(encoding='utf-8')
+        for wanted, *versions in re.findall(r'^(torch>=([\d.]+),<([\d.]+))$', text, re.M):
+            least, above, found = ([int(n) for n in version.split('.')[:2]] for version in (*versions, installed))
+            if not least <= found < above:
+                raise Mistake(f"torch {installed} is installed, not {wanted}: `pip install '{wanted}'`")
 
 
 def leave_for_torchrun(text):
