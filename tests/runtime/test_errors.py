@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime import errors
+from runtime import errors, stopping
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,13 @@ from runtime import errors
 def test_a_wait_that_was_too_long_is_told_in_seconds(capfd, message, line):
     errors.report(RuntimeError(message))
     assert capfd.readouterr().err.startswith(f'[0] error: {line}')
+
+
+def test_of_several_errors_that_end_a_run_the_first_is_kept_for_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, 'starts_file', str(tmp_path / '.starts.json'))
+    stopping.note_error('there is no file yet: this run was not counted')
+    assert stopping.read_starts() == {}
+    (tmp_path / '.starts.json').write_text('{"step": 5, "error": ""}')
+    for line in ('the cause', 'what another rank made of it'):
+        stopping.note_error(line)
+    assert stopping.read_starts() == {'step': 5, 'error': 'the cause'}
