@@ -255,7 +255,7 @@ class Saver:
 
     def _finish_pending(self):
         if self.pending is not None:
-            pending, self.pending = self.pending, None
+            pending, self.pending, self.failure = self.pending, None, None  # the failure is of the save before it
             pending.result()
 
     def _go_on_after(self, action):

@@ -716,6 +716,9 @@ def test_the_verdict_pairs_repeats_and_finds_no_winner_where_there_is_none():
     speeds = {'a': (1000, 1000, 1000), 'b': (1100, 1300, 1500), 'c': (1050, 1240, 1430)}  # b is 1.05x c each time
     rows = summary({label: [run(tokens_per_sec=speed) for speed in every] for label, every in speeds.items()})
     assert 'fastest: b, 1.30x a (1.10 to 1.50 in 3 repeats)' in verdict.facts(list(rows.values()))
+    speeds = {'a': 2000, 'b': 1000, 'c': 1600}  # the reference is the fastest: beside it the next one
+    rows = summary({label: [run(tokens_per_sec=speed)] for label, speed in speeds.items()})
+    assert 'fastest: a, 1.25x c (one repeat cannot show noise)' in verdict.facts(list(rows.values()))
     rows = summary({'a': [run(tokens_per_sec=1000)], 'b': [run(tokens_per_sec=1001)], 'c': []})
     text = verdict.facts(list(rows.values()))
     assert 'fastest: b, a (no clear difference between them)\n' in text and 'not finished: c' in text

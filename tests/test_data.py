@@ -242,6 +242,9 @@ def test_nanogpt_files_without_header_are_read_and_the_assumptions_said_once(tmp
     (folder / 'meta.json').write_text('{"vocab_size": 50300, "itos": {}}')
     assert data.open_dataset(tmp_path, 'openwebtext', 'train', 10).vocab_size == 50300
     assert capsys.readouterr().out == ''
+    (folder / 'meta.json').write_text('{"vocab_size": 50300, "dtype": "uint32"}')
+    tokens.astype(np.uint32).tofile(folder / 'train.bin')
+    assert np.array_equal(whole(data.open_dataset(tmp_path, 'openwebtext', 'train', 10)), tokens[:491])
     (folder / 'val.bin').write_bytes(b'odd')
     with pytest.raises(ValueError, match='val.bin.*size.*3 bytes'):
         data.open_dataset(tmp_path, 'openwebtext', 'val', 10)
@@ -361,6 +364,10 @@ def test_a_token_above_the_vocabulary_is_found_at_start_when_meta_json_tells(tmp
     make_dataset(tmp_path / 'set')
     with pytest.raises(ValueError, match='token id 99[0-9].*vocab_size=100'):
         data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=100)
+    highest = json.loads((tmp_path / 'set' / 'meta.json').read_text())['splits']['train']['max_token']
+    data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=highest + 1)
+    with pytest.raises(ValueError, match=f'token id {highest}, not below vocab_size={highest}'):
+        data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=highest)
 
 
 @pytest.mark.parametrize('wrong', [VOCAB_SIZE, -1])

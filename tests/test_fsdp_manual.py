@@ -225,6 +225,16 @@ def count_collectives(zero_stage, accumulate, dtype='float32'):
     return rows
 
 
+def count_all_reduces():
+    """Those of one step of two replicas of the whole model, as torch sees them and as the engine counts them."""
+    _, model, _ = build('manual', DEFAULTS, make_mesh(2))
+    with Collectives() as seen:
+        model(*batch(0, 0, 12))[0].backward()
+    names = [name for name, _ in seen.calls]
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    return {'seen': names.count('allreduce_'), 'counted': model.communication(), 'numbers': numbers}
+
+
 def padded_sizes(model):
     """Numbers of each unit, every parameter padded to rows that the ranks share evenly: [block 0, ...], root."""
     world_size = dist.get_world_size()
@@ -379,7 +389,17 @@ def state_stays_usable():
     with torch.no_grad():
         after = model(*batch(0, 0, 12))[0].item()
     model.reshard()
-    return {'only_dtensors': kinds == {DTensor}, 'before': before, 'after': after}
+    with contextlib.suppress(ValueError):
+        model(torch.zeros(1, BLOCK_SIZE + 1, dtype=torch.long))  # block 0 is on its way
+    model.reshard()
+    of_new_weights = []
+    with torch.no_grad():
+        for parameter in raw.parameters():
+            parameter.mul_(1.5)
+        for _ in range(2):
+            of_new_weights.append(model(*batch(0, 0, 12))[0].item())
+            model.reshard()
+    return {'only_dtensors': kinds == {DTensor}, 'before': before, 'after': after, 'of_new_weights': of_new_weights}
 
 
 class Plain(nn.Module):
@@ -423,6 +443,8 @@ def run_cases():
     results['partial'] = unused_parameters()
     results['usable'] = state_stays_usable()
     results['plain'] = [plain_blocks(prefetch) for prefetch in (0, 1, 2)]
+    if world_size == 2:
+        results['all_reduces'] = count_all_reduces()
     if world_size == 3:
         results['hf'] = {str(flag): hugging_face_model(flag) for flag in (False, True)}
     if world_size in (2, 3):
@@ -533,6 +555,13 @@ def test_collectives_and_their_bytes_are_the_formula(ranks, world_size, zero_sta
     assert [counted[f'fsdp/{key}'] for key in ('gathers', 'gathers_gb', 'wait')] == [0, 0, 0]
 
 
+def test_all_reduces_of_replicas_and_their_bytes_are_the_formula(ranks):
+    """2 (r-1)/r of what is reduced, in fp32, here with r = 2 replicas of 1 shard."""
+    found = ranks[2][0]['all_reduces']
+    assert found['seen'] == found['counted']['fsdp/all_reduces'] == 4  # 3 blocks and the root
+    assert found['counted']['fsdp/all_reduces_gb'] * 1e9 == pytest.approx(4 * found['numbers'], rel=1e-12)
+
+
 @pytest.mark.parametrize('world_size', [2, 3])
 def test_at_most_two_blocks_and_the_root_are_whole_under_stage_3(ranks, world_size):
     for prefetch, seen in ranks[world_size][0]['peak'].items():
@@ -571,6 +600,8 @@ def test_evaluation_state_dict_and_an_exception_leave_a_model_that_trains(ranks)
     for world_size in (1, 2, 3, 4):
         result = ranks[world_size][0]['usable']
         assert result['only_dtensors'] and result['after'] < result['before']
+        first, again = result['of_new_weights']
+        assert first == again != result['after']
 
 
 # --- BAD INPUT --------------------------------------------------------------------------------------------------------

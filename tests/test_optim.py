@@ -270,6 +270,11 @@ def test_muon_takes_hidden_matrices_and_neither_embedding_nor_head():
     assert list(optim.hidden_matrices(Zoo()).values()) == [list(rows) for rows in HIDDEN.values()]
 
 
+def test_muon_leaves_the_head_of_transformers_models_to_adamw():
+    model = nn.ModuleDict({'embed': nn.Embedding(11, 8), 'q_proj': nn.Linear(8, 8), 'lm_head': nn.Linear(8, 11)})
+    assert list(optim.hidden_matrices(model)) == [model['q_proj'].weight]
+
+
 # --- update ---------------------------------------------------------------------------------------------------------
 
 

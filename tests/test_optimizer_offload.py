@@ -37,6 +37,16 @@ def test_the_update_is_the_same_in_parts(name):
     assert kinds and all(value.device.type == 'cpu' for value in kinds)
 
 
+def test_the_gradients_are_there_after_the_step_as_without_offload():
+    parameters = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = StateOnHost(torch.optim.AdamW(parameters), part_bytes=1)
+    gradients = [torch.randn_like(parameters[0]), None, torch.randn_like(parameters[2])]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, gradients, strict=True))
+
+
 def test_parts_hold_what_fits_or_one_parameter():
     parameters = [torch.empty(size) for size in (10, 20, 100, 5, 5)]
     sizes = [[parameter.numel() for parameter in part] for part in in_parts(parameters, bytes_of_moments, 8 * 30)]

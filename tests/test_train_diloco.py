@@ -281,7 +281,7 @@ def resumed(runs, data_dir):
         again('manual', 8, 2, '--fsdp_impl=manual'),
         again('1x2', 8, 1),
         again('4x1', 12, 2, on='2x1'),
-        again('4x1', 8, 2, on='2x1'),
+        again('4x1', 8, 2, '--permanent_interval=8', on='2x1'),
         again('ddp', 8, 2, on='2x1'),
         again('2x1', 12, 0, on='ddp', script='train_ddp.py'),
         again('2x1', 12, 0, on='fsdp', script='train_fsdp.py'),
@@ -449,11 +449,16 @@ def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, da
     assert 'back to' not in (resumed / name / 'train.log').read_text()
 
 
-@pytest.mark.parametrize('name, before, after', [('4x1_8_2x1', 4, 2), ('2x1_8_4x1', 2, 4)])
-def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(resumed, data_dir, name, before, after):
+@pytest.mark.parametrize('name, before, after, is_permanent', [('4x1_8_2x1', 4, 2, True), ('2x1_8_4x1', 2, 4, False)])
+def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
+    resumed, data_dir, name, before, after, is_permanent
+):
     by_hand = ByHand(data_dir, before).run(8).go_on_from_the_rounds_start(after).run_to_the_end()
     check_moved_run(resumed / name, by_hand, [6, 12, 18, 22])
     assert re.search(rf'has {before} replicas: back .* step 6\n', (resumed / name / 'train.log').read_text())
+    # The checkpoint that it has left is deleted, and step 8 saved anew, unless it is to be kept for ever.
+    state = checkpoint.read_state(resumed / name / 'checkpoints' / 'step_00000008')
+    assert state['diloco']['num_replicas'] == (before if is_permanent else after)
 
 
 def check_moved_run(out_dir, by_hand, rounds):

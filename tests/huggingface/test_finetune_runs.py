@@ -640,6 +640,7 @@ def test_sequences_longer_than_the_positions_of_the_model(keys):
 def test_cut_conversations_are_answered_with_a_block_size_that_the_model_takes(model, keys):
     keys = [*keys, '--dataset=chats', '--dry_run']
     assert '--block_size=39 keeps every' in start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout
+    assert 'keeps every' not in start('train_fsdp.py', *RUN, *keys, '--block_size=39')[0].stdout  # it does
     config = json.loads((model / 'config.json').read_text())
     (model / 'config.json').write_text(json.dumps(config | {'max_position_embeddings': 36}))
     said = start('train_fsdp.py', *RUN, *keys, '--block_size=32')[0].stdout

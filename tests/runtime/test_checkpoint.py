@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 import zlib
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -477,6 +478,31 @@ def fail_on_rank_1(out_dir):
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
     for message in run_function(2, fail_on_rank_1, str(tmp_path)):
         assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
+
+
+def fail_once(out_dir, async_save):
+    """What is said where step 1 cannot be saved and step 2, the last one, can."""
+    checkpoint.prepare(out_dir)
+    raw, _, optimizer = build('ddp', width=1000)
+    said = []
+    saver = checkpoint.Saver(out_dir, keep=1, async_save=async_save, say=said.append, save_errors='continue')
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    saver.save(1, raw, optimizer, {})
+    if async_save:
+        wait([saver.pending])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    saver.save(2, raw, optimizer, {})
+    saver.wait()
+    return said
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tmp_path, async_save):
+    ((failed, saved),) = run_function(1, fail_once, str(tmp_path), async_save)
+    assert 'step_00000001: rank 0: OSError: [Errno 27] File too large; training goes on' in failed
+    assert saved.startswith(f'checkpoint {folder_of(tmp_path, 2)}: ')
+    assert os.listdir(tmp_path / 'checkpoints') == ['step_00000002']
 
 
 def save_bad_weights(out_dir):

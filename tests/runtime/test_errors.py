@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
-from runtime import errors
+from runtime import errors, stopping
 
 NCCL = 'NCCL error in: NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=INFO for details)\n{}\nLast error:\n{}'
 
@@ -62,3 +62,13 @@ def test_nccl_out_of_memory_is_out_of_memory(capfd):
     error = DistBackendError(NCCL.format('unhandled cuda error', 'ncclUnhandledCudaError: ...', "2 'out of memory'"))
     errors.report(error, lambda: 'lower batch_size')
     assert '[0] error: out of memory' in (shown := capfd.readouterr().err) and shown.endswith('; lower batch_size\n')
+
+
+def test_of_several_errors_that_end_a_run_the_first_is_kept_for_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, 'starts_file', str(tmp_path / '.starts.json'))
+    stopping.note_error('there is no file yet: this run was not counted')
+    assert stopping.read_starts() == {}
+    (tmp_path / '.starts.json').write_text('{"step": 5, "error": ""}')
+    for line in ('the cause', 'what another rank made of it'):
+        stopping.note_error(line)
+    assert stopping.read_starts() == {'step': 5, 'error': 'the cause'}

@@ -652,6 +652,15 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
     assert 'at most (0 of them) 0.000' in ' '.join(none.split())
 
 
+def test_a_checkpoint_of_diloco_has_the_outer_parameters_and_momentum_and_all_of_each_replica():
+    shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
+    diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 1}
+    diloco |= {'inner_steps': 10, 'exchange_dtype': 'float32', 'error_feedback': False}
+    config = config_of(shape, batch_size=1, global_batch_size=4, **diloco)
+    words = ' '.join(estimate.report(config, shape.to_dict(), 4, 'diloco').split())
+    assert 'per checkpoint 2.253' in words  # 70,393,088 x (4 + 4 + 2 x (4 + 4 + 4)) bytes
+
+
 def test_ranks_that_do_not_divide_are_refused_in_one_line():
     shape = shape_of('gpt2')
     with pytest.raises(ValueError, match='replicate_size=3 does not divide 4 ranks'):

@@ -12,6 +12,7 @@ from launch import REPO, run_forked
 import configurator
 import data
 from model import GPT, ModelConfig
+from optim import learning_rate_at
 from runtime import estimate, scaling
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
@@ -98,7 +99,7 @@ def test_the_batch_line_multiplies_out():
     assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
 
 
-def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_said():
+def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
@@ -117,6 +118,10 @@ def test_numbers_that_mean_nothing_are_refused_and_a_step_that_never_comes_is_sa
     assert 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is learned' in line
     for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
         assert scaling.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
+    assert scaling.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
+    (line,) = scaling.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
+    assert 'warmup_iters=1000 of max_iters=1000 steps: the learning rate never reaches its peak' in line
+    assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
 
 
 def test_replicas_must_divide_the_ranks():

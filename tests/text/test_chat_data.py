@@ -257,6 +257,7 @@ def test_rows_of_sharegpt_and_alpaca_are_conversations():
     assert messages({'id': 1, 'conversations': rows}) == messages_of(turns)
     assert messages({'conversations': messages_of(turns)}) == messages_of(turns)
     assert messages({'system': 's', 'conversations': rows[1:]}) == messages_of(turns)
+    assert messages({'system': 'another', 'conversations': rows}) == messages_of(turns)  # one, not two
     with_input = {'instruction': 'Add.', 'input': '1, 2', 'output': '3'}
     assert messages(with_input) == messages_of([('user', 'Add.\n\n1, 2'), ('assistant', '3')])
     for empty in ({'input': ''}, {'input': None}, {}):

@@ -189,6 +189,13 @@ def test_a_file_that_asks_for_truncation_cuts_no_text(hugging_face_folder, tmp_p
     )
 
 
+def test_ids_with_gaps_lie_below_vocab_size(hugging_face_folder, tmp_path):
+    content = json.loads((hugging_face_folder / 'tokenizer.json').read_text())
+    content['model']['vocab']['a token behind a gap'] = 4999
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
+    assert FileTokenizer(tmp_path / 'tokenizer.json', END_OF_TEXT).vocab_size == 5000
+
+
 # --- a dataset for a model --------------------------------------------------------------------------------------------
 
 
