@@ -29,7 +29,7 @@ tests=(
 export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh
 failed=()
 for version in "${versions[@]}"; do
-    environment=${XDG_CACHE_HOME:-$HOME/.cache}/train-versions/$version
+    environment=${XDG_CACHE_HOME:-$HOME/.cache}/train-versions/${version//[<>=,*]/_}
     python=$environment/bin/python
     [[ -x $python ]] || "$PYTHON" -m venv "$environment"
     # torch in a call of its own: the packages beside it then leave it alone.
