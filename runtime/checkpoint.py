@@ -231,9 +231,7 @@ class Saver:
         if self.keep == 0:
             return
         self._go_on_after(self._finish_pending)
-        tensors = tensors_to_save(model, optimizer, optimizer_key) | (more or {})
-        self._refuse_bad_weights(step, tensors)
-        tensors = self._share_out(tensors)
+        tensors = self._checked_share(step, tensors_to_save(model, optimizer, optimizer_key) | (more or {}))
         state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
         if self.thread is None:
             self._go_on_after(lambda: self._write(step, tensors, state))
@@ -269,27 +267,25 @@ class Saver:
             self.failure = error
             self.say(f'WARNING: {error}; training goes on (save_errors=continue), the last one is {self.last_good()}')
 
-    def _refuse_bad_weights(self, step, tensors):
-        """Raise ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use."""
+    def _checked_share(self, step, tensors):
+        """The tensors that this rank writes: of those that several ranks hold whole, as under DDP, only its share.
+
+        Raises ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use.
+        """
         bad = next((key for key, value in tensors.items() if key.startswith('model.') and not is_finite(value)), None)
+        whole = {key: tensor.nbytes for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         everybodys = [None] * self.world_size
-        dist.all_gather_object(everybodys, bad, group=self.group)
-        for rank, name in enumerate(everybodys):
+        dist.all_gather_object(everybodys, (bad, whole), group=self.group)
+        for rank, (name, _) in enumerate(everybodys):
             if name:
                 raise ValueError(
                     f'{name} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
-
-    def _share_out(self, tensors):
-        """The tensors that this rank writes: of those that several ranks hold whole, as under DDP, only its share."""
-        sizes = {key: tensor.nbytes for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-        everybodys = [None] * self.world_size
-        dist.all_gather_object(everybodys, sizes, group=self.group)
-        sizes = {key: size for of_rank in everybodys for key, size in of_rank.items()}
+        sizes = {key: size for _, of_rank in everybodys for key, size in of_rank.items()}
         written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest tensors are dealt out first
         for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-            holders = [rank for rank, of_rank in enumerate(everybodys) if key in of_rank]
+            holders = [rank for rank, (_, of_rank) in enumerate(everybodys) if key in of_rank]
             writer_of[key] = min(holders, key=written.__getitem__)
             written[writer_of[key]] += size
         return {key: tensor for key, tensor in tensors.items() if writer_of.get(key, self.rank) == self.rank}

@@ -135,10 +135,11 @@ def make_process_group(config, device):
         health.record_flights(config.out_dir)
         backend = 'cpu:gloo,cuda:nccl'
     if 'RANK' in os.environ:
-        # gloo would take the interface that this machine's own name stands for: 127.0.1.1 on many images.
-        interface = processes.interface_to(os.environ['MASTER_ADDR'])
-        if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE'] and interface not in (None, 'lo'):
-            os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
+        if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE']:  # several machines
+            # gloo would take the interface that this machine's own name stands for: 127.0.1.1 on many images.
+            interface = processes.interface_to(os.environ['MASTER_ADDR'])
+            if interface not in (None, 'lo'):
+                os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -83,6 +83,7 @@ def run(case, number):
         'collectives': dict(counter.calls),
         'scale': names['scaler'].state_dict().get('scale'),
         'compiled_graphs': compiled_graphs(),
+        'process_groups': dist.get_pg_count(),
     }
 
 

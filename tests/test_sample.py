@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
@@ -30,7 +31,9 @@ def sample(monkeypatch, capsys):
 
     def run(out_dir, *arguments):
         monkeypatch.setattr(sys, 'argv', ['sample.py', f'--out_dir={out_dir}', *SAMPLE, *arguments])
+        torch.backends.cuda.enable_cudnn_sdp(True)
         runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would make a plan for every new length
         captured = capsys.readouterr()
         return captured.out, captured.err
 

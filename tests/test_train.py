@@ -224,6 +224,12 @@ def test_a_run_without_checkpoints_and_evaluations_leaves_none_and_traces_the_st
     assert not (runs / 'ddp2' / 'trace_rank0.json').exists()
 
 
+def test_without_replicas_the_shards_need_no_process_group_of_their_own(two_ranks):
+    for name in ('fsdp2', 'manual'):
+        assert two_ranks[name]['process_groups'] == two_ranks['ddp2']['process_groups']
+    assert two_ranks['hsdp']['process_groups'] > two_ranks['ddp2']['process_groups']
+
+
 @pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
 def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
     for name in ('compile', 'compile_manual'):
