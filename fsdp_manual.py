@@ -337,7 +337,7 @@ class ShardedModel(nn.Module):
         self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
         self.reduction = None  # the one in flight, see start_reduce_scatter()
         self.reduce_buffers = {}
-        self.sync_gradients = self.is_last_backward = True
+        self.sync_gradients = self.reshards_root = True
         self.in_backward = self.holds_sums = False  # holds_sums: gradients of a micro-step that was not reduced
         self.alive = 0
         self.reset_counts()
@@ -349,9 +349,10 @@ class ShardedModel(nn.Module):
         """Whether backward reduces gradients over the ranks, or keeps the sum of micro-steps on each rank."""
         self.sync_gradients = sync
 
-    def set_is_last_backward(self, last):
-        """Whether the optimizer steps after the next backward pass: the root is resharded at its end."""
-        self.is_last_backward = last
+    def set_reshard_after_backward(self, reshard, recurse=False):
+        """Whether the next backward pass ends with the root resharded, since the optimizer steps then."""
+        assert not recurse, 'zero_stage says when blocks are resharded'
+        self.reshards_root = reshard
 
     # --- when -----------------------------------------------------------------------------------------------------
 
@@ -432,7 +433,7 @@ class ShardedModel(nn.Module):
         self.in_backward, self.holds_sums = False, not self.sync_gradients
         if self.offload and self.on_cuda:
             torch.cuda.current_stream().synchronize()  # clipping and the optimizer read the gradients on the host
-        if self.is_last_backward:
+        if self.reshards_root:
             self.reshard()  # the optimizer changes the masters next
             self.steps += 1
 

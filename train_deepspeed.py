@@ -280,7 +280,9 @@ saver = checkpoint.Saver(
 )  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
-numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
+numbers = health.Numbers(
+    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good, state=state.get('numbers')
+)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
@@ -317,9 +319,9 @@ while step < config.max_iters and not must_stop:
     # gradients: the norm of this rank's slices; the engine clips by that of all
     gradients = deepspeed_engine.gradients(model)
     own_norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    # update: only if loss and gradient are finite on all ranks (an all-reduce; numbers.loss is then the mean loss)
+    # update: only if loss and gradient are finite on all ranks (an all-reduce)
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
-    is_good = numbers.reduce_and_check(step + 1, step_loss, targets, own_norm, may_overflow, saver.last_good)
+    is_good = numbers.reduce_and_check(step + 1, step_loss, targets, own_norm, may_overflow)
     deepspeed_engine.step(model, opt, is_good)  # clips, updates this rank's slices, gathers the weights
     if meter.wants_state(opt):
         meter.note_state(*deepspeed_engine.held(model, opt, gradients))
@@ -337,7 +339,7 @@ while step < config.max_iters and not must_stop:
     # log: every log_interval steps the loss, the learning rate and what the meter has measured
     row = {}
     if step % config.log_interval == 0 or step == 1 or last_step:
-        row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
+        row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
         row['grad_norm'] = float(model.get_global_grad_norm())
     if evaluating and (last_step or not must_stop):
         row.update(evaluate())

@@ -346,8 +346,9 @@ tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
 numbers = health.Numbers(
-    config.max_bad_steps, config.loss_spike_guard, log.say, shard_group, of_replicas[replica % len(of_replicas)]
-)
+    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good,
+    shard_group, of_replicas[replica % len(of_replicas)],
+)  # fmt: skip
 
 
 def save():
@@ -398,7 +399,7 @@ while step < config.max_iters and not must_stop:
         # accumulate='sharded' each backward does, and the shards add up.
         last_micro_step = micro_step == accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-        model.set_is_last_backward(last_micro_step)
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
         meter.mark('forward')
         loss_sum, ce_sum = model(*batch)
         meter.mark('backward')
@@ -408,10 +409,11 @@ while step < config.max_iters and not must_stop:
     meter.mark('update')
     # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks (an all-reduce; numbers.loss is then the mean loss)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    # update: only if loss and gradient are finite on all ranks (an all-reduce). On a GPU the optimizer itself leaves
+    # out a bad step, and the host reads one step later that it was one.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
+    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
         scaler.step(opt)
         meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
@@ -441,8 +443,8 @@ while step < config.max_iters and not must_stop:
 
     # log: shown as it comes, written when the replicas meet
     if step % config.log_interval == 0 or step == 1 or last_step:
-        row |= {'loss': numbers.loss, 'lr': lr, **meter.interval()}
-        row['grad_norm'] = grad_norm.full_tensor().item()
+        row |= {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
+        row['grad_norm'] = grad_norm.item()
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
         if not (round_ends or evaluating or saving):

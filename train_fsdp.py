@@ -278,7 +278,9 @@ saver = checkpoint.Saver(
 )  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
 meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
-numbers = health.Numbers(config.max_bad_steps, config.loss_spike_guard, log.say, state=state.get('numbers'))
+numbers = health.Numbers(
+    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good, state=state.get('numbers')
+)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
@@ -307,7 +309,7 @@ while step < config.max_iters and not must_stop:
         # accumulate='sharded' each backward does, and the shards add up.
         last_micro_step = micro_step == accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-        model.set_is_last_backward(last_micro_step)
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
         meter.mark('forward')
         loss_sum, ce_sum = model(*batch)
         meter.mark('backward')
@@ -317,10 +319,11 @@ while step < config.max_iters and not must_stop:
     meter.mark('update')
     # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks (an all-reduce; numbers.loss is then the mean loss)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    # update: only if loss and gradient are finite on all ranks (an all-reduce). On a GPU the optimizer itself leaves
+    # out a bad step, and the host reads one step later that it was one.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, saver.last_good):
+    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
         scaler.step(opt)
         meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
@@ -338,8 +341,8 @@ while step < config.max_iters and not must_stop:
     # log: every log_interval steps the loss, the learning rate and what the meter has measured
     row = {}
     if step % config.log_interval == 0 or step == 1 or last_step:
-        row = {'loss': numbers.loss, 'lr': lr, **meter.interval()}
-        row['grad_norm'] = grad_norm.full_tensor().item()
+        row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
+        row['grad_norm'] = grad_norm.item()
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
     if evaluating and (last_step or not must_stop):

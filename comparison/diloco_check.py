@@ -214,7 +214,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
         for micro_step in range(micro_steps):
             last = micro_step == micro_steps - 1
             model.set_requires_gradient_sync(config.accumulate == 'sharded' or last)
-            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last, recurse=False)
             (model(*next(batches))[0] * shards / targets_of(step)).backward()
         batches.close()
         return [torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import shutil
 import statistics
@@ -31,40 +32,79 @@ from runtime.stopping import note_error
 SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6
 
 
-class Numbers:
-    """One decision of all ranks, before each optimizer step, whether its loss and gradient can be trusted."""
+def runs_ahead(device):
+    """Whether the host only queues work there, and has to wait to know a result."""
+    return device.type == 'cuda'
 
-    def __init__(self, max_bad_steps, loss_spike_guard, say, group=None, state=None):
+
+class Numbers:
+    """One decision of all ranks, for each optimizer step, whether its loss and gradient can be trusted.
+
+    On a GPU the optimizer leaves out a bad step by itself, if it can (optim.Elementwise.skip_step_if). To ask first
+    would leave the GPU idle until the host knows and has queued the update. The host reads the decision a step later.
+    """
+
+    def __init__(self, max_bad_steps, loss_spike_guard, say, last_good, group=None, state=None):
         """max_bad_steps: this many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
         SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW. say: on rank 0, called with a line.
-        group: the ranks that train together. state: of state(), from a checkpoint."""
+        last_good(): where the last good checkpoint is. group: the ranks that train together. state: of state(), from a
+        checkpoint."""
         self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
+        self.last_good = last_good
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
+        self.unread = None  # the step that reduce_and_check() saw last, until read()
+        self.loss = math.nan
         if state:
             self.skipped, self.in_a_row = state['skipped'], state['in_a_row']
             self.losses.extend(state['losses'])
 
     def state(self):
+        self.read()
         return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
 
-    def reduce_and_check(self, step, loss_sum, targets, grad_norm, may_overflow, last_good):
-        """Whether to take the optimizer step `step`; self.loss is then the mean loss. Collective; waits for the device.
+    def mean_loss(self):
+        """Of the last step, over the targets of all ranks. Waits for the device."""
+        self.read()
+        return self.loss
+
+    def reduce_and_check(self, step, loss_sum, targets, grad_norm, may_overflow, optimizer=None):
+        """Whether to call optimizer.step() for step `step`; it may have been told to change nothing. Collective.
 
         loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
         rank's part of it. may_overflow: in fp16, where GradScaler skips such a step and lowers its scale.
-        Raises ValueError, on every rank, after max_bad_steps in a row; last_good(): where the last good checkpoint is.
+        Raises ValueError, on every rank, after max_bad_steps in a row.
         """
-        local = grad_norm.to_local() if hasattr(grad_norm, 'to_local') else grad_norm
-        gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~local.isfinite()).to(loss_sum)
+        self.read()
+        gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~grad_norm.isfinite()).to(loss_sum)
         # The loss, and two flags of each rank: after one all-reduce all have the same numbers.
         n, own = len(self.ranks), self.ranks.index(dist.get_rank())
         numbers = torch.zeros(1 + 2 * n, dtype=torch.float64, device=loss_sum.device)
         numbers[0], numbers[1 + own], numbers[1 + n + own] = loss_sum.detach(), ~loss_sum.isfinite(), gradient_is_bad
         if n > 1:
             dist.all_reduce(numbers, group=self.group)
+        on_device = getattr(optimizer, 'skips_on_device', False) and runs_ahead(grad_norm.device)
+        if on_device and not self.loss_spike_guard:
+            optimizer.skip_step_if((numbers[1:].sum() > 0).float())
+            arrived = None
+            if numbers.is_cuda:
+                numbers = numbers.to('cpu', non_blocking=True)  # into page-locked memory, behind what computes it
+                arrived = torch.cuda.current_stream().record_event()
+            self.unread = step, targets, numbers, arrived, optimizer
+            return True
+        self.unread = step, targets, numbers, None, None
+        return self.read()
+
+    def read(self):
+        """Read the decision about the last step, where that has not been done: whether it was good. Waits for it."""
+        if self.unread is None:
+            return None
+        (step, targets, numbers, arrived, optimizer), self.unread = self.unread, None
+        if arrived:
+            arrived.synchronize()
         total, *flags = numbers.tolist()
         self.loss = total / targets
+        n = len(self.ranks)
         bad_loss, bad_gradient = (
             [rank for rank, flag in zip(self.ranks, of_ranks, strict=True) if flag]
             for of_ranks in (flags[:n], flags[n:])
@@ -79,12 +119,14 @@ class Numbers:
             self.losses.append(self.loss)
             self.in_a_row = 0
             return True
+        if optimizer:
+            optimizer.forget_step()
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row > self.max_bad_steps:
             raise ValueError(
                 f'{problem} at step {step}, and so {self.in_a_row} bad steps in a row (max_bad_steps='
-                f'{self.max_bad_steps}): the last good checkpoint is {last_good()}; go on from it with a lower '
+                f'{self.max_bad_steps}): the last good checkpoint is {self.last_good()}; go on from it with a lower '
                 '--learning_rate, or look at the data of this step'
             )
         line = f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)'

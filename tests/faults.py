@@ -152,17 +152,22 @@ def mount(*arguments):
 # --- faults inside of a rank ------------------------------------------------------------------------------------------
 
 
-def inject(kind, rank, step, count=1, seconds=3600.0, value=None):
+def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
     """Have this process do something wrong if it is `rank`, in `count` steps from the `step`th that it takes.
 
     kind: see the top. A step is one micro-step for 'hang' and 'slow'. value: of the changed weight; None = 1 more.
+    ahead: as on a GPU, the host calls the optimizer before it knows whether the step is good.
     """
+    if ahead:
+        from runtime import health
+
+        health.runs_ahead = lambda device: True
     if int(os.environ.get('RANK', 0)) != rank:
         return
     if kind in ('nan', 'weight'):
-        import torch
+        import optim
 
-        clip, calls = torch.nn.utils.clip_grad_norm_, iter(range(1, 1 << 62))
+        clip, calls = optim.clip_grad_norm_, iter(range(1, 1 << 62))
 
         def clip_after_fault(parameters, *arguments, **options):
             parameters = list(parameters)
@@ -170,7 +175,7 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None):
                 poke(parameters, kind, value)
             return clip(parameters, *arguments, **options)
 
-        torch.nn.utils.clip_grad_norm_ = clip_after_fault
+        optim.clip_grad_norm_ = clip_after_fault
     else:
         import data
 

@@ -6,6 +6,7 @@ Ranks run all cases once and return what each of them saw; the tests read that.
 import collections
 import contextlib
 import json
+import math
 import signal
 import unittest.mock
 import warnings
@@ -24,6 +25,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_manual
+import optim
 from model import GPT, ModelConfig
 
 STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
@@ -148,13 +150,16 @@ def train(implementation, case, mesh, gradients=None):
             last = micro_step == MICRO_STEPS - 1
             if implementation != 'plain':
                 model.set_requires_gradient_sync(case['accumulate'] == 'sharded' or last)
-                model.set_is_last_backward(last)
+                model.set_reshard_after_backward(last, recurse=False)
             x, y = batch(step, micro_step * world_size + rank, MICRO_STEPS * world_size)
             loss, ce = model(x, y)
             scaler.scale(loss * world_size / valid).backward()
             total += ce.detach()
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        own_norm = optim.clip_grad_norm_(trained, math.inf)
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.testing.assert_close(own_norm, whole(norm), rtol=1e-6, atol=0)
         if step == 0 and gradients is not None:
             gradients |= {name: whole(p.grad).clone() for name, p in raw.named_parameters() if p.grad is not None}
         scaler.step(optimizer)
@@ -211,7 +216,7 @@ def count_collectives(zero_stage, accumulate, dtype='float32'):
         for micro_step in range(MICRO_STEPS):
             last = micro_step == MICRO_STEPS - 1
             model.set_requires_gradient_sync(accumulate == 'sharded' or last)
-            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last, recurse=False)
             model(*batch(0, 0, 12))[0].backward()
         rows['step'], seen.calls = seen.calls, []
         rows['counted'] = model.communication()

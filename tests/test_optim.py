@@ -26,7 +26,7 @@ STEPS = 100
 KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=0.7, delta=6.0, wd_ts=25, max_iters=80)
 RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
 TOLERANCE = {name: 1e-6 for name in OPTIMIZERS} | {'muon': 1e-5}
-ELEMENTWISE = list(optim.UPDATES)
+ELEMENTWISE = [name for name in optim.UPDATES if name != 'adamw']
 
 
 class TinyModel(nn.Module):
@@ -292,14 +292,7 @@ def test_a_list_of_tensors_follows_the_equation(name, expected, monkeypatch):
     start, gradients = values()
     model, optimizer = build(name, start)
     monkeypatch.setattr(optim, 'FOREACH', 100)
-    rows_of_elementwise = optim.Elementwise.run
-    monkeypatch.setattr(
-        optim.Elementwise,
-        'run',
-        lambda self, kernel, scalars, device, rows: rows_of_elementwise(
-            self, kernel, scalars, torch.device('cuda'), rows
-        ),
-    )
+    monkeypatch.setattr(optim.Elementwise, 'in_chunks', optim.Elementwise.in_lists)
     take_steps(model, optimizer, gradients, range(STEPS))
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
 
@@ -351,14 +344,62 @@ def test_state_is_tensors_and_as_many_moments_as_documented(name):
         assert all(x.shape == parameter.shape and x.dtype == torch.float32 for x in state.values())
 
 
-def test_adamw_is_the_fused_kernel():
-    assert make_optimizer(TinyModel(), **ADAMW).defaults['fused']
+def test_adamw_is_torchs_fused_one_to_the_bit():
+    start, gradients = values()
+    model, optimizer = build('adamw', start)
+    theirs, _ = build('adamw', start)
+    groups = parameter_groups(theirs, KEYS['weight_decay'])
+    reference = torch.optim.AdamW(groups, lr=KEYS['learning_rate'], betas=(KEYS['beta1'], KEYS['beta2']), fused=True)
+    for step in range(STEPS):
+        take_steps(model, optimizer, gradients, [step])
+        take_steps(theirs, reference, gradients, [step])
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), theirs.parameters(), strict=True))
+    for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+        ours, of_torch = optimizer.state[a], reference.state[b]
+        assert ours.keys() == of_torch.keys() and all(torch.equal(ours[slot], of_torch[slot]) for slot in ours)
 
 
-def test_orthogonalised_matrices_have_singular_values_near_1():
-    for shape in ((40, 60), (60, 40)):
-        singular_values = torch.linalg.svdvals(optim.orthogonalise(torch.randn(shape)))
+@pytest.mark.parametrize('name, compile', [('adamw', False), ('adana', True)])
+def test_a_step_that_the_device_skips_changes_nothing_and_does_not_count(name, compile):
+    start, gradients = values()
+    plain, its_optimizer = build(name, start, compile=compile)
+    model, optimizer = build(name, start, compile=compile)
+    assert optimizer.skips_on_device
+    for step in range(10):
+        optimizer.skip_step_if(torch.tensor(0.0))
+        take_steps(model, optimizer, gradients, [step])
+        if step in (0, 3):  # the host may not know before the step was issued
+            bad = {key: torch.full_like(g, math.nan) for key, g in gradients.items()}
+            optimizer.skip_step_if(torch.tensor(1.0))
+            take_steps(model, optimizer, bad, [step])
+            optimizer.forget_step()
+        take_steps(plain, its_optimizer, gradients, [step])
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+            for slot, value in its_optimizer.state[b].items():
+                torch.testing.assert_close(optimizer.state[a][slot], value, rtol=1e-6, atol=1e-12)
+    assert not make_optimizer(TinyModel(), **KEYS, optimizer='muon').skips_on_device
+
+
+def test_clipping_is_torchs_to_the_bit():
+    for most in (0.5, 1e9, math.inf):
+        theirs, ours = ([nn.Parameter(torch.empty(size)) for size in (7, 1, 30)] for _ in range(2))
+        for a, b in zip(theirs[:2], ours[:2], strict=True):  # the third has no gradient
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        expected = nn.utils.clip_grad_norm_(theirs, most)
+        assert torch.equal(optim.clip_grad_norm_(ours, most), expected) and expected > 0.5
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(theirs[:2], ours[:2], strict=True))
+
+
+@pytest.mark.parametrize('shape', [(40, 60), (60, 40)])
+def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(shape):
+    matrices = torch.randn(5, *shape)
+    found = optim.orthogonalise(matrices)
+    for matrix, alone in zip(found, matrices, strict=True):
+        singular_values = torch.linalg.svdvals(matrix)
         assert 0.6 < singular_values.min() and singular_values.max() < 1.3
+        torch.testing.assert_close(matrix, optim.orthogonalise(alone[None])[0], rtol=1e-5, atol=1e-6)
 
 
 def test_matrices_are_dealt_out_evenly():

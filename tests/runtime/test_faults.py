@@ -13,6 +13,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from launch import TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
 from outputs import (
     assert_same_rows,
@@ -292,11 +293,11 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('strategy', SCRIPTS)
-def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy):
+@pytest.mark.parametrize('strategy, ahead', [*((strategy, False) for strategy in SCRIPTS), ('manual', True)])
+def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy, ahead):
     """The same step is left out as if it had not been there: the state after it equals the state before it."""
     out_dir = tmp_path / 'run'
-    fault = {'kind': 'nan', 'rank': 1, 'step': 7}
+    fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'ahead': ahead}
     keys = ['--max_iters=10', '--checkpoint_interval=1', '--keep_checkpoints=99']
     keys += ['--checksum_interval=1'] if strategy == 'ddp' else []  # every rank has the same weights
     job = start(strategy, out_dir, *keys, fault=fault)
@@ -311,6 +312,28 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert not all(torch.equal(after[name], later[name]) for name in before)
     assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
+
+
+def tensors_of(path):
+    """All that a checkpoint holds: {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize('strategy', ['fsdp', 'ddp'])
+def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
+    """As on a GPU: the optimizer skips by itself, and the host reads that a step later."""
+    for name, ahead in (('waits', False), ('ahead', True)):
+        fault = {'kind': 'nan', 'rank': 0, 'step': 8, 'count': 2, 'ahead': ahead}
+        job = start(strategy, tmp_path / name, '--max_iters=10', '--log_interval=4', '--eval_interval=5', fault=fault)
+        assert job.wait() == [0, 0], job.text()
+        assert job.text().count('the step is skipped on all ranks') == 2
+    assert_same_rows(tmp_path / 'waits', tmp_path / 'ahead', ('step', 'loss', 'grad_norm', 'val_loss', 'skipped'))
+    tensors = [tensors_of(path_of(tmp_path / name, 10)) for name in ('waits', 'ahead')]
+    assert tensors[0].keys() == tensors[1].keys() and any(key.startswith('optim.') for key in tensors[0])
+    assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 
 
 def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_the_outer_parameters(tmp_path):
@@ -408,17 +431,14 @@ def judge(numbers, losses, first_step=1):
     """What Numbers decides about each loss, the mean over 10 targets."""
     norm = torch.tensor(1.0)
     sums = [torch.tensor(10 * loss) for loss in losses]
-    return [
-        numbers.reduce_and_check(step, one, 10, norm, False, lambda: 'none')
-        for step, one in enumerate(sums, first_step)
-    ]
+    return [numbers.reduce_and_check(step, one, 10, norm, False) for step, one in enumerate(sums, first_step)]
 
 
 def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(one_rank):
     generator = torch.Generator().manual_seed(0)
     noise = (3 + 0.1 * torch.randn(400, generator=generator)).tolist()
     said = []
-    numbers = health.Numbers(10, True, said.append)
+    numbers = health.Numbers(10, True, said.append, lambda: 'none')
     assert judge(numbers, [50.0, *noise[:127]]) == [True] * 128  # nothing is a spike before there are 128 losses
     assert all(judge(numbers, noise[127:255]))  # the 50 has left the window
     mean, sigma = sum(noise[127:255]) / 128, 0.1
@@ -437,24 +457,24 @@ def test_the_spike_guard_decides_the_same_after_a_resume(one_rank):
     losses = (3 + 0.1 * torch.randn(300, generator=generator)).tolist()
     for step in (150, 200, 201, 250):
         losses[step] = 9.0
-    whole = health.Numbers(10, True, lambda line: None)
+    whole = health.Numbers(10, True, lambda line: None, lambda: 'none')
     decisions = judge(whole, losses)
     assert [step for step, good in enumerate(decisions) if not good] == [150, 200, 201, 250]
-    first = health.Numbers(10, True, lambda line: None)
+    first = health.Numbers(10, True, lambda line: None, lambda: 'none')
     begun = judge(first, losses[:201])
-    second = health.Numbers(10, True, lambda line: None, state=json.loads(json.dumps(first.state())))
+    second = health.Numbers(10, True, lambda line: None, lambda: 'none', state=json.loads(json.dumps(first.state())))
     assert second.in_a_row == 1
     assert begun + judge(second, losses[201:], 202) == decisions
     assert second.state() == whole.state()
 
 
 def test_without_the_guard_a_spike_is_a_step_like_others(one_rank):
-    numbers = health.Numbers(10, False, print)
+    numbers = health.Numbers(10, False, print, lambda: 'none')
     assert all(judge(numbers, [3.0] * 130 + [1000.0]))
 
 
 def test_bad_steps_are_counted_in_a_row(one_rank):
-    numbers = health.Numbers(2, False, lambda line: None)
+    numbers = health.Numbers(2, False, lambda line: None, lambda: 'none')
     nan = float('nan')
     assert judge(numbers, [nan, nan, 3.0, nan, nan]) == [False, False, True, False, False]
     with pytest.raises(ValueError, match='loss not finite on rank 0 at step 6.*last good checkpoint is none'):
