@@ -322,7 +322,7 @@ class Elementwise(torch.optim.Optimizer):
             self.held[number] = self.steps_of(group), {}
         steps, held = self.held[number]
         gradients = [parameter.grad for parameter in group['params']]
-        has_gradient = torch.tensor([gradient is not None for gradient in gradients])
+        has_gradient = torch.tensor([float(gradient is not None) for gradient in gradients])
         steps += has_gradient
         self.counted.append((steps, has_gradient))
         rows = {}  # t -> [(theta, g, *state)]; a parameter that was not used yet is behind in t
