@@ -350,8 +350,7 @@ class ShardedModel(nn.Module):
         self.sync_gradients = sync
 
     def set_reshard_after_backward(self, reshard, recurse=False):
-        """Whether the next backward pass ends with the root resharded, since the optimizer steps then."""
-        assert not recurse, 'zero_stage says when blocks are resharded'
+        """Whether the next backward pass ends with the root resharded: the optimizer steps then. Blocks: zero_stage."""
         self.reshards_root = reshard
 
     # --- when -----------------------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ class Config:
     # system
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout
     deterministic = False  # bit-equal repetitions, at a cost in speed

@@ -92,6 +92,7 @@ class Config:
     # system
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout
     deterministic = False  # bit-equal repetitions, at a cost in speed
@@ -125,7 +126,7 @@ import fsdp_manual
 import optim
 from huggingface import finetune
 from model import GPT
-from runtime import checkpoint, errors, estimate, health, processes, scaling, setup, stopping
+from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
@@ -265,7 +266,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 if config.cpu_offload == 'optimizer':
-    opt = optim.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
+    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 train_batches = data.batches(
     train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -320,8 +321,7 @@ while step < config.max_iters and not must_stop:
     # gradients: undo the loss scale, clip their global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks (an all-reduce). On a GPU the optimizer itself leaves
-    # out a bad step, and the host reads one step later that it was one.
+    # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
         scaler.step(opt)

@@ -268,32 +268,33 @@ class Saver:
             self.say(f'WARNING: {error}; training goes on (save_errors=continue), the last one is {self.last_good()}')
 
     def _checked_share(self, step, tensors):
-        """The tensors that this rank writes: of those that several ranks hold whole, as under DDP, only its share.
+        """The tensors that this rank writes: of pieces that several ranks hold, as under DDP and HSDP, only its share.
 
         Raises ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use.
         """
         bad = next((key for key, value in tensors.items() if key.startswith('model.') and not is_finite(value)), None)
-        whole = {key: tensor.nbytes for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        names = {key: name_of_copies(key, tensor) for key, tensor in tensors.items()}
+        copies = {name: local_piece(tensors[key]).nbytes for key, name in names.items() if name}
         everybodys = [None] * self.world_size
-        dist.all_gather_object(everybodys, (bad, whole), group=self.group)
+        dist.all_gather_object(everybodys, (bad, copies), group=self.group)
         for rank, (name, _) in enumerate(everybodys):
             if name:
                 raise ValueError(
                     f'{name} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
-        sizes = {key: size for _, of_rank in everybodys for key, size in of_rank.items()}
-        written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest tensors are dealt out first
-        for key, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-            holders = [rank for rank, (_, of_rank) in enumerate(everybodys) if key in of_rank]
-            writer_of[key] = min(holders, key=written.__getitem__)
-            written[writer_of[key]] += size
-        return {key: tensor for key, tensor in tensors.items() if writer_of.get(key, self.rank) == self.rank}
+        sizes = {name: size for _, of_rank in everybodys for name, size in of_rank.items()}
+        written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest pieces are dealt out first
+        for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+            holders = [rank for rank, (_, of_rank) in enumerate(everybodys) if name in of_rank]
+            writer_of[name] = min(holders, key=written.__getitem__)
+            written[writer_of[name]] += size
+        return {key: tensor for key, tensor in tensors.items() if writer_of.get(names[key], self.rank) == self.rank}
 
     def _stage(self, tensors):
         """Copy this rank's pieces into host memory. When it returns, training may change the tensors again."""
         for key, tensor in tensors.items():
-            piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            piece = local_piece(tensor)
             if key not in self.copies:  # pinned memory, if from a GPU: its copies are faster and need no waiting for
                 self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)
             self.copies[key].copy_(piece, non_blocking=True)
@@ -402,12 +403,25 @@ class FileWriter(dcp.FileSystemWriter):
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
+def local_piece(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def name_of_copies(key, tensor):
+    """A name that this rank's piece has on every rank that holds the same one; None if no other rank may."""
+    if not isinstance(tensor, DTensor):
+        return key
+    mesh = tensor.device_mesh  # HSDP: (replicate, shard)
+    is_replicated = mesh.ndim == 2 and tensor.placements[0].is_replicate()
+    return f'{key} {mesh.get_local_rank(1)}' if is_replicated else None
+
+
 def is_finite(tensor):
     """Whether this rank's part of a tensor or DTensor is."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not local.is_floating_point() or not local.numel():
+    piece = local_piece(tensor)
+    if not piece.is_floating_point() or not piece.numel():
         return True
-    return torch.stack(local.aminmax()).isfinite().all().item()  # NaN is both; no memory as local.isfinite() takes
+    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN is both; no memory as piece.isfinite() takes
 
 
 def describe_failure(error, rank):

@@ -35,6 +35,7 @@ def start_process(config):
     compute_dtype = processes.choose_dtype(config.dtype, device)
     if device.type == 'cuda':
         processes.configure_allocator()
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
     if config.deterministic:
         processes.make_deterministic()
     config.device, config.dtype = str(device), str(compute_dtype).removeprefix('torch.')

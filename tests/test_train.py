@@ -276,10 +276,11 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     assert reduces['count_fsdp'] == units * steps  # only the last micro-step of each step reduces
     assert reduces['count_sharded'] == units * steps * micro_steps
     assert reduces['count_ddp'] == gathers['count_ddp'] == 0
-    # Stage 3 gathers the blocks for forward and again for backward, and in each batch of an evaluation; the root stays.
-    assert gathers['count_fsdp'] == (units + blocks) * micro_steps * steps + blocks * eval_batches + 1
+    # Stage 3 gathers the blocks for forward and again for backward, and in each batch of an evaluation. The root stays
+    # whole for a step, and for an evaluation.
+    assert gathers['count_fsdp'] == (2 * blocks * micro_steps + 1) * steps + blocks * eval_batches + 1
     assert (
-        gathers['count_zero2'] == units * micro_steps * steps + units
+        gathers['count_zero2'] == (blocks * micro_steps + 1) * steps + units
     )  # gathered until backward, or the evaluation, ends
     # HSDP averages each unit's gradient over the replicas, on top of a reduce-scatter inside each.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')

@@ -672,6 +672,12 @@ def test_in_the_background_each_rank_copies_no_more_than_its_share(ranks, tmp_pa
     assert max(staged) - min(staged) <= largest[0]
 
 
+def test_replicas_of_a_sharded_model_share_what_they_copy(tmp_path):
+    """Four ranks, HSDP: a shard lies on two of them."""
+    staged, _, of_all = zip(*run_function(4, bytes_staged, 'hsdp', str(tmp_path / 'hsdp')), strict=True)
+    assert sum(staged) == of_all[0]
+
+
 def save_and_load_often(out_dir):
     """Open files of this process after 10 and after 20 rounds."""
     checkpoint.prepare(out_dir)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import optim
-from optim import StateOnHost, bytes_of_moments, in_parts
+from optim import in_parts
+from runtime.offload import StateOnHost, bytes_of_moments
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 
