@@ -16,22 +16,14 @@ LESSONS = {'fsdp_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 SHARED = {'data.py', 'optim.py'}
 ROOMS = ('runtime', 'text', 'huggingface', 'comparison')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room.
-# Of runtime/ two look above: estimate.py counts the model of a run and its optimizer's groups, offload.py runs one in parts.
-FLOORS = [
-    SCRIPTS,
-    LESSONS,
-    {'comparison'},
-    {'runtime/estimate.py', 'runtime/offload.py'},
-    SHARED,
-    {'text', 'huggingface'},
-    {'runtime'},
-]
-FLOORS += [{'configurator.py', 'model.py'}]
+# Of runtime/ two look above: estimate.py counts a model and its optimizer's groups, offload.py steps a part of them.
+FLOORS = [SCRIPTS, LESSONS, {'comparison'}, {'runtime/estimate.py', 'runtime/offload.py'}, SHARED]
+FLOORS += [{'text', 'huggingface'}, {'runtime'}, {'configurator.py', 'model.py'}]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
-LONGER = {'train_diloco.py': 477, 'fsdp_manual.py': 663, 'diloco.py': 611}
-LINES_IN_ALL = 14_130
+LONGER = {'train_diloco.py': 477, 'optim.py': 652, 'fsdp_manual.py': 663, 'diloco.py': 611}
+LINES_IN_ALL = 14_360
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
