@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 
-# The loss's chunks hold this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens are enough for a fast matmul.
+# The loss's chunks hold at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens, enough for a fast
+# matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
 
 # Of the parts of a model the first with a word that is in a parameter's name, here or in transformers, counts it.
@@ -310,18 +311,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, z_loss, with_gradients):
+    def forward(ctx, hidden, weight, targets, vocab_size, z_loss, with_gradients, cross_entropy):
         """hidden (N, C), weight (V, C), targets (N), -1 = ignored; columns of logits from vocab_size on are padding.
 
         Returns two fp32 scalars, sums over the tokens that are not ignored: ce + z_loss * logsumexp(logits)^2, and ce.
-        with_gradients: torch.is_grad_enabled() of the caller, which in here is always False.
+        with_gradients: torch.is_grad_enabled() of the caller, which in here is always False. cross_entropy: the one
+        below, or the compiled pointwise one.
         """
         needs_hidden, needs_weight = needs = [with_gradients and needed for needed in ctx.needs_input_grad[:2]]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         loss_sum = ce_sum = 0.0
         matrix = weight.to(hidden.dtype)  # (V, C)
-        n = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * weight.shape[0]))  # tokens of a chunk
+        most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * weight.shape[0]))
+        n = tokens_per_chunk(hidden.shape[0], most)
         for start in range(0, hidden.shape[0], n):
             chunk = slice(start, start + n)
             logits = hidden[chunk] @ matrix.T  # (n, V)
@@ -341,7 +344,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss_sum, _):
         # In place: the second is as large as the head. (Another backward would raise, since it finds them changed.)
         gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
+
+
+def tokens_per_chunk(tokens, most):
+    """The size of the fewest chunks of equal size, a multiple of 128, with at most `most` tokens; else `most`.
+
+    16,384 tokens with most=2668 are 8 chunks of 2048, rather than 6 of 2668 and one of 376: one shape to compile, and
+    whole tiles for the matmuls.
+    """
+    for chunks in range(-(-tokens // most), tokens // 128 + 1):
+        if tokens % (128 * chunks) == 0:
+            return tokens // chunks
+    return most
 
 
 def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
@@ -362,6 +377,25 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
     return loss_sum, ce_sum, gradient.to(logits.dtype)
 
 
+def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
+    """cross_entropy() in the form that torch.compile makes one kernel of: without a scatter, and nothing in place.
+
+    Of each logit in bf16 it then moves 6 bytes (8 with a separate pass for the largest of a row), in place of 38.
+    """
+    columns = torch.arange(logits.shape[1], device=logits.device)  # (V)
+    logits32 = torch.where(columns < vocab_size, logits.float(), -math.inf)  # (n, V); it stays in registers
+    lse = torch.logsumexp(logits32, -1)  # (n)
+    valid = (targets >= 0).float()  # (n)
+    ce = lse - logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float()
+    ce_sum = (ce * valid).sum()
+    loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
+    if not with_gradient:
+        return loss_sum, ce_sum, None
+    softmax = (logits32 - lse[:, None]).exp()
+    gradient = softmax * (valid * (1 + 2 * z_loss * lse))[:, None] - (columns == targets[:, None]).float()
+    return loss_sum, ce_sum, gradient.to(logits.dtype)
+
+
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +405,7 @@ class GPT(nn.Module):
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
+        self.cross_entropy = cross_entropy
         self.flops_of_attention = 12 * config.n_layer * config.n_head * config.head_dim * config.block_size  # per token
         self.rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
         self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
@@ -415,7 +450,7 @@ class GPT(nn.Module):
 
         if y is None:
             return self.head(h)[..., : self.config.vocab_size]
-        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled()
+        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
 
     def checkpoint_activations(self, mode):

@@ -126,7 +126,7 @@ import data
 import deepspeed_engine
 import optim
 from huggingface import finetune
-from model import GPT
+from model import GPT, pointwise_cross_entropy
 from runtime import checkpoint, errors, estimate, files, health, processes, scaling, setup, stopping
 from runtime.log import Log
 from runtime.meter import Meter
@@ -179,6 +179,8 @@ raw_model.checkpoint_activations(config.activation_checkpointing)
 if config.compile:
     for block in raw_model.blocks:
         block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
+if config.compile and on_cuda:  # on a CPU the loss is faster as it is
+    raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # raw_model is not what computes: it is the run's weights as checkpoints hold them, rows of fp32 on the host, and empty
@@ -226,6 +228,7 @@ with torch.device('meta'):
 trained.checkpoint_activations(config.activation_checkpointing)
 for block in trained.blocks if config.compile else ():
     block.forward = torch.compile(block.forward)
+trained.cross_entropy = raw_model.cross_entropy  # compiled, or as it is
 # From here on opt updates the engine's slices. It begins with raw_model's weights and opt's state by name.
 timeout = timedelta(seconds=config.timeout_s)
 model = deepspeed_engine.start(deepspeed, trained, opt, raw_model, engine_config, device, timeout)

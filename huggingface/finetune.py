@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import GPT, ChunkedCrossEntropy, generator_of, recomputed
+from model import GPT, ChunkedCrossEntropy, cross_entropy, generator_of, recomputed
 from runtime import processes
 from runtime.errors import one_line
 
@@ -218,6 +218,7 @@ def heads_of(config):
 class ForTraining:
     """What a train script asks of a model. for_training() makes a subclass of this and of transformers' class."""
 
+    cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
     def forward(self, x, y=None, positions=None):
@@ -240,7 +241,7 @@ class ForTraining:
                 targets, vocab_size = y.flatten(), logits.shape[-1]
                 return loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
             hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
-        options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled()
+        options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
 
     def _apply(self, *args, **kwargs):

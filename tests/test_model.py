@@ -8,10 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model as model_module
 from huggingface import convert
-from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, sample_token
+from model import (
+    ARCHITECTURES,
+    GPT,
+    ChunkedCrossEntropy,
+    ModelConfig,
+    cross_entropy,
+    pointwise_cross_entropy,
+    sample_token,
+)
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
@@ -183,6 +192,9 @@ def test_enoki_and_the_gated_qwen3_equal_a_plain_reference(keys):
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
+compiled_cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+
+
 def reference_loss(hidden, weight, targets, z_loss):
     logits = (hidden @ weight.T)[:, :VOCAB_SIZE]
     ce = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
@@ -191,7 +203,11 @@ def reference_loss(hidden, weight, targets, z_loss):
 
 @pytest.mark.parametrize('tokens_per_chunk', [1, 7, 1000])
 @pytest.mark.parametrize('z_loss', [0.0, 0.01])
-def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, tokens_per_chunk, z_loss):
+@pytest.mark.parametrize('kernel', ['eager', 'pointwise', 'compiled'])
+def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, tokens_per_chunk, z_loss, kernel):
+    if kernel == 'compiled' and tokens_per_chunk == 1:
+        pytest.skip('compiling takes seconds, and 7 and 1000 show chunks and none')
+    kernel = {'eager': cross_entropy, 'pointwise': pointwise_cross_entropy, 'compiled': compiled_cross_entropy}[kernel]
     monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', tokens_per_chunk * 4 * 128)
     generator = torch.Generator().manual_seed(tokens_per_chunk)
     hidden = torch.randn(37, 13, generator=generator, requires_grad=True)
@@ -199,7 +215,7 @@ def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, token
     targets = torch.randint(-1, VOCAB_SIZE, (37,), generator=generator)
     targets[:5] = -1
 
-    loss_sum, ce_sum = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, True)
+    loss_sum, ce_sum = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, True, kernel)
     (loss_sum * 0.25).backward()
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     exact_loss, exact_ce = reference_loss(exact_hidden, exact_weight, targets, z_loss)
@@ -212,17 +228,18 @@ def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, token
     torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
     assert weight.grad[VOCAB_SIZE:].abs().max() == 0  # padding learns nothing
 
-    no_gradients = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, False)
+    no_gradients = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, False, kernel)
     torch.testing.assert_close(no_gradients, (loss_sum.detach(), ce_sum), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, dtype):
+@pytest.mark.parametrize('kernel', [cross_entropy, pointwise_cross_entropy])
+def test_loss_of_half_precision_hidden_states_reaches_fp32_weights(monkeypatch, dtype, kernel):
     monkeypatch.setitem(model_module.LOGITS_BYTES, 'cpu', 8 * 4 * 128)
     hidden = torch.randn(37, 16).to(dtype).requires_grad_()
     weight = torch.randn(128, 16, requires_grad=True)
     targets = torch.randint(VOCAB_SIZE, (37,))
-    loss_sum, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, 0.0, True)
+    loss_sum, _ = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, 0.0, True, kernel)
     loss_sum.backward()
     assert hidden.grad.dtype == dtype and weight.grad.dtype == torch.float32
     exact = weight.detach().clone().requires_grad_()
@@ -271,13 +288,67 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
         (2 * loss_sum).backward()
 
 
+@pytest.mark.parametrize(
+    'tokens, most, expected',
+    [
+        (16384, 2668, 2048),
+        (8192, 2668, 2048),
+        (8192, 8192, 8192),
+        (768, 300, 256),
+        (1000, 300, 300),
+        (37, 7, 7),
+        (5, 9, 9),
+    ],
+)
+def test_chunks_are_equal_multiples_of_128_where_the_tokens_allow_it(tokens, most, expected):
+    assert model_module.tokens_per_chunk(tokens, most) == expected
+
+
+class BytesMoved(TorchDispatchMode):
+    """Bytes of all that each operation takes and returns. Views move nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        aliases = [returned.alias_info for returned in function._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and function.namespace == 'aten' and 'empty' not in str(function):
+            self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor))
+        return result
+
+
+def test_compiled_the_loss_moves_at_most_a_fifth_of_the_bytes_per_logit():
+    """bf16, without the matmuls. The compiler counts what its kernels read and write."""
+    n, vocab_size = 64, 50304
+    logits = torch.randn(n, vocab_size).bfloat16()
+    targets = torch.randint(50257, (n,))
+    with torch.no_grad():
+        with BytesMoved() as eager:
+            cross_entropy(logits.clone(), targets, 50257, 1e-4, True)
+        before = (eager.bytes - 2 * logits.nbytes) / logits.numel()  # without that clone
+        torch._dynamo.reset()
+        torch._inductor.metrics.reset()
+        torch._logging.set_logs(inductor_metrics=True)  # else nothing is counted
+        try:
+            with torch._inductor.config.patch(force_disable_caches=True):
+                torch.compile(pointwise_cross_entropy, dynamic=False)(logits, targets, 50257, 1e-4, True)
+        finally:
+            torch._logging.set_logs()
+        after = torch._inductor.metrics.num_bytes_accessed / logits.numel()
+    print(f'{before:.1f} bytes per logit before, {after:.1f} after')
+    assert 6 <= after <= before / 5
+
+
 def test_full_logits_of_a_large_vocabulary_never_exist():
     n_tokens, vocab_size, n_embd = 2048, 131_072, 16
     hidden = torch.randn(n_tokens, n_embd, requires_grad=True)
     weight = torch.randn(vocab_size, n_embd, requires_grad=True)
     targets = torch.randint(vocab_size, (n_tokens,))
     with PeakBytes() as memory:
-        ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, 1e-4, True)[0].backward()
+        ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size, 1e-4, True, cross_entropy)[0].backward()
     assert 2**26 < memory.peak < n_tokens * vocab_size * 4 / 4  # more than a chunk, less than a quarter of the logits
 
 

@@ -112,7 +112,7 @@ def measure_load(folder, implementation):
 
 def measure_loss(kind, tokens, width, vocabulary):
     """Bytes by which memory grows over forward and backward of a head and its loss."""
-    from model import ChunkedCrossEntropy
+    from model import ChunkedCrossEntropy, cross_entropy
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -120,7 +120,7 @@ def measure_loss(kind, tokens, width, vocabulary):
     targets = torch.randint(vocabulary, (tokens,))
     with Growth() as growth:
         if kind == 'chunked':
-            loss = ChunkedCrossEntropy.apply(hidden, weight, targets, vocabulary, 0.0, True)[0]
+            loss = ChunkedCrossEntropy.apply(hidden, weight, targets, vocabulary, 0.0, True, cross_entropy)[0]
         else:
             loss = F.cross_entropy(hidden @ weight.T, targets, reduction='sum')
         growth.look()  # for backward all logits are still there
