@@ -46,7 +46,7 @@ class StateOnHost:
         parts = [*in_parts(gradients, bytes_of_moments, self.part_bytes)]
         arrived, left = self.fetch(parts[0]) if parts else None, None
         for part, following in zip(parts, [*parts[1:], []], strict=True):
-            left = wait_for(left)  # and with it goes its memory on the GPU, to the part that is fetched now
+            wait_for(left)  # its memory on the GPU is free, for the part that is fetched now
             arriving = self.fetch(following)
             wait_for(arrived)
             for parameter in part:
@@ -75,26 +75,24 @@ class StateOnHost:
         return self.copy(self.to_host, tensors, [self.host[tensor] for tensor in tensors])
 
     def copy(self, stream, tensors, copies):
-        """Put the copies in place of the tensors: (what to wait for, the old memory, to be kept until then)."""
-        old = [tensor.data for tensor in tensors]
+        """Put the copies in place of the tensors. Nothing may be allocated before wait_for(what this returns)."""
         if stream:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-            for source, target in zip(old, copies, strict=True):
-                target.copy_(source, non_blocking=True)
-        for tensor, target in zip(tensors, copies, strict=True):
-            tensor.data = target
-        return stream and stream.record_event(), old
+            for tensor, target in zip(tensors, copies, strict=True):
+                target.copy_(tensor, non_blocking=True)
+                tensor.data = target
+        return stream and stream.record_event()
 
     def moments(self, parameter):
         state = self.optimizer.state.get(parameter, {})
         return [local(value) for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
 
-def wait_for(copied):
-    """Have the GPU's current stream wait for what StateOnHost.copy() started; None, in its place."""
-    if copied and copied[0]:
-        torch.cuda.current_stream().wait_event(copied[0])
+def wait_for(event):
+    """Have the GPU's current stream wait for what StateOnHost.copy() started."""
+    if event:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def bytes_of_moments(parameter):

@@ -1,0 +1,223 @@
+"""
+Find races between the streams of a GPU, on a machine without one.
+
+A GPU runs what was issued in one stream in order, and two streams side by side. Work in stream B that uses what stream
+A has made must wait for an event that was recorded in A behind it. A wait that is missing gives wrong numbers now and
+then, and no error. Whether every wait is there does not depend on time: it follows from the order in which the host
+issues operations, events and waits. So this runs the real code on CPU tensors, notes those, and looks.
+
+    with Checker() as checker:
+        ...  # code that uses torch.cuda.Stream, Event, stream(), current_stream(), synchronize()
+        checker.host_reads(tensor)  # the host looks at memory that a copy has been filling
+    checker.faults  # [] or lines
+
+*Happens before.* Every stream, and the host, has a vector clock: {stream: how many of its operations are over by now}
+(Fidge and Mattern, 1988). An event is a copy of a clock, to wait for it takes the larger number of each. An access is a
+race if one of the two writes, their bytes overlap, and the later one's clock does not cover the earlier one.
+
+*Memory.* PyTorch's caching allocator hands memory that was freed to the next one who asks in the stream in which it had
+been allocated, without waiting for anybody. Where another stream may still use it then, that is a race, too; here with
+any later allocation in that stream, whatever its size.
+
+*What it does not see*: kernels of which the dispatcher knows nothing, and the memory that a host thread touches.
+"""
+
+import contextlib
+import traceback
+import types
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def load(name, *substitutions):
+    """A module of ours from its source, with substitutions (old, new), each of which must be there."""
+    source = (REPO / name).read_text()
+    for old, new in substitutions:
+        assert source.count(old) == 1, f'{source.count(old)} x in {name}: {old}'
+        source = source.replace(old, new)
+    module = types.ModuleType(Path(name).stem)
+    exec(compile(source, str(REPO / name), 'exec'), module.__dict__)
+    return module
+
+
+class Stream:
+    """In place of torch.cuda.Stream."""
+
+    def __init__(self, *args, **kwargs):
+        self.done = 0  # operations issued in this stream
+        self.clock = {}  # stream -> how many of its operations are over before the next one here
+
+    def record_event(self, event=None):
+        return (event or Event()).record(self)
+
+    def wait_event(self, event):
+        for stream, done in event.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), done)
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+    def knows(self, stream, number):
+        """Whether the operation `number` of a stream is over before the next one here; the host's own are."""
+        return stream in (self, torch.cuda.host) or self.clock.get(stream, 0) >= number
+
+
+class Event:
+    """In place of torch.cuda.Event."""
+
+    def __init__(self, **options):
+        self.clock = {}
+
+    def record(self, stream=None):
+        stream = stream or torch.cuda.current_stream()
+        self.clock = {**stream.clock, stream: stream.done}
+        return self
+
+    def wait(self, stream=None):
+        (stream or torch.cuda.current_stream()).wait_event(self)
+
+    def synchronize(self):
+        torch.cuda.host.wait_event(self)
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 0.0
+
+
+class Memory:
+    """What is known of one storage: who allocated it, and the accesses that later ones must be ordered after."""
+
+    def __init__(self, storage, stream):
+        self.alive, self.allocated_in = StorageWeakRef(storage), stream
+        self.accesses = []  # (first byte, end, stream, number, writes, where)
+        self.last_use = {}  # stream -> (number, where)
+
+
+class Checker(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.main, self.host = Stream(), Stream()
+        self.streams = [self.main]  # the last one is current
+        self.memories, self.freed, self.faults, self.operations = {}, {}, [], 0
+        self.patches = contextlib.ExitStack()
+
+    def __enter__(self):
+        for name, value in {
+            'Stream': Stream, 'Event': Event, 'stream': self.stream, 'current_stream': lambda *_: self.streams[-1],
+            'synchronize': self.synchronize, 'is_available': lambda: True,
+        }.items():  # fmt: skip
+            self.patches.enter_context(mock.patch.object(torch.cuda, name, value))
+        self.patches.enter_context(mock.patch.object(torch.cuda, 'host', self.host, create=True))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.patches.close()
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def synchronize(self, device=None):
+        for memory in self.memories.values():
+            for stream, (number, _) in memory.last_use.items():
+                self.host.clock[stream] = max(self.host.clock.get(stream, 0), number)
+
+    def host_reads(self, tensor):
+        with self.stream(self.host):
+            self.access(tensor, False, 'a read of the host')
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.forget_what_was_freed()
+        result = function(*args, **kwargs)
+        schema, name = function._schema, str(function)
+        makes_view = any(returned.alias_info and not returned.alias_info.is_write for returned in schema.returns)
+        if makes_view or function.namespace == 'prim' or name.startswith(('aten.set_', 'aten.detach')):
+            return result
+        self.operations += 1
+        reads, writes = [], []
+        for index, argument in enumerate(schema.arguments):
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            is_written = (argument.alias_info and argument.alias_info.is_write) or function.namespace == 'c10d'
+            (writes if is_written else reads).extend(tensors_in(value))
+        given = {tensor.untyped_storage()._cdata for tensor in reads + writes}
+        for tensor in reads:
+            self.access(tensor, False, name)
+        for tensor in writes:
+            self.access(tensor, True, name)
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage()._cdata not in given:
+                self.memory_of(tensor)
+                if 'empty' not in name:
+                    self.access(tensor, True, name)
+        return result
+
+    def memory_of(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.memories:
+            stream = self.streams[-1]
+            self.memories[storage._cdata] = Memory(storage, stream)
+            for memory in self.freed.pop(stream, []):
+                for other, (number, where) in memory.last_use.items():
+                    if not stream.knows(other, number):
+                        self.faults.append(
+                            f'memory is handed out again, while another stream may still use it: {where}'
+                        )
+        return self.memories[storage._cdata]
+
+    def forget_what_was_freed(self):
+        for key in [key for key, memory in self.memories.items() if memory.alive.expired()]:
+            self.free(key)
+
+    def free(self, key):
+        memory = self.memories.pop(key)
+        self.freed.setdefault(memory.allocated_in, []).append(memory)
+
+    def access(self, tensor, writes, name):
+        if tensor.numel() == 0 or tensor.is_meta:
+            return
+        memory, stream = self.memory_of(tensor), self.streams[-1]
+        stream.done += 1
+        first = tensor.storage_offset() * tensor.element_size()
+        span = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = first + span * tensor.element_size()
+        where = f'{name} {"writes" if writes else "reads"} in {caller()}'
+        for begin, until, other, number, wrote, before in memory.accesses:
+            if begin < end and first < until and (writes or wrote) and not stream.knows(other, number):
+                self.faults.append(f'{where}, not ordered after: {before}')
+        # A write hides the accesses before it to the same bytes: what is ordered after it is ordered after those.
+        hidden = [
+            access for access in memory.accesses
+            if first <= access[0] and access[1] <= end and (writes or (access[2] is stream and not access[4]))
+        ]  # fmt: skip
+        memory.accesses = [access for access in memory.accesses if access not in hidden]
+        memory.accesses.append((first, end, stream, stream.done, writes, where))
+        memory.last_use[stream] = stream.done, where
+
+
+def tensors_in(tree):
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+
+
+def caller():
+    """The line of ours that has issued the current operation."""
+    ours = [frame for frame in traceback.extract_stack(limit=40) if frame.filename.startswith(str(REPO))]
+    ours = [frame for frame in ours if '/tests/' not in frame.filename and '/.venv/' not in frame.filename]
+    return f'{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}' if ours else 'the test'

@@ -1,0 +1,315 @@
+"""No race between streams in the code as it stands, and one as soon as any of its waits is taken away."""
+
+import unittest.mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from streams import Checker, Event, Stream, load
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import optim
+from model import GPT, ModelConfig
+
+
+def assert_faults(checker, removed):
+    assert checker.operations > 0
+    if removed:
+        assert checker.faults, 'a wait was taken away and nobody noticed'
+    else:
+        assert not checker.faults, '\n'.join(sorted(set(checker.faults))[:5])
+
+
+@pytest.fixture
+def fake_group():
+    """Rank 1 of so many, whose collectives do nothing."""
+
+    def begin(ranks):
+        dist.init_process_group('fake', store=FakeStore(), rank=min(1, ranks - 1), world_size=ranks)
+
+    yield begin
+    dist.destroy_process_group()
+
+
+# --- fsdp_manual.py ---------------------------------------------------------------------------------------------------
+
+AS_ON_CUDA = [
+    ("self.on_cuda = mesh.device_type == 'cuda'", 'self.on_cuda = True'),
+    ("torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else", 'None or'),
+    ("torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None", 'torch.cuda.Stream()'),
+]
+
+
+def train_sharded(
+    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False
+):
+    """Two steps of two micro-steps with an evaluation between them, under a Checker."""
+    fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA, *removed)
+    fsdp_manual.Event = Event
+    model = GPT(ModelConfig(arch='llama', n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8), torch.bfloat16)
+    model.checkpoint_activations(mode)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    shape = {'mesh_shape': (2, 2), 'mesh_dim_names': ('replicate', 'shard')} if hsdp else {'mesh_shape': (ranks,)}
+    mesh = init_device_mesh('cpu', **shape)
+    units = [model.blocks[first : first + per_unit] for first in range(0, 3, per_unit)]
+    checker = Checker()
+    has_memory = fsdp_manual.Room.has_memory
+
+    def give_back_or_take(room, wanted):  # resize_() of a storage is no operation that the dispatcher sees
+        storage = room.flat.untyped_storage()
+        if (storage.size() > 0) and not wanted and storage._cdata in checker.memories:
+            checker.free(storage._cdata)
+        has_memory(room, wanted)
+        checker.memory_of(room.flat)
+
+    with checker, unittest.mock.patch.object(fsdp_manual.Room, 'has_memory', give_back_or_take):
+        sharded = fsdp_manual.shard(model, units, mesh, torch.bfloat16, stage, prefetch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+        x = torch.randint(64, (2, 8))
+        for step in range(2):
+            for last in (False, True):
+                sharded.set_requires_gradient_sync(accumulate == 'sharded' or last)
+                sharded.set_reshard_after_backward(last)
+                sharded(x, x)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                sharded.eval()
+                with torch.no_grad():
+                    sharded(x, x)
+                sharded.train()
+                sharded.reshard()
+        checker.forget_what_was_freed()
+    return checker
+
+
+@pytest.mark.parametrize(
+    'case',
+    [
+        {}, {'stage': 2}, {'stage': 1}, {'prefetch': 0}, {'prefetch': 2}, {'accumulate': 'sharded'},
+        {'mode': 'full'}, {'mode': 'full', 'stage': 2, 'prefetch': 2}, {'per_unit': 2}, {'hsdp': True},
+        {'hsdp': True, 'accumulate': 'sharded', 'stage': 1}, {'ranks': 1}, {'ranks': 1, 'stage': 1, 'mode': 'full'},
+    ],
+    ids=lambda case: ' '.join(f'{key}={value}' for key, value in case.items()) or 'default',
+)  # fmt: skip
+def test_sharding_has_no_race(fake_group, case):
+    fake_group(case.get('ranks', 4))
+    assert_faults(train_sharded(**case), removed=False)
+
+
+WAITS_OF_FSDP = {
+    'a lane begins behind what was issued': (
+        '        self.stream.wait_stream(torch.cuda.current_stream())\n', ''
+    ),
+    'a gathered block is there before it is copied into its room': (
+        'self.in_flight.pop(unit)\n        self.wait(handle)\n', 'self.in_flight.pop(unit)\n'
+    ),
+    'a reduction is through before its result is used': (
+        'self.reduction = self.reduction, None\n        self.wait(handle)\n', 'self.reduction = self.reduction, None\n'
+    ),
+    'one reduction at a time, for its buffers': (
+        '        self.finish_reduce_scatter()  # at most one in flight: its buffers are free then\n', ''
+    ),
+    'the end of a collective is what one waits for': (
+        '        collective(output, source, group=group)\n        return self.mark()\n',
+        '        mark = self.mark()\n        collective(output, source, group=group)\n        return mark\n',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('wait', WAITS_OF_FSDP)
+def test_without_a_wait_sharding_has_a_race(fake_group, wait):
+    fake_group(4)
+    assert_faults(train_sharded([WAITS_OF_FSDP[wait]]), removed=True)
+
+
+# --- diloco.py --------------------------------------------------------------------------------------------------------
+
+
+def train_diloco(removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True):
+    """Three rounds of four steps."""
+    as_on_cuda = [("self.on_cuda = self.device.type == 'cuda'", 'self.on_cuda = True')]
+    diloco = load('diloco.py', *as_on_cuda, *removed)
+    parameters = {f'blocks.{number}.w': nn.Parameter(torch.randn(40, 16)) for number in range(2)}
+    parameters['embed'] = nn.Parameter(torch.randn(64, 16))
+
+    def update(anchor, delta, momentum):
+        momentum.mul_(0.9).add_(delta)
+        anchor.sub_(delta, alpha=0.7).sub_(momentum, alpha=0.63)
+
+    with Checker() as checker, torch.no_grad():
+        outer = diloco.Outer(
+            parameters, update, dist.group.WORLD, inner_steps=4, num_fragments=fragments, overlap_steps=overlap,
+            mix=mix, dtype=dtype, error_feedback=error_feedback, bucket=512,
+        )  # fmt: skip
+        for step in range(1, 13):
+            for parameter in parameters.values():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+            for fragment in outer.to_land(step, step == 12):
+                outer.land(fragment, step)
+            for fragment in outer.to_send(step, step == 12):
+                outer.send(fragment, step, last=step == 12)
+            if step % 4 == 0:
+                outer.health()
+            if step == 6:
+                outer.tensors(True)
+            if step == 8:
+                with outer.outer_parameters():
+                    sum(parameter.sum() for parameter in parameters.values())
+        checker.forget_what_was_freed()
+    return checker
+
+
+DILOCO = {
+    'plain': {'fragments': 1, 'overlap': 0, 'mix': 0.0, 'dtype': 'float32', 'error_feedback': False},
+    'int8': {'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
+    'streamed': {},
+    'int4, two steps late': {'overlap': 2, 'mix': 0.0, 'dtype': 'int4'},
+}
+
+
+@pytest.mark.parametrize('case', DILOCO)
+def test_the_outer_loop_has_no_race(fake_group, case):
+    fake_group(2)
+    assert_faults(train_diloco(**DILOCO[case]), removed=False)
+
+
+WAITS_OF_DILOCO = {
+    'an exchange begins behind what was issued': ('        self.stream.wait_stream(torch.cuda.current_stream())\n', ''),
+    'an exchange is through before its result is used': (
+        '        torch.cuda.current_stream().wait_event(handle[0])\n', ''
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('wait', WAITS_OF_DILOCO)
+def test_without_a_wait_the_outer_loop_has_a_race(fake_group, wait):
+    fake_group(2)
+    assert_faults(train_diloco([WAITS_OF_DILOCO[wait]]), removed=True)
+
+
+# --- runtime/offload.py -----------------------------------------------------------------------------------------------
+
+
+def train_offloaded(removed=()):
+    """Three steps of an optimizer in four parts; the host reads the state behind each."""
+    offload = load('runtime/offload.py', *removed)
+    parameters = [nn.Parameter(torch.randn(64)) for _ in range(4)]
+    with Checker() as checker:
+        model = nn.ParameterList(parameters)
+        keys = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+        optimizer = offload.StateOnHost(optim.make_optimizer(model, 'adamw', **keys), part_bytes=8 * 64)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(64)
+            optimizer.step()
+            for state in optimizer.state.values():
+                checker.host_reads(state['exp_avg'])
+        checker.forget_what_was_freed()
+    return checker
+
+
+def test_state_on_its_way_has_no_race():
+    assert_faults(train_offloaded(), removed=False)
+
+
+WAITS_OF_OFFLOAD = {
+    'a copy begins behind what was issued': (
+        '            stream.wait_stream(torch.cuda.current_stream())\n', '            pass\n'
+    ),
+    'what comes is there before the step': ('            wait_for(arrived)\n', ''),
+    'what goes is gone before its memory is': ('            wait_for(left)  # its', '            pass  # its'),
+    'the last part is gone before the next step fetches': (
+        '        wait_for(left)\n        for parameter, gradient', '        for parameter, gradient'
+    ),
+    'the host waits before it reads': ('            self.to_host.synchronize()\n', '            pass\n'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('wait', WAITS_OF_OFFLOAD)
+def test_without_a_wait_state_on_its_way_has_a_race(wait):
+    assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]]), removed=True)
+
+
+# --- where the host reads ---------------------------------------------------------------------------------------------
+
+
+def stage(removed=()):
+    """A checkpoint is copied to the host, for a thread to write."""
+    checkpoint = load('runtime/checkpoint.py', ('any(tensor.is_cuda for tensor in tensors.values())', 'True'), *removed)
+    saver = checkpoint.Saver.__new__(checkpoint.Saver)
+    saver.copies = {}
+    with Checker() as checker:
+        weight = torch.randn(8) * 2
+        saver._stage({'weight': weight})
+        checker.host_reads(saver.copies['weight'])
+    return checker
+
+
+def test_a_checkpoint_is_on_the_host_before_it_is_written():
+    assert_faults(stage(), removed=False)
+    assert_faults(stage([('            torch.cuda.synchronize()\n', '            pass\n')]), removed=True)
+
+
+def decide(removed=()):
+    """Two steps whose decision the host reads late."""
+    as_on_cuda = [
+        ('if numbers.is_cuda:', 'if True:'),
+        ("numbers.to('cpu', non_blocking=True)", 'numbers.clone()'),
+        ('total, *flags = numbers.tolist()', 'HOST_READS(numbers); total, *flags = numbers.tolist()'),
+        ("return device.type == 'cuda'", 'return True'),
+    ]
+    health = load('runtime/health.py', *as_on_cuda, *removed)
+    parameter = nn.Parameter(torch.randn(8))
+    with Checker() as checker:
+        health.HOST_READS = checker.host_reads
+        keys = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+        optimizer = optim.make_optimizer(nn.ParameterList([parameter]), 'adamw', **keys)
+        numbers = health.Numbers(3, False, print, lambda: 'none')
+        for step in (1, 2):
+            parameter.grad = torch.randn(8)
+            norm = optim.clip_grad_norm_([parameter], 1.0)
+            assert numbers.reduce_and_check(step, parameter.detach().sum(), 10, norm, False, optimizer)
+            optimizer.step()
+        numbers.read()
+    return checker
+
+
+def test_a_decision_is_on_the_host_before_it_is_read(fake_group):
+    fake_group(2)
+    assert_faults(decide(), removed=False)
+    assert_faults(decide([('            arrived.synchronize()\n', '            pass\n')]), removed=True)
+
+
+# --- the checker ------------------------------------------------------------------------------------------------------
+
+
+def test_the_checker_sees_what_two_streams_do():
+    """By hand: a write in one stream and a read in another, with and without an event between them."""
+    for waits, other_bytes, expected in ((True, False, 0), (False, False, 1), (False, True, 0)):
+        with Checker() as checker:
+            tensor, side = torch.zeros(8), Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor[:4].add_(1)
+            if waits:
+                torch.cuda.current_stream().wait_stream(side)
+            (tensor[4:] if other_bytes else tensor[:4]).sum()
+        assert len(checker.faults) == expected
+
+
+def test_the_checker_sees_memory_that_is_freed_too_early():
+    for keeps, expected in ((True, 0), (False, 1)):
+        with Checker() as checker:
+            tensor, side = torch.zeros(8), Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                tensor.sum()
+            if not keeps:
+                del tensor
+            torch.zeros(8)
+        assert len(checker.faults) == expected
