@@ -1,0 +1,533 @@
+"""
+The first 25 minutes on a GPU: does everything work there, how fast is it, and where does the time go?
+
+    python benchmarks/gpu.py                                 # all stages; writes docs/gpu.md
+    python benchmarks/gpu.py --stage=speed                   # one stage of at most 8 minutes, as for a short session
+    python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py beside ours, in the stage `speed`
+    python benchmarks/gpu.py --device=cpu                    # tiny models, to try this program; writes OUT/gpu.md
+
+Each check is a process of its own and leaves OUT/NAME.json as soon as it has ended, so a second call goes on where the
+first was cut off; delete that file to repeat one. What does not fit into --budget minutes is left out and said. Needs
+torch and numpy, for two checks transformers; no network, no datasets, no wandb.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+STAGE_SECONDS = 8 * 60
+TINY = dict(arch='llama', n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128, batch_size=4, vocab_size=500)
+SIZES = {
+    '124M': dict(arch='llama', n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=32),
+    '124M gpt2': dict(arch='gpt2', bias=False, n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=32),
+    'Enoki 8 heads': dict(arch='enoki', heads=8, block_size=2048, batch_size=16, z_loss=1e-4, lr_schedule='cos_inf'),
+    'Llama 1B': dict(arch='llama', n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, mlp_hidden_dim=8192,
+                     block_size=2048, batch_size=8, tie_embeddings=True),
+}  # fmt: skip
+LOSSES = {'124M': (16384, 768, 50304), 'Llama 1B': (8192, 2048, 50304), 'Enoki 8 heads': (16384, 512, 50304)}
+STRATEGIES = {
+    'ddp': ('train_ddp.py', {}),
+    'fsdp': ('train_fsdp.py', {}),
+    'manual': ('train_fsdp.py', {'fsdp_impl': 'manual'}),
+}
+NUMBERS = ('step', 'loss', 'tokens_per_sec', 'mfu', 'time/total', 'time/update', 'mem/peak_gb', 'mem/reserved_gb')
+
+
+class Bench:
+    """Runs checks, keeps their results, and knows the time that is left."""
+
+    def __init__(self, arguments):
+        self.device, self.nanogpt = arguments.device, arguments.nanogpt
+        self.tiny = self.device == 'cpu'
+        self.out = Path(arguments.out)
+        self.runs = self.out / 'runs'
+        self.runs.mkdir(parents=True, exist_ok=True)
+        self.ends = time.monotonic() + 60 * arguments.budget
+        self.stage_ends = self.ends
+
+    def check(self, name, command, limit, read=lambda text: {}, environment=None):
+        """The result of a command: {'seconds', 'error' or what read() finds in its output}, also of an earlier call."""
+        path = self.out / f'{name.replace(" ", "-")}.json'
+        if path.exists():
+            return json.loads(path.read_text())
+        limit = min(limit, self.ends - time.monotonic(), self.stage_ends - time.monotonic())
+        if limit < 10:
+            print(f'{time.strftime("%H:%M:%S")} left out: {name}, no time', flush=True)
+            return {'error': 'left out, no time'}
+        began = time.monotonic()
+        log = self.out / f'{path.stem}.log'
+        with log.open('w') as output:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command)], cwd=REPO, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env=os.environ | {'PYTHONUNBUFFERED': '1'} | (environment or {}),
+            )  # fmt: skip
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                code = process.wait()
+        result = {'seconds': round(time.monotonic() - began, 1)}
+        text = log.read_text(errors='replace')
+        if code:
+            errors = [line for line in text.splitlines() if 'rror' in line]
+            result['error'] = (errors or [f'exit code {code}'])[-1][-300:] if code > 0 else f'ended after {limit:.0f} s'
+        else:
+            try:
+                result |= read(text)
+            except Exception as error:  # a check that cannot be read must not end the others
+                result['error'] = f'{type(error).__name__}: {error}'
+        path.write_text(json.dumps(result))
+        shown = ', '.join(f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value}'
+                          for key, value in result.items() if key != 'losses')  # fmt: skip
+        print(
+            f'{time.strftime("%H:%M:%S")} {"FAILED" if "error" in result else "ok"} {name}: {shown[:400]}', flush=True
+        )
+        return result
+
+    def train(self, name, script, keys, limit=150, environment=None, keep=False):
+        """A check that trains: the last row of its metrics, and of a traced step where the time went."""
+        run = self.runs / name.replace(' ', '-')
+        if not keep:
+            shutil.rmtree(run, ignore_errors=True)
+        fixed = dict(dataset='synthetic', vocab_size=50304, eval_iters=0, keep_checkpoints=0, device=self.device)
+        keys = {key: value for key, value in (fixed | keys | {'out_dir': run}).items() if value is not None}
+
+        def read(text):
+            rows = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+            last = [row for row in rows if 'tokens_per_sec' in row][-1]
+            found = {key.removeprefix('time/').removeprefix('mem/'): last[key] for key in NUMBERS if key in last}
+            found |= {'losses': [row['loss'] for row in rows if 'loss' in row]}
+            found |= (
+                {'recompilations': text.lower().count('recompiling')} if 'TORCH_LOGS' in (environment or {}) else {}
+            )
+            trace = run / 'trace_rank0.json'
+            return found | (summary_of_trace(trace, self.out / f'{run.name}.svg') if trace.exists() else {})
+
+        return self.check(
+            name, [script, *(f'--{key}={value}' for key, value in keys.items())], limit, read, environment
+        )
+
+    def inner(self, name, limit, *arguments, of=''):
+        """A check that this file does itself, in a process of its own."""
+        command = ['benchmarks/gpu.py', f'--inner={name}', f'--device={self.device}', f'--out={self.out}', *arguments]
+        return self.check(f'{name} {of}'.strip(), command, limit, lambda text: json.loads(text.splitlines()[-1]))
+
+    def size(self, name):
+        return TINY | {'batch_size': 2} if self.tiny else SIZES[name]
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def start(bench):
+    bench.inner('versions', 100)
+    bench.train('one step', 'train_ddp.py', TINY | {'max_iters': 1, 'compile': False})
+
+
+def numbers(bench):
+    """fp32 without compiling: the strategies compute the same, the same as a CPU, and the sanitizer finds no race."""
+    exact = TINY | dict(dtype='float32', compile=False, max_iters=20, log_interval=1, global_batch_size=8)
+    bench.train('exact cpu', 'train_ddp.py', exact | {'device': 'cpu'})
+    for name, (script, keys) in STRATEGIES.items():
+        bench.train(f'exact {name}', script, exact | keys)
+    for stage in (1, 2):
+        bench.train(f'exact manual stage {stage}', 'train_fsdp.py', exact | dict(fsdp_impl='manual', zero_stage=stage))
+    bench.train('exact diloco', 'train_diloco.py', exact | {'inner_steps': 5})
+    for optimizer in ('adana', 'muon'):
+        bench.train(f'exact {optimizer}', 'train_fsdp.py', exact | dict(fsdp_impl='manual', optimizer=optimizer))
+    sanitized = exact | dict(fsdp_impl='manual', max_iters=4)
+    bench.train('sanitizer', 'train_fsdp.py', sanitized, environment={'TORCH_CUDA_SANITIZER': '1'})
+
+
+def compiled(bench):
+    """bf16, compiled, with every checkpointing mode; nothing is compiled again."""
+    keys = TINY | dict(dtype='bfloat16', compile=not bench.tiny, max_iters=12, log_interval=4)
+    for mode in ('none',) if bench.tiny else ('none', 'selective', 'full'):
+        for name, (script, of_strategy) in STRATEGIES.items():
+            more = of_strategy | {'activation_checkpointing': mode}
+            bench.train(f'compiled {name} {mode}', script, keys | more, environment={'TORCH_LOGS': 'recompiles'})
+    bench.inner('syncs', 120)
+
+
+def loss(bench):
+    """The head and the loss alone, eager and compiled."""
+    for name in LOSSES:
+        bench.inner('loss', 120, f'--size={name}', of=name)
+
+
+def speed(bench):
+    """124M and Enoki under every strategy, with a traced step."""
+    for size in ('124M', '124M gpt2', 'Enoki 8 heads'):
+        for name, (script, keys) in STRATEGIES.items():
+            timed = bench.size(size) | dict(max_iters=30, log_interval=10, warmup_iters=5, trace_step=28)
+            bench.train(f'{size} {name}', script, timed | keys)
+    if bench.nanogpt:
+        bench.inner('nanogpt', 150, f'--nanogpt={bench.nanogpt}')
+
+
+def large(bench):
+    """Llama 1B under every strategy, beside the memory that --dry_run predicts; 8B with LoRA."""
+    timed = bench.size('Llama 1B') | dict(max_iters=20, log_interval=10, warmup_iters=5, trace_step=18)
+    for name, (script, keys) in STRATEGIES.items():
+        bench.train(f'Llama 1B {name}', script, timed | keys)
+        command = [script, '--dry_run=True', '--dataset=synthetic', '--vocab_size=50304', f'--device={bench.device}']
+        command += [f'--{key}={value}' for key, value in (timed | keys).items()]
+        bench.check(f'predicted {name}', command, 60, read_prediction)
+    folder = bench.runs / 'llama-8b'
+    bench.inner('llama-8b', 200, f'--folder={folder}')
+    lora = dict(init_from=folder, lora_rank=16, block_size=64 if bench.tiny else 2048, batch_size=1, max_iters=10)
+    lora |= dict(log_interval=5, activation_checkpointing='full', fsdp_impl='manual', vocab_size=None)
+    bench.train('Llama 8B LoRA', 'train_fsdp.py', lora, limit=240)
+
+
+def read_prediction(text):
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith('memory per rank'))
+    line = next(line for line in lines[begin:] if 'total' in line)
+    return {'GB': float(line.split()[-1])}
+
+
+def offload(bench):
+    """State on the host, and a run that is killed while it saves, resumed under another strategy."""
+    keys = bench.size('Llama 1B') | dict(batch_size=2, max_iters=8, log_interval=4)
+    for where in ('optimizer', 'params'):
+        for impl in ('torch', 'manual'):
+            bench.train(f'offload {where} {impl}', 'train_fsdp.py', keys | dict(cpu_offload=where, fsdp_impl=impl))
+    keys = TINY | dict(keep_checkpoints=2, checkpoint_interval=5, async_checkpoint=True, log_interval=1, max_iters=20)
+    bench.train('saved', 'train_fsdp.py', keys | dict(fsdp_impl='manual'))
+    bench.train('stopped', 'train_fsdp.py', keys | dict(fsdp_impl='manual', max_iters=10, lr_decay_iters=20))
+    half, whole = bench.runs / 'resumed', bench.runs / 'stopped'
+    if whole.exists() and not half.exists():
+        shutil.copytree(whole, half)
+    bench.train('resumed', 'train_ddp.py', keys | dict(lr_decay_iters=20), keep=True)
+
+
+def generate(bench):
+    bench.inner('generate', 150)
+
+
+STAGES = {stage.__name__: stage for stage in (start, numbers, compiled, loss, speed, large, offload, generate)}
+
+# --- checks in a process of their own ---------------------------------------------------------------------------------
+
+
+def inner(arguments):
+    """Prints what was found as one line of JSON."""
+    import torch
+
+    device = torch.device(arguments.device)
+    print(json.dumps(globals()[f'inner_{arguments.inner.replace("-", "_")}'](torch, device, arguments)))
+
+
+def inner_versions(torch, device, arguments):
+    found = {'python': sys.version.split()[0], 'torch': torch.__version__, 'CUDA': torch.version.cuda}
+    found |= {'compiler': shutil.which('gcc') or shutil.which('cc') or 'none'}
+    try:
+        import transformers
+
+        found['transformers'] = transformers.__version__
+    except ImportError:
+        found['transformers'] = 'none'
+    if device.type == 'cuda':
+        found |= {'GPU': torch.cuda.get_device_name(), 'cuDNN': torch.backends.cudnn.version()}
+        query = ['nvidia-smi', '--query-gpu=driver_version,memory.total,clocks.max.sm', '--format=csv,noheader']
+        found['driver'] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return found
+
+
+def best_ms(torch, device, function, rounds=10):
+    """Milliseconds of the fastest of some calls."""
+    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    function(), function(), synchronize()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        function()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return round(min(times), 3)
+
+
+def inner_loss(torch, device, arguments):
+    from model import ChunkedCrossEntropy, cross_entropy, pointwise_cross_entropy
+
+    tokens, width, vocab_size = (256, 64, 512) if device.type == 'cpu' else LOSSES[arguments.size]
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab_size, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(vocab_size, (tokens,), device=device)
+    found = {}
+    for name, kernel in (('eager', cross_entropy), ('compiled', torch.compile(pointwise_cross_entropy, dynamic=False))):
+
+        def step(kernel=kernel):
+            ChunkedCrossEntropy.apply(hidden, weight, targets, vocab_size - 47, 1e-4, True, kernel)[0].backward()
+
+        found[f'{name} ms'] = best_ms(torch, device, step)
+    found['matmuls ms'] = best_ms(
+        torch, device, lambda: [(hidden @ weight.T).T @ hidden, (hidden @ weight.T) @ weight][0].sum()
+    )
+    return found
+
+
+def inner_syncs(torch, device, arguments):
+    """Lines at which the host waits for the GPU, in ten steps of FSDP by hand of which two are logged."""
+    import runpy
+    import warnings
+
+    from runtime.meter import Meter
+
+    lines, begin_step = {}, Meter.begin_step
+
+    def watch(meter):
+        if device.type == 'cuda':
+            torch.cuda.set_sync_debug_mode('warn' if meter._steps >= 3 else 'default')
+        begin_step(meter)
+
+    def note(message, category, filename, line, *rest):
+        if 'synchroniz' in str(message):
+            where = f'{Path(filename).name}:{line}'
+            lines[where] = lines.get(where, 0) + 1
+
+    Meter.begin_step, warnings.showwarning = watch, note
+    warnings.simplefilter('always')
+    keys = TINY | dict(dataset='synthetic', eval_iters=0, keep_checkpoints=0, device=arguments.device, max_iters=13)
+    keys |= dict(fsdp_impl='manual', log_interval=5, compile=False, out_dir=Path(arguments.out) / 'runs/syncs')
+    shutil.rmtree(keys['out_dir'], ignore_errors=True)
+    sys.argv = ['train_fsdp.py', *(f'--{key}={value}' for key, value in keys.items())]
+    leave, os._exit = os._exit, lambda code: (_ for _ in ()).throw(SystemExit(code))
+    try:
+        runpy.run_path(str(REPO / 'train_fsdp.py'), run_name='__main__')
+    except SystemExit:
+        pass
+    os._exit = leave
+    return {'waits': lines}
+
+
+def inner_llama_8b(torch, device, arguments):
+    """A folder with the shape of Llama 3.1 8B: its matrices are zeros, as a sparse file, which takes no disk."""
+    import numpy as np
+    import transformers
+
+    tiny = device.type == 'cpu'
+    config = transformers.LlamaConfig(
+        hidden_size=64 if tiny else 4096, intermediate_size=128 if tiny else 14336, num_hidden_layers=2 if tiny else 32,
+        num_attention_heads=4 if tiny else 32, num_key_value_heads=2 if tiny else 8,
+        vocab_size=512 if tiny else 128256, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.architectures = ['LlamaForCausalLM']
+    folder = Path(arguments.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    with torch.device('meta'):
+        shapes = {name: value.shape for name, value in transformers.LlamaForCausalLM(config).state_dict().items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {'dtype': 'BF16', 'shape': list(shape), 'data_offsets': [end, end + 2 * shape.numel()]}
+        end += 2 * shape.numel()
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    path = folder / 'model.safetensors'
+    with path.open('wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        file.truncate(8 + len(text) + end)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        if 'norm' in name or 'embed' in name or 'lm_head' in name:
+            values = torch.ones(shape) if 'norm' in name else 0.02 * torch.randn(shape, generator=generator)
+            place = np.memmap(path, np.int16, 'r+', 8 + len(text) + header[name]['data_offsets'][0], tuple(shape))
+            place[:] = values.bfloat16().view(torch.int16).numpy()
+            place.flush()
+    return {'GB': end / 1e9}
+
+
+def inner_generate(torch, device, arguments):
+    """Milliseconds per token, with and without cuDNN's attention."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from model import GPT, ModelConfig
+
+    keys = TINY if device.type == 'cpu' else SIZES['124M']
+    config = ModelConfig.from_keys(keys | {'vocab_size': keys.get('vocab_size', 50304)})
+    model = GPT(config, torch.bfloat16).to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_value(name, parameter, 1, device))
+    prompt, tokens = torch.zeros((1, 8), dtype=torch.int64, device=device), 32
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    found = {}
+    for name, backends in (('without cuDNN', others), ('with', [*others, SDPBackend.CUDNN_ATTENTION])):
+        with sdpa_kernel(backends):
+            found[f'{name}, ms a token'] = best_ms(torch, device, lambda: model.generate(prompt, tokens), 3) / tokens
+    return found
+
+
+def inner_nanogpt(torch, device, arguments):
+    """nanoGPT's train.py and ours, 124M without biases: tokens/s of each, from the times that they print."""
+    shape = '--n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=32'.split()
+    if device.type == 'cpu':
+        shape = '--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4'.split()
+    data = Path(arguments.nanogpt) / 'data' / 'gpu_benchmark'
+    data.mkdir(exist_ok=True)
+    for split in ('train', 'val'):
+        (torch.randint(50257, (2**20,)).numpy().astype('uint16')).tofile(data / f'{split}.bin')
+    theirs = [
+        *shape,
+        '--dataset=gpu_benchmark',
+        '--gradient_accumulation_steps=1',
+        '--max_iters=40',
+        '--log_interval=1',
+    ]
+    theirs += ['--eval_interval=1000', '--eval_iters=1', f'--device={device}', f'--compile={device.type == "cuda"}']
+    output = subprocess.run(
+        [sys.executable, 'train.py', *theirs], cwd=arguments.nanogpt, capture_output=True, text=True
+    )
+    times = [float(line.split('time ')[1].split('ms')[0]) for line in output.stdout.splitlines() if 'time ' in line]
+    sizes = dict(part.removeprefix('--').split('=') for part in shape)
+    tokens = int(sizes['block_size']) * int(sizes['batch_size'])
+    return {'nanoGPT tokens/s': round(1e3 * tokens / sorted(times[20:])[len(times[20:]) // 2])}
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    'NCCL': ('nccl',),
+    'attention': ('flash', 'fmha', 'attention', 'sdpa', 'cudnn_generated'),
+    'matmuls': ('gemm', 'cutlass', 'nvjet', 'matmul', 'addmm', '::mm', '::bmm', 'linear'),
+    'optimizer': ('adam', 'multi_tensor', 'foreach'),
+    'softmax and loss': ('softmax', 'logsumexp', 'scatter', 'gather', 'cross_entropy'),
+    'norms': ('norm',),
+    'copies': ('memcpy', 'memset', 'copy_'),
+}
+
+
+def summary_of_trace(path, picture):
+    """Milliseconds of a step by kind of kernel, and of gaps in which the GPU (or CPU thread) had nothing to do."""
+    events = [
+        event for event in json.loads(path.read_text())['traceEvents'] if event.get('ph') == 'X' and 'dur' in event
+    ]
+    kernels = [event for event in events if event.get('cat') in ('kernel', 'gpu_memcpy', 'gpu_memset')]
+    if not kernels:  # on a CPU: the outermost operators of the busiest thread
+        operators = [event for event in events if event.get('cat') == 'cpu_op' and event['name'].startswith('aten::')]
+        operators.sort(key=lambda event: (event['tid'], event['ts'], -event['dur']))
+        for event in operators:
+            if (
+                not kernels
+                or event['tid'] != kernels[-1]['tid']
+                or event['ts'] >= kernels[-1]['ts'] + kernels[-1]['dur']
+            ):
+                kernels.append(event)
+    kernels.sort(key=lambda event: event['ts'])
+    sums, busy_until, idle = dict.fromkeys((*KINDS, 'elementwise and others'), 0.0), kernels[0]['ts'], 0.0
+    for event in kernels:
+        name = event['name'].lower()
+        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
+        sums[kind or 'elementwise and others'] += event['dur'] / 1e3
+        idle += max(0.0, event['ts'] - busy_until) / 1e3
+        busy_until = max(busy_until, event['ts'] + event['dur'])
+    draw(kernels, picture)
+    step_ms = (busy_until - kernels[0]['ts']) / 1e3
+    return {'traced_ms': step_ms, 'idle_ms': idle, 'launches': len(kernels), 'kernels_ms': sums}
+
+
+def draw(kernels, path, width=1200, row=16):
+    """One step as SVG: a row for each stream, a box for each kernel."""
+    begin, end = kernels[0]['ts'], max(event['ts'] + event['dur'] for event in kernels)
+    rows = sorted({str(event['tid']) for event in kernels})
+    colours = ['#4269d0', '#efb118', '#ff725c', '#6cc5b0', '#3ca951', '#ff8ab7', '#a463f2', '#9c6b4e']
+    boxes = []
+    for event in kernels:
+        name = event['name'].lower()
+        kind = next((i for i, words in enumerate(KINDS.values()) if any(word in name for word in words)), len(KINDS))
+        x, w = (event['ts'] - begin) / (end - begin) * width, event['dur'] / (end - begin) * width
+        y = rows.index(str(event['tid'])) * row
+        boxes.append(f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.2):.2f}" height="{row - 2}" fill="{colours[kind]}"/>')
+    legend = ''.join(
+        f'<text x="{150 * i}" y="{len(rows) * row + 14}" font-size="12" fill="{colours[i]}">{kind}</text>'
+        for i, kind in enumerate((*KINDS, 'others'))
+    )
+    size = f'width="{width}" height="{len(rows) * row + 20}"'
+    path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(boxes)}{legend}</svg>\n')
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(bench):
+    """docs/gpu.md: what the results say, in tables."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(bench.out.glob('*.json'))}
+    versions = results.get('versions', {})
+    failed = [f'- {name}: `{result["error"]}`' for name, result in results.items() if 'error' in result]
+    lines = [
+        '# One GPU, measured',
+        '',
+        'After this chapter you know what was run on a GPU, what it gave and where a step spends its time.',
+    ]
+    lines += [
+        '',
+        'Written by `python benchmarks/gpu.py`: '
+        + ', '.join(f'{k} {v}' for k, v in versions.items() if k != 'seconds'),
+    ]
+    lines += ['', f'Checks passed: {len(results) - len(failed)} of {len(results)}.', *failed, '', '## Speed', '']
+    lines += ['| run | tokens/s | MFU | ms a step | peak GB | predicted | kernels | idle ms |', '|---' * 8 + '|']
+    for name, result in results.items():
+        if 'tokens_per_sec' in result and not name.startswith(('exact', 'compiled', 'one-step')):
+            strategy = name.removeprefix('Llama-1B-')
+            result['predicted'] = results.get(f'predicted-{strategy}', {}).get('GB', math.nan)
+            keys = ('tokens_per_sec', 'mfu', 'total', 'peak_gb', 'predicted', 'launches', 'idle_ms')
+            cells = [name, *(f'{result.get(key, math.nan):.4g}'.replace('nan', '') for key in keys)]
+            lines.append(f'| {" | ".join(cells)} |')
+    lines += [
+        '',
+        '## Where a step goes, in ms',
+        '',
+        f'| run | {" | ".join((*KINDS, "others"))} |',
+        '|---' * (len(KINDS) + 2) + '|',
+    ]
+    for name, result in results.items():
+        if 'kernels_ms' in result:
+            lines.append(f'| {name} | {" | ".join(f"{ms:.2f}" for ms in result["kernels_ms"].values())} |')
+    lines += ['', '## Largest relative difference of the losses of 20 steps in fp32', '', '| | to ddp |', '|---|---|']
+    reference = results.get('exact-ddp', {}).get('losses', [])
+    for name, result in results.items():
+        if name.startswith('exact') and len(result.get('losses', [])) == len(reference) > 0:
+            pairs = zip(result['losses'], reference, strict=True)
+            lines.append(f'| {name} | {max(abs(a - b) / b for a, b in pairs):.1e} |')
+    lines += ['', '## The other checks', '', '| check | found |', '|---|---|']
+    for name, result in results.items():
+        if 'losses' not in result and 'error' not in result:
+            lines.append(f'| {name} | {", ".join(f"{key} {value}" for key, value in result.items())} |')
+    return '\n'.join(lines) + '\n'
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--stage', choices=STAGES, help='this one alone')
+    parser.add_argument('--budget', type=float, default=25, metavar='MINUTES')
+    parser.add_argument('--device', default='cuda')
+    parser.add_argument('--out', default='out/gpu')
+    parser.add_argument('--nanogpt', metavar='FOLDER')
+    for name in ('--inner', '--size', '--folder'):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inner:
+        return inner(arguments)
+    bench = Bench(arguments)
+    for name in [arguments.stage] if arguments.stage else STAGES:
+        print(f'{time.strftime("%H:%M:%S")} --- {name}', flush=True)
+        bench.stage_ends = time.monotonic() + STAGE_SECONDS
+        STAGES[name](bench)
+        target = bench.out / 'gpu.md' if bench.tiny else REPO / 'docs' / 'gpu.md'
+        target.write_text(page(bench))
+    print(f'written: {target}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,39 @@
+"""benchmarks/gpu.py, tried on a CPU."""
+
+import json
+
+import pytest
+import torch
+from launch import run_script
+
+from benchmarks import gpu
+
+
+def test_a_stage_of_the_benchmark_leaves_results_and_a_page_and_repeats_nothing(tmp_path):
+    arguments = ['--device=cpu', '--stage=start', f'--out={tmp_path}']
+    first = run_script('benchmarks/gpu.py', *arguments).stdout
+    assert first.count(' ok ') == 2 and 'FAILED' not in first
+    page = (tmp_path / 'gpu.md').read_text()
+    assert f'torch {torch.__version__}' in page and 'Checks passed: 2 of 2.' in page
+    assert ' ok ' not in run_script('benchmarks/gpu.py', *arguments).stdout
+
+
+def test_kernels_of_a_trace_are_summed_by_kind_and_gaps_are_idle(tmp_path):
+    kernels = [
+        ('sm90_gemm', 0, 100, 7),
+        ('flash_fwd_kernel', 150, 50, 7),
+        ('ncclDevKernel', 120, 60, 9),
+    ]
+    events = [
+        {'ph': 'X', 'cat': 'kernel', 'name': name, 'ts': begin, 'dur': length, 'tid': stream}
+        for name, begin, length, stream in kernels
+    ]
+    events.append({'ph': 'X', 'cat': 'cpu_op', 'name': 'aten::mm', 'ts': 0, 'dur': 1000, 'tid': 1})
+    (tmp_path / 'trace.json').write_text(json.dumps({'traceEvents': events}))
+    found = gpu.summary_of_trace(tmp_path / 'trace.json', tmp_path / 'step.svg')
+    sums = {kind: ms for kind, ms in found['kernels_ms'].items() if ms}
+    assert sums == pytest.approx({'matmuls': 0.1, 'attention': 0.05, 'NCCL': 0.06})
+    assert (
+        found['traced_ms'] == pytest.approx(0.2) and found['idle_ms'] == pytest.approx(0.02) and found['launches'] == 3
+    )
+    assert (tmp_path / 'step.svg').read_text().count('<rect') == 3

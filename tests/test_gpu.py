@@ -1,0 +1,99 @@
+"""
+What one GPU can check, in some minutes: `pytest -m gpu`. On a machine without one these tests are skipped;
+`GPU_TESTS_ON=cpu pytest -m gpu` runs them there, to try the tests.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+from launch import run_script
+from outputs import column, metrics, weights_of
+
+from model import GPT, ModelConfig
+
+DEVICE = os.environ.get('GPU_TESTS_ON', 'cuda')
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='needs a GPU'),
+]
+KEYS = dict(
+    dataset='synthetic', vocab_size=500, arch='llama', n_layer=3, n_head=4, n_kv_head=2, n_embd=128, block_size=128,
+    batch_size=4, global_batch_size=8, max_iters=20, log_interval=1, eval_interval=0, eval_iters=1, lr_decay_iters=20,
+    device=DEVICE, dtype='float32', compile=False, deterministic=True,
+)  # fmt: skip
+RUNS = {
+    'cpu': ('train_ddp.py', {'device': 'cpu'}),
+    'ddp': ('train_ddp.py', {}),
+    'fsdp': ('train_fsdp.py', {}),
+    'manual1': ('train_fsdp.py', {'fsdp_impl': 'manual', 'zero_stage': 1}),
+    'manual2': ('train_fsdp.py', {'fsdp_impl': 'manual', 'zero_stage': 2}),
+    'manual3': ('train_fsdp.py', {'fsdp_impl': 'manual'}),
+    'offload_optimizer': ('train_fsdp.py', {'fsdp_impl': 'manual', 'cpu_offload': 'optimizer'}),
+    'offload_params': ('train_fsdp.py', {'fsdp_impl': 'manual', 'cpu_offload': 'params'}),
+    'torch_params': ('train_fsdp.py', {'cpu_offload': 'params'}),
+    'async': ('train_fsdp.py', {'fsdp_impl': 'manual', 'async_checkpoint': True, 'checkpoint_interval': 5}),
+}
+
+
+def run(out_dir, script, keys, **env):
+    arguments = [f'--{key}={value}' for key, value in (KEYS | keys).items()]
+    return run_script(script, *arguments, f'--out_dir={out_dir}', **env)
+
+
+def largest_difference(out_dir, reference):
+    """The largest relative difference of two runs' losses."""
+    pairs = zip(column(out_dir, 'loss'), column(reference, 'loss'), strict=True)
+    return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs')
+    for name, (script, keys) in RUNS.items():
+        run(folder / name, script, keys)
+    return folder
+
+
+@pytest.mark.parametrize('name', [name for name in RUNS if name != 'ddp'])
+def test_losses_are_those_of_a_cpu_and_of_every_other_strategy(runs, name):
+    assert len(column(runs / name, 'loss')) == 20
+    tolerance = 1e-4 if name == 'cpu' else 1e-6
+    assert largest_difference(runs / name, runs / 'ddp') <= tolerance
+
+
+def test_a_run_resumed_under_another_strategy_goes_on_as_if_it_had_not_stopped(runs, tmp_path):
+    stops = {'fsdp_impl': 'manual', 'async_checkpoint': True, 'checkpoint_interval': 5, 'max_iters': 10}
+    run(tmp_path, 'train_fsdp.py', stops)
+    run(tmp_path, 'train_ddp.py', {})
+    assert [row['step'] for row in metrics(tmp_path)] == list(range(1, 21))
+    assert largest_difference(tmp_path, runs / 'ddp') <= 1e-6
+
+
+def test_a_bad_step_is_left_out_by_the_device(tmp_path):
+    """Learning rate 1e30: the second loss is not finite, nor is any later one; the weights stay those of step 1."""
+    keys = dict(learning_rate=1e30, min_lr=1e30, warmup_iters=0, max_iters=4, grad_clip=0, keep_checkpoints=0)
+    result = run(tmp_path, 'train_fsdp.py', keys | {'fsdp_impl': 'manual'})
+    assert result.stdout.count('the step is skipped') >= 2
+    assert metrics(tmp_path)[-1]['skipped'] >= 2
+
+
+def test_compiled_in_half_precision_the_loss_is_near_and_nothing_is_compiled_twice(runs, tmp_path):
+    """But for evaluation, whose graph keeps nothing for a backward pass."""
+    for name in ('ddp', 'manual3'):
+        keys = {'compile': True, 'dtype': 'bfloat16', 'eval_interval': 5, 'deterministic': False}
+        result = run(tmp_path / name, RUNS[name][0], RUNS[name][1] | keys, TORCH_LOGS='recompiles')
+        reasons = re.findall(r'__recompiles\].* - \d+/\d+: (.*)', result.stdout + result.stderr)
+        assert len(reasons) <= 2 and all('grad_mode' in reason for reason in reasons), reasons
+        assert largest_difference(tmp_path / name, runs / 'ddp') <= 1e-2
+
+
+def test_what_was_trained_goes_on_with_the_tokens_that_a_cpu_finds(runs):
+    keys = KEYS | {'tie_embeddings': None}
+    model = GPT(ModelConfig.from_keys(keys))
+    model.load_state_dict(weights_of(runs / 'async', 20), strict=False)
+    prompt = torch.arange(10)[None]
+    expected = model.generate(prompt, 40, temperature=0)
+    found = model.to(DEVICE).generate(prompt.to(DEVICE), 40, temperature=0)
+    assert found.shape == (1, 50) and torch.equal(found.cpu(), expected)
