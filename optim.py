@@ -396,7 +396,7 @@ class AdamW(Elementwise):
     """AdamW by PyTorch's fused kernel, which is a few launches for all parameters, sharded or not.
 
     torch.optim.AdamW(fused=True) computes the same, but sends each DTensor through its dispatcher: ten times the host's
-    time (benchmarks/optimizer_step.py --launches).
+    time (benchmarks/optimizer_step.py --dispatch).
     """
 
     def __init__(self, groups, constants, compile):
