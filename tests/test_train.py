@@ -279,12 +279,11 @@ def test_collectives_are_those_that_the_option_is_for(two_ranks):
     # Stage 3 gathers the blocks for forward and again for backward, and in each batch of an evaluation. The root stays
     # whole for a step, and for an evaluation.
     assert gathers['count_fsdp'] == (2 * blocks * micro_steps + 1) * steps + blocks * eval_batches + 1
-    assert (
-        gathers['count_zero2'] == (blocks * micro_steps + 1) * steps + units
-    )  # gathered until backward, or the evaluation, ends
-    # HSDP averages each unit's gradient over the replicas, on top of a reduce-scatter inside each.
+    # Stage 2 keeps the blocks until backward, or the evaluation, ends.
+    assert gathers['count_zero2'] == (blocks * micro_steps + 1) * steps + units
+    # HSDP averages each unit's gradient over the replicas. Shards of one rank each need no sum for the norm, two do.
     extra = collectives(two_ranks, 'count_hsdp', 'allreduce_') - collectives(two_ranks, 'count_fsdp', 'allreduce_')
-    assert extra >= units * steps
+    assert extra >= units * steps - steps
 
 
 def test_a_negative_number_of_checkpoints_is_refused_in_one_line(data_dir, tmp_path):
