@@ -216,6 +216,7 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
     deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # of a run before, in this process
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')  # new names of collectives
     logging.getLogger('DeepSpeed').setLevel(logging.WARNING)
+    logging.getLogger('DeepSpeed').addFilter(lambda record: 'untested optimizer' not in record.getMessage())
     chatter = io.StringIO()  # memory reports that no setting turns off
     with contextlib.redirect_stdout(chatter):
         deepspeed.init_distributed(verbose=False)
@@ -381,7 +382,6 @@ def hand_over(engine, optimizer, raw_model, states):
     Collective: each parameter is whole for a moment, in host memory.
     """
     places = places_in_zero(engine)
-    fused = any(group.get('fused') for group in optimizer.param_groups)
     for (name, image), parameter in zip(raw_model.named_parameters(), engine.module.parameters(), strict=True):
         for slot, value in {None: image, **states.pop(name, {})}.items():
             whole = value.full_tensor().flatten() if isinstance(value, DTensor) else value
@@ -390,8 +390,8 @@ def hand_over(engine, optimizer, raw_model, states):
             if parameter not in places:
                 continue
             flat, start, first, length = places[parameter]
-            if whole.dim() == 0:  # `step`: fused Adam has it on its device
-                optimizer.state[flat][slot] = whole.to(flat.device if fused else 'cpu')
+            if whole.dim() == 0:  # `step`
+                optimizer.state[flat][slot] = whole.cpu()
                 continue
             if slot is None:
                 target = flat

@@ -179,7 +179,7 @@ def test_keys_that_decide_on_losses_are_in_the_name_of_a_run_and_no_others(proje
     knobs = read_knobs(REPO / script)
     longer = {'max_iters', 'num_epochs'}  # go on with the same run
     deciding = {key for key in knobs if key in MATHEMATICS or knobs[key].section == 'diloco'} - longer
-    deciding |= {'batch_size', 'lr_rule', 'dtype', 'deepspeed_config'} & {*knobs}
+    deciding |= {'batch_size', 'lr_rule', 'dtype', 'tf32', 'deepspeed_config'} & {*knobs}
     deciding -= {'data_dir', 'outer_on_host', 'plan', 'verify'}
     command = f'source slurm/common.sh; SCRIPT=train_fsdp.py; for key in {" ".join(knobs)}; do run_name --$key=1; done'
     named = re.findall(r'^run,(\w+)=1$', bash(command, project).stdout, flags=re.MULTILINE)

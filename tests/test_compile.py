@@ -1,0 +1,70 @@
+"""All blocks of a model share one graph for training and one for evaluation, and nothing is compiled again later."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_manual
+from model import GPT, ModelConfig
+
+SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
+
+
+@pytest.fixture
+def ranks(strategy):
+    """One of two, whose collectives do nothing; for DDP, which knows no such group, one of one."""
+    backend, store, world_size = ('gloo', dist.HashStore(), 1) if strategy == 'ddp' else ('fake', FakeStore(), 2)
+    dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
+    with torch._dynamo.config.patch(optimize_ddp=False):  # as train_ddp.py sets it
+        yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def wrap(model, strategy):
+    if strategy == 'ddp':
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh('cpu', (2,))
+    if strategy == 'manual':
+        return fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp', 'manual'])
+@pytest.mark.parametrize(
+    ('arch', 'mode'),
+    [('gpt2', 'none'), ('enoki', 'none'), ('qwen3', 'none'), ('llama', 'selective'), ('enoki', 'full')],
+)
+def test_blocks_share_two_graphs_for_good(ranks, arch, strategy, mode):
+    model = GPT(ModelConfig(arch=arch, **SHAPE), torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    model.checkpoint_activations(mode)
+    counter = CompileCounterWithBackend('eager')
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=counter)
+    model = wrap(model, strategy)
+    tokens = torch.randint(64, (2, 8))
+    graphs = []
+    for step in range(50):
+        model(tokens, tokens)[0].backward()
+        model.zero_grad()
+        if step % 10 == 0:
+            model.eval()
+            with torch.no_grad():
+                model(tokens, tokens)
+            model.train()
+            for module in model.modules():
+                if hasattr(module, 'reshard'):
+                    module.reshard()
+        graphs.append(counter.frame_count)
+    assert graphs == [2] * 50  # the first evaluation comes right after the first step
