@@ -175,13 +175,16 @@ def speed(bench):
 
 
 def large(bench):
-    """Llama 1B under every strategy, beside the memory that --dry_run predicts; 8B with LoRA."""
+    """Llama 1B under every strategy, beside the memory that --dry_run predicts; as one of four ranks; 8B with LoRA."""
     timed = bench.size('Llama 1B') | dict(max_iters=20, log_interval=10, warmup_iters=5, trace_step=18)
     for name, (script, keys) in STRATEGIES.items():
         bench.train(f'Llama 1B {name}', script, timed | keys)
         command = [script, '--dry_run=True', '--dataset=synthetic', '--vocab_size=50304', f'--device={bench.device}']
         command += [f'--{key}={value}' for key, value in (timed | keys).items()]
         bench.check(f'predicted {name}', command, 60, read_prediction)
+    for impl in ('torch', 'manual'):
+        size = 'tiny' if bench.tiny else 'Llama 1B'
+        bench.inner('one of four ranks', 100, f'--size={size}', f'--impl={impl}', of=impl)
     folder = bench.runs / 'llama-8b'
     bench.inner('llama-8b', 200, f'--folder={folder}')
     lora = dict(init_from=folder, lora_rank=16, block_size=64 if bench.tiny else 2048, batch_size=1, max_iters=10)
@@ -309,6 +312,54 @@ def inner_syncs(torch, device, arguments):
         pass
     os._exit = leave
     return {'waits': lines}
+
+
+def inner_one_of_four_ranks(torch, device, arguments):
+    """A step of one rank of four whose collectives do nothing: its own time, the host's, and its peak of memory."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import fsdp_manual
+    import optim
+    from model import GPT, ModelConfig, pointwise_cross_entropy
+
+    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=4)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (4,))
+    on_cuda = device.type == 'cuda'
+    keys = TINY | {'batch_size': 2} if arguments.size == 'tiny' else SIZES[arguments.size]
+    config = ModelConfig.from_keys({'vocab_size': 50304} | keys)
+    with torch.device('meta'):
+        raw_model = GPT(config, torch.bfloat16)
+    if on_cuda:
+        for block in raw_model.blocks:
+            block.forward = torch.compile(block.forward)
+        raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+    if arguments.impl == 'manual':
+        model = fsdp_manual.shard(raw_model, raw_model.blocks, mesh, torch.bfloat16)
+    else:
+        sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        for block in raw_model.blocks:
+            fully_shard(block, **sharding)
+        model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+    raw_model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in raw_model.parameters():
+            parameter.normal_(std=0.02)
+    opt = optim.make_optimizer(raw_model, 'adamw', 1e-4, 0.9, 0.95, 0.1)
+    tokens = torch.randint(config.vocab_size, (keys['batch_size'], config.block_size), device=device)
+    host = []
+
+    def step():
+        began = time.perf_counter()
+        model(tokens, tokens)[0].backward()
+        optim.clip_grad_norm_(raw_model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        host.append(1e3 * (time.perf_counter() - began))
+
+    found = {'ms': best_ms(torch, device, step), 'host ms': round(min(host), 3)}
+    return found | ({'peak GB': torch.cuda.max_memory_allocated() / 1e9} if on_cuda else {})
 
 
 def inner_llama_8b(torch, device, arguments):
@@ -514,7 +565,7 @@ def main():
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--out', default='out/gpu')
     parser.add_argument('--nanogpt', metavar='FOLDER')
-    for name in ('--inner', '--size', '--folder'):
+    for name in ('--inner', '--size', '--impl', '--folder'):
         parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inner:
