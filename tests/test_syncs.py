@@ -1,0 +1,67 @@
+"""
+While a GPU computes, the host queues what comes next. Where the host asks for a number instead, the GPU runs empty. So
+between two lines of the log nothing is read but what is on the host anyway, or was computed a step ago.
+"""
+
+import json
+
+import pytest
+import torch
+from launch import run_script
+
+import optim
+from model import GPT, ModelConfig
+
+STEPS, LOGGED = 10, 3  # steps 1, 5 and 10
+TINY = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=2 --global_batch_size=8 --vocab_size=64'.split()
+TINY += ['--device=cpu', '--dataset=synthetic', '--eval_iters=0', '--keep_checkpoints=0', '--log_interval=5']
+ON_THE_HOST = {
+    'health.py: total, *flags = numbers.tolist()': STEPS,  # of the step before, copied while this one was queued
+    'optim.py: for index, (gradient, t) in enumerate(zip(gradients, steps.tolist(), strict=True)):': 2 * STEPS,
+    'stopping.py: rank, cause = divmod(int(flag.item()), 128)': STEPS,  # gloo's, of the step before
+}
+
+
+def reads_of(script, *more):
+    result = run_script('tests/host_reads.py', script, *TINY, f'--max_iters={STEPS}', *more, nproc=2)
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{')]
+
+
+@pytest.mark.parametrize(
+    'run', [('train_ddp.py',), ('train_fsdp.py',), ('train_fsdp.py', '--fsdp_impl=manual', '--optimizer=adana')]
+)
+def test_between_two_lines_of_the_log_the_host_reads_nothing_of_the_step(run, tmp_path):
+    for places in reads_of(*run, f'--out_dir={tmp_path}'):
+        at_logging = [
+            f"{run[0]}: row['grad_norm'] = grad_norm.item()",
+            'meter.py: peaks, costs, seconds = ranks.T.tolist()',
+        ]
+        assert places == ON_THE_HOST | dict.fromkeys(at_logging, LOGGED)
+
+
+def test_within_a_round_of_diloco_it_does_not_either(tmp_path):
+    for places in reads_of('train_diloco.py', '--num_replicas=2', '--inner_steps=5', f'--out_dir={tmp_path}'):
+        in_each_step = {place: times for place, times in places.items() if times >= STEPS}
+        assert {*in_each_step} <= {*ON_THE_HOST} and len(in_each_step) < len(places), places
+
+
+@pytest.mark.parametrize('name', optim.OPTIMIZERS)
+def test_an_update_needs_no_number_from_the_device(name, monkeypatch):
+    """On the device 'meta' there are no numbers: to read one raises an error."""
+    monkeypatch.setattr(torch, 'compile', lambda function, **_: function)
+    optim.compiled.cache_clear()
+    with torch.device('meta'):
+        model = GPT(ModelConfig(arch='llama', n_layer=2, n_head=2, n_embd=32, vocab_size=64, block_size=16))
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+    for compiles in (True, False):
+        opt = optim.make_optimizer(model, name, 1e-3, 0.9, 0.95, 0.1, wd_ts=10, max_iters=100, compile=compiles)
+        for _ in range(2):
+            model(tokens, tokens)[0].backward()
+            grad_norm = optim.clip_grad_norm_(model.parameters(), 1.0)
+            if getattr(opt, 'skips_on_device', False):
+                opt.skip_step_if((~grad_norm.isfinite()).float())
+            opt.step()
+            opt.zero_grad()
+    optim.compiled.cache_clear()
+    with pytest.raises(RuntimeError):
+        grad_norm.item()
