@@ -53,11 +53,11 @@ def estimate(config, model, world_size, strategy='ddp'):
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
+    not at once   fsdp, negative: what is not there yet, or gone again, when the others peak
 
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
-    Under fsdp not all parts peak at once: their sum is above the peak, by up to a quarter when the batch is small. Not
-    counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed; torch.compile
-    keeps less. The tests measure the CPU.
+    Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
+    torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
     strategy: 'ddp', 'fsdp', 'diloco' or 'deepspeed'. Raises ValueError for ranks that do not divide.
     """
     compute = BYTES[config['dtype']]
@@ -99,15 +99,18 @@ def estimate(config, model, world_size, strategy='ddp'):
     n_layer = len(model.blocks)
     blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
     blocks_gathered = min(blocks_gathered, n_layer + 1)
-    # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter. The root comes last, when
-    # the activations are gone.
+    # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
     block, root = count(model.blocks[0].parameters()), count(root_parameters(model))
     of_block, of_root = ((compute + FP32) * size * trainable // whole for size in (block, root))
-    return parts | {
+    parts |= {
         'gathered': compute * (root + blocks_gathered * block),
-        'reduction': max(of_block, of_root - sum(activations.values())),
+        'reduction': max(of_block, of_root),
         **activations,
     }
+    # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
+    # micro-steps add up, or where it ends with those of the root.
+    begin = of_block + sum(activations.values()) - (parts.get('gradients', 0) if micro_steps == 1 else 0)
+    return parts | {'not at once': max(begin, of_root) - parts['reduction'] - sum(activations.values())}
 
 
 def deepspeed_states(config, model, world_size):

@@ -262,7 +262,8 @@ def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak
     for part, size in measured.items():
         assert predicted[part] == pytest.approx(size, rel=0.05), part
     without_optimizer = sum(predicted.values()) - predicted['optimizer']  # which is made after the first step
-    assert 0.95 * peak < without_optimizer < 1.3 * peak
+    print(f'predicted / measured {without_optimizer / peak:.3f}')
+    assert 0.95 * peak < without_optimizer < 1.2 * peak
 
 
 def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():

@@ -1,0 +1,101 @@
+"""The memory that --dry_run predicts for 8B on GPUs, against a step of FSDP by hand that is followed without a GPU.
+
+The step runs on the meta device, where tensors have a size and no data, with as many operations as CUDA has kernels.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from streams import Event, Stream, load, tensors_in
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+import optim
+from model import ModelConfig
+from runtime import estimate
+
+LLAMA_8B = dict(arch='llama', n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=128256)
+KEYS = dict(optimizer='adamw', device='cuda', dtype='bfloat16', fsdp_impl='manual', zero_stage=3, replicate_size=1)
+KEYS |= dict(cpu_offload='none', blocks_per_unit=1, prefetch=1)
+AS_ON_CUDA = [
+    ("self.on_cuda = mesh.device_type == 'cuda'", 'self.on_cuda = True'),
+    ("torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else", "torch.device('meta') or"),
+    ("torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None", 'torch.cuda.Stream()'),
+]
+
+
+class Traced(estimate.LiveBytes):
+    """The same of sharded tensors: of what this rank holds."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self.follow(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def follow_rooms(self, room_type):
+        """Their memory is given back by resize_(), which is no operation."""
+        has_memory = room_type.has_memory
+
+        def resize(room, wanted):
+            before = room.flat.untyped_storage().nbytes()
+            has_memory(room, wanted)
+            self.now += room.flat.untyped_storage().nbytes() - before
+            self.peak = max(self.peak, self.now)
+
+        return mock.patch.object(room_type, 'has_memory', resize)
+
+
+@pytest.fixture
+def mesh():
+    """Four ranks whose collectives do nothing."""
+    dist.Backend.register_backend('fake_meta', _create_fake_pg, extended_api=True, devices=['meta', 'cpu'])
+    dist.init_process_group('fake_meta', store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh('meta', (4,))
+    dist.destroy_process_group()
+
+
+def traced_peak(config, mesh, micro_steps):
+    """Bytes at the peak of the second step."""
+    live, main = Traced([]), Stream()
+    fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA)
+    fsdp_manual.Event = Event
+    model = estimate.empty_model(config)
+    model.compute_dtype = torch.bfloat16
+    model.checkpoint_activations(config['activation_checkpointing'])
+    cuda = dict(Stream=Stream, Event=Event, stream=lambda _: contextlib.nullcontext(), current_stream=lambda *_: main)
+    with mock.patch.multiple(torch.cuda, **cuda), live.follow_rooms(fsdp_manual.Room), estimate.kernels_of_cuda(), live:
+        sharded = fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
+        model.to_empty(device='meta')
+        opt = optim.make_optimizer(model, 'adamw', 1e-3, 0.9, 0.95, 0.1)
+        tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.int64, device='meta')
+        for _ in range(2):
+            live.peak = live.now
+            for micro_step in range(micro_steps):
+                last = micro_step == micro_steps - 1
+                sharded.set_requires_gradient_sync(config['accumulate'] == 'sharded' or last)
+                sharded.set_reshard_after_backward(last)
+                sharded(tokens, tokens)[0].backward()
+            optim.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ('checkpointing', 'batch_size', 'micro_steps', 'accumulate'),
+    [('none', 1, 1, 'unsharded'), ('selective', 4, 1, 'unsharded'), ('full', 2, 1, 'unsharded'),
+     ('full', 2, 2, 'sharded'), ('selective', 1, 2, 'unsharded')],
+)  # fmt: skip
+def test_the_predicted_peak_of_8b_on_four_ranks(mesh, checkpointing, batch_size, micro_steps, accumulate):
+    config = KEYS | dict(activation_checkpointing=checkpointing, accumulate=accumulate, batch_size=batch_size)
+    shape = ModelConfig(**LLAMA_8B, block_size=4096, tie_embeddings=False).to_dict()
+    config |= shape | dict(global_batch_size=4 * micro_steps * batch_size)
+    predicted = sum(estimate.estimate(config, estimate.empty_model(config), 4, 'fsdp').values())
+    peak = traced_peak(config, mesh, micro_steps)
+    print(f'predicted {predicted / 1e9:.2f} GB, traced {peak / 1e9:.2f} GB: {predicted / peak:.3f}')
+    assert 0.97 < predicted / peak < 1.1
