@@ -7,8 +7,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
 from huggingface import convert
@@ -674,6 +676,20 @@ def test_counts_of_parameters_and_flops_are_exact(arch, tied):
     assert counts['norms'] == 2 * (2 * C + qk_norms) + C and 'other' not in counts
     with_head = 2 * block + C + rows * C
     assert model.flops_per_token() == 6 * with_head + 12 * 2 * (6 * 8) * 24
+
+
+@pytest.mark.parametrize('shape', [*ARCHITECTURES, 'gated'])
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_flops_are_those_that_pytorch_counts(shape, kv_heads):
+    """Op by op, attention in full; but for norms and biases, which the formula counts like matrices: 0.1% of GPT-2."""
+    gated = {'arch': 'qwen3', 'attention_gate': True} if shape == 'gated' else {'arch': shape}
+    with torch.device('meta'):
+        model = GPT(ModelConfig(**{**SMALL, 'n_layer': 3, 'n_kv_head': kv_heads, **gated}))
+        tokens = torch.zeros(2, model.config.block_size, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, tokens)[0].backward()
+    in_vectors = 6 * sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2)
+    assert counter.get_total_flops() == tokens.numel() * (model.flops_per_token() - in_vectors)
 
 
 def test_configuration_is_filled_in_from_the_architecture():
