@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import optim
 from model import ARCHITECTURES, GPT, ModelConfig
@@ -308,6 +310,35 @@ def test_compiled_follows_the_equation_and_compiles_once(name, expected):
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
     # One for every number of elements, and one for a single element: a bias of Zoo.
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2
+
+
+class Launches(TorchDispatchMode):
+    """with Launches() as launches: ...; launches.count is the number of operations on the device `meta`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.count += any(tensor.is_meta for tensor in tensors) and not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name not in ('muon', 'sgd')])
+def test_a_step_on_a_gpu_is_as_many_launches_for_many_tensors_as_for_few(name):
+    """On meta, which takes the GPU's way. Of PyTorch's lists one call is a launch per some dozens of tensors."""
+    counts = []
+    for n_layer in (2, 8):
+        with torch.device('meta'):
+            model = GPT(ModelConfig(arch='llama', n_layer=n_layer, n_head=2, n_embd=32, vocab_size=64, block_size=16))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = make_optimizer(model, name, **KEYS)
+        optimizer.step()  # makes the state
+        with Launches() as launches:
+            optimizer.step()
+        counts.append(launches.count)
+    of_a_group = {'adamw': 1, 'dana-mk4': 14, 'dana-star-mk4': 30, 'ademamix': 12}
+    assert counts == [2 * of_a_group.get(name, 10)] * 2
 
 
 def test_a_large_tensor_is_updated_in_chunks(monkeypatch):
