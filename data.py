@@ -123,7 +123,7 @@ class TokenDataset:
     vocab_size            every id is below it; read() checks what it reads
     fingerprint           changes when the tokens change: a resumed run must find the same ones
     bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
-    is_packed             a PackedDataset: its batches are (x, y, positions)
+    is_packed             a PackedDataset: its batches are (x, y, starts)
     """
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
@@ -208,6 +208,7 @@ class PackedDataset(TokenDataset):
     -1 where they are not learned. Of more than block_size + 1 tokens the first are kept. A mask has a byte per token of
     its shard; bit 0: the token is learned, bit 1: it begins a conversation.
     n_targets: int64 (n_windows,), the targets that count. longest: the tokens of the longest conversation.
+    n_starts: the most conversations in a window, and one for its padding.
     """
 
     def _cut(self, facts):
@@ -245,6 +246,7 @@ class PackedDataset(TokenDataset):
         # Window w holds the conversations from borders[w] up to borders[w + 1].
         self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
         self.n_targets = np.add.reduceat(learned[kept], self._borders[:-1])
+        self.n_starts = int(np.diff(self._borders).max()) + 1
 
     def _read_masks(self, facts):
         """The masks of all shards, uint8 (n_tokens + 1,): an end in reduceat has to be an index."""
@@ -260,17 +262,20 @@ class PackedDataset(TokenDataset):
         return mask
 
     def read(self, windows):
-        """Inputs, targets and positions of some windows: int64 (3, len(windows), block_size); see batches()."""
-        batch, count = np.empty((3, len(windows), self.block_size), dtype=np.int64), np.arange(self.block_size)
-        for (x, y, positions), window in zip(batch.swapaxes(0, 1), windows, strict=True):
+        """Inputs, targets (len(windows), block_size) and starts (len(windows), n_starts), int64; see batches()."""
+        batch = np.empty((2, len(windows), self.block_size), dtype=np.int64)
+        starts = np.full((len(windows), self.n_starts), self.block_size)
+        starts[:, 0] = 0
+        for (x, y), starts_of_row, window in zip(batch.swapaxes(0, 1), starts, windows, strict=True):
             spans, begin = slice(*self._borders[window : window + 2]), 0
-            for start, length in zip(self._starts[spans].tolist(), self._lengths[spans].tolist(), strict=True):
+            conversations = zip(self._starts[spans].tolist(), self._lengths[spans].tolist(), strict=True)
+            for number, (start, length) in enumerate(conversations, start=1):
                 tokens, end = self._read_spans([start], length)[0], begin + length - 1
-                x[begin:end], positions[begin:end] = tokens[:-1], count[: length - 1]
+                x[begin:end] = tokens[:-1]
                 y[begin:end] = np.where(self._learned[start + 1 : start + length], tokens[1:], -1)
-                begin = end
-            x[begin:], y[begin:], positions[begin:] = 0, -1, count[: self.block_size - begin]
-        return batch
+                begin = starts_of_row[number] = end
+            x[begin:], y[begin:] = 0, -1
+        return *batch, starts
 
 
 def pack(sizes, capacity):
@@ -414,7 +419,8 @@ def batches(dataset, seed, first_sample, global_batch_size, batch_size, rank, wo
     """Endless iterator over this rank's training batches, one (x, y) per micro-step; close() it when done.
 
     x, y: int64 (batch_size, block_size) on `device`; y is x one token later, and may hold -1 where no loss is counted.
-    Of a packed dataset (x, y, positions): these begin at 0 with each conversation, which attention must not leave.
+    Of a packed dataset (x, y, starts): int64 (batch_size, n_starts), where each conversation of a row begins, which
+    attention must not leave; unused places hold block_size.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the samples
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
     A background thread makes them ahead, see run_ahead().
@@ -450,18 +456,22 @@ def eval_batches(dataset, n_sequences, batch_size, rank, world_size, device):
 
 
 def _host_batch(dataset, windows, batch_size, device):
-    """Inputs, targets (and positions): int64 (2 or 3, batch_size, block_size) on the host, with filler rows at the end.
+    """Inputs, targets (batch_size, block_size), where packed starts (batch_size, n_starts); int64 on the host, with
+    filler rows at the end.
 
     numpy does the copying: a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
-    batch = torch.empty((2 + dataset.is_packed, batch_size, dataset.block_size), dtype=torch.int64, pin_memory=pinned)
-    rows = dataset.read(windows)
-    if not dataset.is_packed:
+    new = functools.partial(torch.empty, dtype=torch.int64, pin_memory=pinned)
+    parts, rows, fillers = [*new(2, batch_size, dataset.block_size)], dataset.read(windows), [0, -1]
+    if dataset.is_packed:
+        parts.append(new(batch_size, dataset.n_starts))
+        fillers.append([0] + [dataset.block_size] * (dataset.n_starts - 1))  # one document
+    else:
         rows = rows[:, :-1], rows[:, 1:]
-    for part, of_windows, filler in zip(batch.numpy(), rows, (0, -1, np.arange(dataset.block_size)), strict=False):
-        part[: len(windows)], part[len(windows) :] = of_windows, filler
-    return batch
+    for part, of_windows, filler in zip(parts, rows, fillers, strict=True):
+        part.numpy()[: len(windows)], part.numpy()[len(windows) :] = of_windows, filler
+    return parts
 
 
 def run_ahead(host_batches, device):
@@ -489,6 +499,6 @@ def run_ahead(host_batches, device):
             batch = coming.popleft().result()
             if batch is None:
                 return
-            yield tuple(batch.to(device, non_blocking=True))  # each contiguous
+            yield tuple(part.to(device, non_blocking=True) for part in batch)
     finally:
         thread.shutdown(cancel_futures=True)

@@ -4,6 +4,7 @@ The transformer: four architectures, its loss in chunks, generation, and exact c
     model = GPT(ModelConfig.from_keys(config), compute_dtype=torch.bfloat16)
     loss_sum, ce_sum = model(x, y)  # sums over the tokens whose target is not -1
     logits = model(x)  # (B, T, vocab_size)
+    loss_sum, ce_sum = model(x, y, starts)  # several documents in each row, of which none sees another
     tokens = model.generate(x, max_new_tokens=100)
 
               norm        positions                  q/k norm    MLP                 defaults
@@ -26,11 +27,12 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 
@@ -47,14 +49,18 @@ PARTS = {
     'head': ('head',),
 }
 
+# To varlen_attn(), which in torch 2.11 takes fewer heads of keys than of queries without being told so.
+GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
+
 # What selective activation checkpointing keeps: the results that are dear to compute.
 SAVED_OPS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    'aten.mm.default',
+    'aten.addmm.default',
+    'aten._scaled_dot_product_flash_attention.default',
+    'aten._scaled_dot_product_flash_attention_for_cpu.default',
+    'aten._scaled_dot_product_efficient_attention.default',
+    'aten._scaled_dot_product_cudnn_attention.default',
+    'torch_attn._varlen_attn.default',
 ]
 
 
@@ -180,12 +186,52 @@ class RotaryEmbedding:
             angle = torch.outer(torch.arange(self.block_size, device=device).float(), frequency)  # (block_size, D/2)
             self.cos_sin = torch.stack((angle.cos(), angle.sin()))
 
-    def rotate(self, x, first_position):
-        """x: queries or keys (B, heads, T, D) of the positions from first_position on; returns the same shape."""
-        cos, sin = self.cos_sin[:, first_position : first_position + x.shape[2]].unbind()  # (T, D/2) each
+    def rotate(self, x, cos_sin):
+        """x: queries or keys (B, heads, T, D); cos_sin: rows of the table for T positions; returns the shape of x."""
+        cos, sin = cos_sin.unbind()  # (T, D/2) each, or (B, 1, T, D/2)
         a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, heads, T, D/2) each
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2)
         return rotated.to(x.dtype)
+
+
+class Documents(NamedTuple):
+    """Which token of a batch belongs to which document, as the blocks need it: see in_documents()."""
+
+    borders: torch.Tensor
+    cos_sin: torch.Tensor | None  # (2, B, 1, T, D/2): the rotation of each token
+
+
+def in_documents(starts, T, by_mask):
+    """(positions, borders) of rows that hold several documents each.
+
+    starts: int64 (B, M), where each document of a row begins, of M at most; 0 is the first, unused places hold T.
+    positions: (B, T) int64, which restart at 0 with each document. borders: for attend_in_documents(), with by_mask
+    which token may see which, (B, 1, T, T) bool, and else where documents begin and end in all B*T tokens: int32
+    (1, 1, 1, B*M + 1), of four dimensions as a mask has, so that transformers hands it on as it is.
+    """
+    B, M = starts.shape
+    count = torch.arange(T, device=starts.device).repeat(B, 1)
+    document = torch.searchsorted(starts, count, right=True) - 1  # (B, T)
+    positions = count - starts.gather(1, document)
+    if by_mask:
+        return positions, (document[:, None, :, None] == document[:, None, None, :]).tril()
+    # M is the same in every batch, or compiled code would be compiled again. An unused place is an empty document.
+    rows = torch.arange(B, device=starts.device)[:, None] * T
+    return positions, F.pad((starts + rows).flatten().int(), (0, 1), value=B * T)[None, None, None]
+
+
+def attend_in_documents(q, k, v, borders, scale=None, window=None):
+    """Causal attention within each document by a kernel that never makes a mask; CUDA, half precision, no dropout.
+
+    q (B, H, T, D), k and v (B, K, T, D); window: a token sees itself and the window - 1 tokens before it.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
+
+    B, _, T, _ = q.shape
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # (B*T, heads, D) each
+    options = GROUPED_QUERIES | {'scale': scale, 'window_size': (-1 if window is None else window - 1, 0)}
+    y = varlen_attn(q, k, v, borders.flatten(), borders.flatten(), T, T, **options)
+    return y.unflatten(0, (B, T)).transpose(1, 2)
 
 
 class KVCache:
@@ -221,7 +267,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None
         self.k_norm = Norm(config, self.head_dim) if qk_norm else None
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache=None, documents=None):
         """x (B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
         qkv = self.qkv(x)
         if x.device.type == 'cpu':
@@ -233,14 +279,20 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
-            first_position = 0 if cache is None else cache.length
-            q, k = self.rotary.rotate(q, first_position), self.rotary.rotate(k, first_position)
+            first = 0 if cache is None else cache.length
+            cos_sin = documents.cos_sin if documents else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
             assert cache.length == 0 or x.shape[1] == 1, f'{x.shape[1]} tokens after {cache.length}: expected 1'
             k, v = cache.append(k, v)
-        is_causal = x.shape[1] > 1  # a single token looks at all before it
-        options = {'dropout_p': self.dropout if self.training else 0.0, 'enable_gqa': self.n_kv_head < self.n_head}
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options).transpose(1, 2)  # (B, T, H, D)
+        if documents and documents.borders.dtype != torch.bool:
+            y = attend_in_documents(q, k, v, documents.borders)
+        else:
+            options = {'dropout_p': self.dropout if self.training else 0.0, 'enable_gqa': self.n_kv_head < self.n_head}
+            options['attn_mask'] = documents.borders if documents else None
+            options['is_causal'] = documents is None and x.shape[1] > 1  # a single token looks at all before it
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+        y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gated:
             y = y * torch.sigmoid(gate)
         return self.proj(y.flatten(2).to(x.dtype))
@@ -274,14 +326,15 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.activation_checkpointing = 'none'
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache=None, documents=None):
         """x (B, T, C) -> (B, T, C)"""
         if self.activation_checkpointing == 'none' or cache is not None:
-            return self.add_attention_and_mlp(x, cache)
-        return recomputed(self.add_attention_and_mlp, x, mode=self.activation_checkpointing, noise=self.drop.p > 0)
+            return self.add_attention_and_mlp(x, cache, documents)
+        options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
+        return recomputed(self.add_attention_and_mlp, x, None, documents, **options)
 
-    def add_attention_and_mlp(self, x, cache=None):
-        x = x + self.drop(self.attn(self.attn_norm(x), cache))
+    def add_attention_and_mlp(self, x, cache, documents):
+        x = x + self.drop(self.attn(self.attn_norm(x), cache, documents))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -295,8 +348,12 @@ def recomputed(forward, *args, mode, noise, **kwargs):
         return forward(*args, **kwargs)
     options = {'use_reentrant': False, 'preserve_rng_state': noise}
     if mode == 'selective':
-        options['context_fn'] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+        options['context_fn'] = partial(create_selective_checkpoint_contexts, keep_saved_ops)
     return checkpoint(forward, *args, **options, **kwargs)
+
+
+def keep_saved_ops(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -424,8 +481,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         return self
 
-    def forward(self, x, y=None, cache=None):
-        """x: tokens (B, T). y: targets (B, T), -1 = ignored. cache: one KVCache per block, with the tokens before x.
+    def forward(self, x, y=None, starts=None, cache=None):
+        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, see
+        in_documents(); None = a row is one. cache: one KVCache per block, with the tokens before x.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
         cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
@@ -436,14 +494,19 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
 
-        h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
-        if self.pos_embed is not None:
-            h = h + self.pos_embed.weight[first_position:end].to(self.compute_dtype)
-        h = self.drop(h)
+        positions, documents = slice(first_position, end), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
+        if starts is not None:
+            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
+            positions, borders = in_documents(starts, x.shape[1], by_mask)
+            documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+        h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
+        if self.pos_embed is not None:
+            h = h + self.pos_embed.weight[positions].to(self.compute_dtype)
+        h = self.drop(h)
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
-            h = block(h, block_cache)
+            h = block(h, block_cache, documents)
         if cache:
             h = h[:, -1:]  # (B, 1, C)
         h = self.final_norm(h)

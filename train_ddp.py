@@ -279,7 +279,7 @@ while step < config.max_iters and not must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
         meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
         model.require_backward_grad_sync = micro_step == accumulation_steps - 1
         meter.mark('forward')

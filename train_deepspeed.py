@@ -310,7 +310,7 @@ while step < config.max_iters and not must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
         meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
         # The engine adds gradients up; after the last micro-step's backward they are averaged over the ranks.
         model.set_gradient_accumulation_boundary(micro_step == accumulation_steps - 1)
         meter.mark('forward')

@@ -307,7 +307,7 @@ while step < config.max_iters and not must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
         meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; of conversations positions, too
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' each backward does, and the shards add up.
         last_micro_step = micro_step == accumulation_steps - 1

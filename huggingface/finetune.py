@@ -6,7 +6,7 @@ A model of `transformers` as the train scripts want it: with the methods of mode
         model = for_training(pretrained, compute_dtype, device)
     ...  # shard it, or not; model.to_empty()
     load(model, pretrained, seed)  # each rank reads the rows it keeps
-    loss_sum, ce_sum = model(x, y)  # as model.GPT, and model(x, y, positions) of packed documents
+    loss_sum, ce_sum = model(x, y)  # as model.GPT, and model(x, y, starts) where rows hold several documents
     line = self_test(model, pretrained, ...)  # logits are those of the folder
 
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import GPT, ChunkedCrossEntropy, cross_entropy, generator_of, recomputed
+from model import GPT, ChunkedCrossEntropy, attend_in_documents, cross_entropy, generator_of, in_documents, recomputed
 from runtime import processes
 from runtime.errors import one_line
 
@@ -221,14 +221,15 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
-    def forward(self, x, y=None, positions=None):
+    def forward(self, x, y=None, starts=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-        positions (B, T): restart at 0 with each packed document; attention then stays within documents."""
+        starts (B, M): where each document of a row begins; attention stays within documents."""
         options = {'use_cache': False}
-        if positions is not None:
-            options['position_ids'] = positions
+        if starts is not None:
+            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.draws_noise
+            options['position_ids'], borders = in_documents(starts, x.shape[1], by_mask)
             if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
-                options['attention_mask'] = mask_of_documents(positions)
+                options['attention_mask'] = borders
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
         # (For meta tensors there is none: estimate.py does what it would do.)
@@ -319,6 +320,9 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        of_documents = {'scale': options.get('scaling'), 'window': sliding_window}
+        return attend_in_documents(query, key, value, attention_mask, **of_documents).transpose(1, 2), None
     if sliding_window and sliding_window < T:
         near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
         attention_mask = near[None, None] if attention_mask is None else attention_mask & near
@@ -328,13 +332,6 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     with torch.autocast('cpu', enabled=False) if on_cpu else contextlib.nullcontext():  # it would undo that
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output.to(dtype), None
-
-
-def mask_of_documents(positions):
-    """Which token may see which, (B, 1, T, T) bool: those before it in its document; positions (B, T) restart there."""
-    starts = F.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
-    document = starts.cumsum(1)  # (B, T)
-    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def loss_of_logits(logits, targets, vocab_size, z_loss):
@@ -540,9 +537,9 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     facts.append(f'the loss is that of the logits{whole}')
     if packed:
         half = T // 2
-        positions = torch.cat((torch.arange(half, device=device), torch.arange(T - half, device=device)))[None]
+        starts = torch.tensor([[0, half]], device=device)
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
-        second, again = (model(tokens, None, positions)[0, half:].float() for tokens in (x, other))
+        second, again = (model(tokens, None, starts)[0, half:].float() for tokens in (x, other))
         if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
             advice = 'it can be trained on text alone: prepare_data.py --chat=False'
             problems.append(f'{pretrained.arch} lets packed documents see each other; {advice}')

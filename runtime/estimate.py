@@ -237,7 +237,7 @@ def follow_micro_step(config, device, is_sharded):
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
         tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.long, device=device)
-        inputs = [tokens, tokens] + [tokens] * bool(config.get('packed'))  # x, y, positions
+        inputs = [tokens, tokens] + [tokens[:, :1]] * bool(config.get('packed'))  # x, y, starts of documents
         for parameter in model.parameters():
             if is_sharded:
                 parameter.data = parameter.data.to(dtype)

@@ -603,13 +603,12 @@ def as_learned(tokens, learned):
 
 
 def conversations_in(batches):
-    """All (inputs, targets) of batches, cut where positions restart; padding, without a target, is left out."""
+    """All (inputs, targets) of batches, cut where documents begin; padding, without a target, is left out."""
     found = []
-    for x, y, positions in zip(*(torch.cat(part).numpy() for part in zip(*batches, strict=True)), strict=True):
-        starts = np.flatnonzero(positions == 0)
-        assert starts[0] == 0
+    for x, y, starts in zip(*(torch.cat(part).numpy() for part in zip(*batches, strict=True)), strict=True):
+        assert starts[0] == 0 and all((starts[1:] > starts[:-1]) | (starts[1:] == len(x)))
+        starts = starts[starts < len(x)]
         for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
-            assert np.array_equal(positions[begin:end], np.arange(end - begin))
             if (y[begin:end] >= 0).any():
                 found.append((tuple(x[begin:end].tolist()), tuple(y[begin:end].tolist())))
             else:
@@ -635,7 +634,8 @@ def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_
         batches = data.batches(dataset, 7, first, n, n, 0, 1, 'cpu')
         epoch = [next(batches)]
         batches.close()
-        assert all(part.dtype == torch.int64 and part.shape == (n, 64) and part.is_contiguous() for part in epoch[0])
+        assert all(part.dtype == torch.int64 and part.is_contiguous() for part in epoch[0])
+        assert [tuple(part.shape) for part in epoch[0]] == [(n, 64), (n, 64), (n, dataset.n_starts)]
         assert conversations_in(epoch) == expected
 
 
@@ -649,8 +649,8 @@ def test_evaluation_on_chats_sees_the_first_windows_once_and_filler_learns_nothi
     assert conversations_in([batch for of_rank in of_ranks for batch in of_rank]) == sorted(
         as_learned(*chat) for chat in chats
     )
-    for x, y, positions in data.eval_batches(dataset, 1, 2, 0, 1, 'cpu'):  # one window and a row of filler
-        assert (y[0] >= 0).sum() == dataset.n_targets[0] and positions[1].tolist() == list(range(64))
+    for x, y, starts in data.eval_batches(dataset, 1, 2, 0, 1, 'cpu'):  # one window and a row of filler
+        assert (y[0] >= 0).sum() == dataset.n_targets[0] and {*starts[1, 1:].tolist()} == {64} and not starts[1, 0]
         assert not x[1].any() and (y[1] == -1).all()
 
 
@@ -716,9 +716,9 @@ def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tm
     chats.insert(1, (np.array([3]), np.array([True])))  # one token: nothing to predict
     make_chats(tmp_path / 'chats', chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 4)
-    (x, y, positions), *_ = data.eval_batches(dataset, 1, 1, 0, 1, 'cpu')
+    (x, y, starts), *_ = data.eval_batches(dataset, 1, 1, 0, 1, 'cpu')
     assert (x[0].tolist(), y[0].tolist()) == ([5, 6, 8, 0], [-1, 7, 9, -1])
-    assert positions[0].tolist() == [0, 1, 0, 0] and dataset.n_targets.tolist() == [2]
+    assert starts[0].tolist() == [0, 2, 3] and dataset.n_targets.tolist() == [2]
 
 
 def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp_path):
@@ -726,9 +726,7 @@ def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp
     make_chats(tmp_path / 'chats', chats_of([60] * 100 + [8] * 900))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
     assert dataset.n_windows == 200
-    of_many = sum(
-        int((positions == 0).sum(1).max() > 2) for *_, positions in data.eval_batches(dataset, 40, 1, 0, 1, 'cpu')
-    )
+    of_many = sum(int((starts < 64).sum() > 2) for *_, starts in data.eval_batches(dataset, 40, 1, 0, 1, 'cpu'))
     assert 8 < of_many < 32  # 20 are expected
 
 

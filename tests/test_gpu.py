@@ -89,6 +89,28 @@ def test_compiled_in_half_precision_the_loss_is_near_and_nothing_is_compiled_twi
         assert largest_difference(tmp_path / name, runs / 'ddp') <= 1e-2
 
 
+def test_documents_in_one_row_compute_what_they_do_alone():
+    """In half precision by the kernel for documents, with their gradients, beside fp32 by a mask."""
+    torch.manual_seed(0)
+    config = ModelConfig(arch='llama', n_layer=3, n_head=4, n_kv_head=2, n_embd=128, vocab_size=500, block_size=256)
+    x, starts = torch.randint(500, (2, 256), device=DEVICE), torch.tensor([[0, 50, 51, 200], [0, 256, 256, 256]])
+    gradients, logits = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.device(DEVICE):
+            model = GPT(config, dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(model.initial_value(name, parameter, 0, 'cpu'))
+            logits[dtype] = model(x, starts=starts.to(DEVICE)).float()
+            alone = torch.cat([model(part)[0] for part in x[:1].split((50, 1, 149, 56), 1)]).float()
+        tolerance = 1e-5 if dtype == torch.float32 else 0.03
+        assert (logits[dtype][0] - alone).norm() <= tolerance * alone.norm()
+        model(x, x.roll(-1, 1), starts.to(DEVICE))[0].backward()
+        gradients[dtype] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    for fp32, bf16 in (gradients.values(), logits.values()):
+        assert 0 < (fp32 - bf16).norm() <= 0.05 * fp32.norm()
+
+
 def test_what_was_trained_goes_on_with_the_tokens_that_a_cpu_finds(runs):
     keys = KEYS | {'tie_embeddings': None}
     model = GPT(ModelConfig.from_keys(keys))

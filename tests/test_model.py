@@ -28,6 +28,21 @@ VOCAB_SIZE = 67  # padded to 128
 SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
 
 
+class MetaOps(TorchDispatchMode):
+    """with MetaOps() as ops: ...; ops.names counts operations, ops.sizes_of_masks is those of boolean tensors made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.sizes_of_masks = collections.Counter(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names[str(function)] += 1
+        masks = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool]
+        self.sizes_of_masks.update(mask.numel() for mask in masks)
+        return result
+
+
 def make_model(arch, compute_dtype=torch.float32, seed=0, **changes):
     """A small model, initialised as the train scripts do it."""
     with torch.device('meta'):
@@ -537,7 +552,7 @@ class CountCalls(TorchDispatchMode):
         self.calls = collections.Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function] += 1
+        self.calls[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -551,7 +566,7 @@ def test_selective_checkpointing_computes_neither_matmuls_nor_attention_again(ar
         with CountCalls() as count:
             model(make_tokens(2, 24), make_tokens(2, 24, seed=1))[0].backward()
         calls[mode] = [count.calls[operation] for operation in model_module.SAVED_OPS]
-    attention = model_module.SAVED_OPS.index(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    attention = model_module.SAVED_OPS.index('aten._scaled_dot_product_flash_attention_for_cpu.default')
     assert calls['selective'] == calls['none'] and calls['none'][attention] == SMALL['n_layer']
     assert calls['full'][attention] == 2 * SMALL['n_layer']
 
@@ -650,6 +665,82 @@ def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     for options in ({'temperature': -1}, {'top_k': -1}, {'top_p': 1.5}):
         with pytest.raises(ValueError, match='expected temperature'):
             sample_token(logits, **options)
+
+
+# --- several documents in a row ---------------------------------------------------------------------------------------
+
+LENGTHS = [[5, 12, 1, 6], [24], [1, 20, 3]]  # of the documents of three rows
+STARTS = torch.tensor([[0, 5, 17, 18], [0, 24, 24, 24], [0, 1, 21, 24]])
+
+
+@pytest.mark.parametrize('shape', [*ARCHITECTURES, 'gated'])
+def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
+    gated = {'arch': 'qwen3', 'attention_gate': True} if shape == 'gated' else {'arch': shape}
+    model = make_model(**gated, n_kv_head=2)
+    randomise(model)
+    x = make_tokens(3, 24)
+    alone = [torch.cat([model(part[None])[0] for part in row.split(of)]) for row, of in zip(x, LENGTHS, strict=True)]
+    packed = model(x, starts=STARTS)
+    torch.testing.assert_close(packed, torch.stack(alone), atol=1e-5, rtol=1e-5)
+    x[0, 7] = (x[0, 7] + 1) % VOCAB_SIZE  # in the second document
+    moved = (model(x, starts=STARTS) != packed).any(-1)  # (B, T)
+    assert moved[0, 7:17].all() and moved.sum() == 10
+    model.checkpoint_activations('full')
+    losses = []
+    for _ in range(2):
+        losses.append(model(x, x, STARTS)[0])
+        losses[-1].backward()
+        model.checkpoint_activations('none')
+    assert losses[0] == losses[1]
+
+
+def looped_attention(q, k, v, borders, borders_of_keys, longest, _, *, scale, window_size, **_grouped):
+    """What varlen_attn() is documented to compute, a document at a time: q (tokens, H, D), k and v (tokens, K, D)."""
+    assert borders.dtype == torch.int32 and torch.equal(borders, borders_of_keys) and window_size[1] == 0
+    results = []
+    for begin, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        assert begin <= end <= begin + longest
+        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        if window_size[0] >= 0:
+            mask = mask.triu(-window_size[0])
+        heads = [tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v)]
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+        results.append(y[0].transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize('heads, window', [(4, None), (2, None), (2, 3)])
+def test_the_borders_for_a_gpu_say_what_the_mask_says(monkeypatch, heads, window):
+    monkeypatch.setattr('torch.nn.attention.varlen.varlen_attn', looped_attention)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, 24, 8, generator=generator) for n in (4, heads, heads))
+    positions, mask = model_module.in_documents(STARTS, 24, by_mask=True)
+    same_positions, borders = model_module.in_documents(STARTS, 24, by_mask=False)
+    assert torch.equal(positions, same_positions)
+    assert positions[0].tolist() == [*range(5), *range(12), 0, *range(6)] and positions[1].tolist() == [*range(24)]
+    found = model_module.attend_in_documents(q, k, v, borders, window=window)
+    mask = mask if window is None else mask.triu(1 - window)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads < 4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_on_a_gpu_documents_in_half_precision_need_no_mask():
+    """On meta, which takes the GPU's way: with dropout, and in fp32, there is a mask."""
+    for dtype, dropout, kernel in (
+        (torch.bfloat16, 0.0, True),
+        (torch.float32, 0.0, False),
+        (torch.bfloat16, 0.1, False),
+    ):
+        config = ModelConfig(arch='llama', **SMALL, n_kv_head=2, dropout=dropout)
+        with torch.device('meta'):
+            model = GPT(config, dtype)
+            model.checkpoint_activations('selective')
+            tokens, starts = torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 4, dtype=torch.long)
+        with MetaOps() as ops:
+            model(tokens, tokens, starts)[0].backward()
+        assert ('torch_attn._varlen_attn.default' in ops.names) == kernel
+        assert ops.names['torch_attn._varlen_attn.default'] in (0, config.n_layer)  # kept, not computed again
+        assert (3 * 24 * 24 in ops.sizes_of_masks) != kernel
 
 
 # --- counts and configuration -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Fine-tuning transformers models: what is loaded, and what training computes, against transformers itself."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -72,14 +73,14 @@ def packing(folder, implementation):
     _, model = loaded(folder, implementation, block_size=POSITIONS)
     lengths = [5, 11, 1, 20]
     x = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(9))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    starts = torch.tensor([[0, *itertools.accumulate(lengths)]])  # the last is the end: a place that is not used
     model.eval()
     with torch.no_grad():
-        packed = model(x, None, positions).split(lengths, 1)
+        packed = model(x, None, starts).split(lengths, 1)
         alone = [model(document) for document in x.split(lengths, 1)]
         changed = x.clone()
         changed[0, 7] = (x[0, 7] + 1) % VOCABULARY  # in the second document
-        after = model(changed, None, positions).split(lengths, 1)
+        after = model(changed, None, starts).split(lengths, 1)
     return {
         'alone': max((a - b).abs().max().item() for a, b in zip(packed, alone, strict=True)),
         'moved': [not torch.equal(a, b) for a, b in zip(packed, after, strict=True)],
@@ -263,11 +264,11 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group['lr'] = 3e-3 * (step + 1) / 6 if step < 5 else 3e-3
-        x, y, *positions = next(batches)
+        x, y, *packed = next(batches)
         total = 0.0
         for row in range(SEQUENCES):
-            starts = (positions[0][row] == 0).nonzero().flatten().tolist() if positions else [0]
-            for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
+            borders = sorted({*packed[0][row].tolist(), LENGTH}) if packed else [0, LENGTH]
+            for start, end in itertools.pairwise(borders):
                 logits = model(x[row : row + 1, start:end], use_cache=False).logits[0]
                 total = total + F.cross_entropy(logits, y[row, start:end], ignore_index=-1, reduction='sum')
         loss = total / (y >= 0).sum()
