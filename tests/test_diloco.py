@@ -996,7 +996,7 @@ def test_health_between_send_and_land_counts_every_exchange_once(ranks):
 
 def test_a_replica_that_has_moved_nothing_has_no_direction():
     row = diloco.norms_of_replicas(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
-    assert row == {'diloco/replica_norm': 2**0.5, 'diloco/delta_norm': 1.0, 'diloco/drift': 1.0}
+    assert row == pytest.approx({'diloco/replica_norm': 2**0.5, 'diloco/delta_norm': 1.0, 'diloco/drift': 1.0})
 
 
 @pytest.mark.parametrize('world_size, name', [*((2, name) for name in RESUMED), (4, 'in_flight_int8_mixed')])
