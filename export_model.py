@@ -43,6 +43,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import data
 from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
@@ -294,7 +295,7 @@ try:
         check_model(unfinished)
     else:
         run = state['config']
-        dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
+        dataset_folder = data.folder_of({**run, 'data_dir': config.data_dir or run['data_dir']})
         tokenizer = find_tokenizer(dataset_folder)
         write_native(unfinished, tokenizer and tokenizer.eot)
         if tokenizer:

@@ -44,6 +44,7 @@ class Config:
     shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
     # system
     num_proc: int | None = None  # processes that tokenize; None = one per core
+    engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken where its tokens are those of tiktoken, tokenizers
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
     verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
@@ -57,7 +58,6 @@ import collections
 import fcntl
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -75,8 +75,10 @@ from runtime import errors
 from runtime.files import write_file
 from text import encode, sources
 from text.chat import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
-from text.documents import HEAD_BYTES, documents_of, in_words, left_out_of, units_of
+from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
+from text.engine import Mismatch
 from text.shards import ShardWriter, read_shard, verify
+from text.summary import print_summary
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
 errors.report_errors(lambda: 'lower num_proc')
@@ -86,8 +88,6 @@ LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does n
 SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
-MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
-FEW_TOKENS = 1000  # of the validation split, over which a loss is little more than chance
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
@@ -121,18 +121,23 @@ pool.submit(os.getpid).result()
 
 
 def encoded_units(units, rules):
-    """(unit, what encode_unit returns) for every unit, in order; at most two units per worker are under way."""
+    """(unit, what encode_unit returns) for every unit, in order; at most four units per worker are under way."""
     under_way = collections.deque()
     try:
         for unit in units:
             under_way.append((unit._replace(pieces=None), pool.submit(encode.encode_unit, unit.pieces, rules)))
-            if len(under_way) > 2 * config.num_proc:
+            if len(under_way) > 4 * config.num_proc:
                 unit, future = under_way.popleft()
                 yield unit, future.result()
         for unit, future in under_way:
             yield unit, future.result()
     except OSError as error:  # a file that is gone, or has become shorter
         raise OSError(str(error)) from error
+    except Mismatch as mismatch:
+        print(f'{mismatch}: starting over without it', flush=True)
+        pool.shutdown(cancel_futures=True)
+        delete('*.bin', '*.partial', STATE_FILE)
+        os.execv(sys.executable, [sys.executable, *sys.argv, '--engine=reference'])
     except BrokenProcessPool as error:
         raise OSError('a worker was killed: the same command goes on, --num_proc=N takes less memory') from error
 
@@ -223,46 +228,6 @@ def refuse_rows(notes):
     raise ValueError(problem)
 
 
-def print_summary(meta):
-    """What a complete folder holds, and what to type next."""
-    for split, totals in meta['splits'].items():
-        print(
-            f'{split:5}  {totals["tokens"]:,} tokens of {totals["bytes"]:,} bytes of text '
-            f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {totals["documents"]:,} documents, '
-            f'shards: {len(totals["shards"])}'
-        )
-        if meta.get('masked'):
-            share = totals['learned_tokens'] / totals['tokens']
-            print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
-            print(f'the longest conversation has {totals["longest"]:,} tokens')
-        if split == 'val' and totals.get('learned_tokens', totals['tokens']) < FEW_TOKENS:
-            print('       a loss over so few tokens is noisy: more with a larger --val_fraction, and another --name')
-    reasons = meta.get('left_out', {})
-    left_out = sum(reasons.values())
-    n_rows = meta.get('rows_kept', 0) + left_out
-    if left_out > MANY_LEFT_OUT * n_rows:
-        print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
-    command = 'python train_ddp.py'
-    of_model = Path(config.tokenizer, 'config.json')
-    is_of_a_model = of_model.exists()
-    if meta.get('masked') or is_of_a_model:  # which can learn it
-        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
-        recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
-        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
-    place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
-    least = min(totals['tokens'] for totals in meta['splits'].values())
-    block_sizes = []
-    if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
-        block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
-    if is_of_a_model:
-        shape = json.loads(of_model.read_text(encoding='utf-8'))
-        positions = shape.get('max_position_embeddings') or shape.get('n_positions') or math.inf  # the second: GPT-2
-        if positions < 4096:  # the recipes' block_size is 2048 or 4096
-            block_sizes.append(min(positions, 2048))
-    block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    print(f'{folder}\nnext: {command} --dataset={config.name}{place}{block_size}')
-
-
 def lock_folder():
     """Keep other processes out of the folder until this one ends, however it ends."""
     try:
@@ -289,7 +254,7 @@ if was_there:
         refuse_other_settings(meta, 'made')
         delete(*LEFTOVERS)
         print('nothing to do, it is complete:')
-        print_summary(meta)
+        print_summary(meta, folder, config)
         sys.exit()
     if (folder / STATE_FILE).exists():
         found = json.loads((folder / STATE_FILE).read_text(encoding='utf-8'))
@@ -358,7 +323,7 @@ def bpe_sample():
     left = BPE_SAMPLE_BYTES
     for piece, document in documents_of_source(collections.Counter()):  # the workers count the notes
         if encode.split_of(piece, document, config.seed, val_hashes) == 'train':
-            yield from encode.stretches_of(document)
+            yield from (data.decode() for data in cut_up(document, encode.STRETCH_BYTES))
             left -= len(document)
             if left <= 0:
                 return
@@ -368,7 +333,7 @@ if config.tokenizer != 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)  # may fail: before anything is written
     if source.chat:
         try:
-            pool.submit(encode.warm_up, config.tokenizer, folder, True).result()  # likewise
+            pool.submit(encode.warm_up, config.tokenizer, folder, True, config.engine).result()  # likewise
         except ValueError as error:
             raise ValueError(str(error)) from error
 if not is_resumed:
@@ -391,8 +356,11 @@ dtype = encode.dtype_for(encoder.vocab_size)
 print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
-for _ in range(config.num_proc):
-    pool.submit(encode.warm_up, config.tokenizer, folder, source.chat)
+warm_ups = [
+    pool.submit(encode.warm_up, config.tokenizer, folder, source.chat, config.engine) for _ in range(config.num_proc)
+]
+if not source.chat:
+    print(warm_ups[0].result())
 
 
 def save_state():
@@ -413,7 +381,7 @@ notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
 options = (config.text_field, source.chat, config.fold_system)
-rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes)
+rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
     for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
@@ -479,4 +447,4 @@ if source.chat:
     print(marked_text(tokens, flags, encoder.decode, *marks))
 rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
 print(f'{rates} with {config.num_proc} processes, reading and writing included')
-print_summary(meta)
+print_summary(meta, folder, config)

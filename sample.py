@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 from typing import Literal
 
@@ -48,6 +47,7 @@ config, _ = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
 
+import data
 from huggingface import finetune
 from model import GPT, ModelConfig, sample_token
 from runtime import checkpoint, errors, processes
@@ -104,7 +104,7 @@ if config.temperature < 0 or config.top_k < 0 or not 0 <= config.top_p <= 1:
 path = checkpoint.choose_to_read(config.out_dir, config.step, say)
 weights, state = checkpoint.load_weights(path)
 run = state['config']
-dataset_folder = os.path.join(config.data_dir or run['data_dir'], run['dataset'])
+dataset_folder = data.folder_of({**run, 'data_dir': config.data_dir or run['data_dir']})
 is_fine_tuned = 'transformers' in state['identity']['model']
 
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------

@@ -40,7 +40,10 @@ class Config:
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
     # data
-    dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py; synthetic = random tokens, no files
+    dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py, or shares: 'web:0.7,code:0.3'
+    dataset_stages = ()  # other shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),)
+    max_epochs = 4.0  # over a source of a mixture: more are a WARNING before the run (arXiv 2305.16264)
+    windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
     data_dir = 'data'  # where datasets live
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
@@ -143,9 +146,9 @@ start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if ini
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(f'{config.data_dir}/{config.dataset}', pretrained.folder)
-train_data = data.open_dataset(config.data_dir, config.dataset, 'train', config.block_size, config.vocab_size)
-val_data = data.open_dataset(config.data_dir, config.dataset, 'val', config.block_size, config.vocab_size)
+    check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
+train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
+val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
@@ -247,17 +250,17 @@ def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
+    nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
+    for batch, source in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
         watchdog.at('evaluation', step)
         _, ce_sum = model(*batch)
-        nats_and_tokens += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
+        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
     for module in model.modules():  # free what forward left gathered, for no backward pass will (both implementations)
         if hasattr(module, 'reshard'):
             module.reshard()
-    return val_data.losses(*nats_and_tokens.tolist())
+    return val_data.losses(nats_and_tokens.tolist())
 
 
 if config.eval_only:
@@ -298,7 +301,7 @@ while step < config.max_iters and not must_stop:
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
-    targets = data.count_targets(train_data, config.seed, step * global_batch_size, global_batch_size)
+    targets = train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_scale = world_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -351,7 +354,8 @@ while step < config.max_iters and not must_stop:
         row.update(evaluate())
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
-        log.row(step, {'tokens': step * tokens_per_step, **row, **skipped})
+        read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}
+        log.row(step, {**read, **row, **skipped})
 
     # save: all that the run needs to go on from here
     if saving:

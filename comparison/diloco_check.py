@@ -43,7 +43,8 @@ def mesh_lines(num_replicas, local_world_size):
 def refuse_differences(config, train_data, val_data):
     """Raises ValueError on every rank if some rank has other keys or data than rank 0, but for its device and paths."""
     values = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
-    of_ranks = everybodys({**values, 'data': train_data.fingerprint, 'validation data': val_data.fingerprint})
+    prints = ([source.fingerprint for source in of_split.sources] for of_split in (train_data, val_data))
+    of_ranks = everybodys({**values, **dict(zip(('data', 'validation data'), prints, strict=True))})
     for rank, theirs in enumerate(of_ranks):
         for key, value in of_ranks[0].items():
             if theirs[key] != value:

@@ -3,29 +3,26 @@ What comes before the lesson, the same for every strategy: this rank and its dev
 process group, the checkpoint to resume from.
 """
 
-import contextlib
 import json
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import data
 from model import ModelConfig
 from runtime import checkpoint, health, processes, scaling, stopping
-from runtime.files import sha256_of
+from text.tokenizer import same_tokenizer
 
 
 def start_process(config):
     """
-    Find out which rank this is and choose its device. Fills in device, dtype and compile, takes data_dir off dataset.
+    Find out which rank this is and choose its device. Fills in device, dtype and compile.
 
     Returns (rank, world_size, device, compute_dtype), (0, 1, ...) without torchrun. Raises ValueError if the launcher's
     variables are incomplete, or for a GPU that is not there.
     """
-    if Path(config.dataset).parent == Path(config.data_dir):  # data/mine, as a shell completes it
-        config.dataset = Path(config.dataset).name
     processes.end_with_parent()
     if not config.eval_only:
         stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
@@ -59,23 +56,14 @@ def run_to_start_from(config, explicit):
             f'init_from={config.init_from} has fine-tuned a model of transformers: export that with '
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
-    folder = Path(before['data_dir'], before['dataset'])
-    known, asked = tokenizer_of(folder), tokenizer_of(Path(config.data_dir, config.dataset))
-    if known and asked and known != asked:
+    folder = data.folder_of(before)
+    if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(
             f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '
             f'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... --tokenizer={folder}`'
         )
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
-
-
-def tokenizer_of(folder):
-    """What tells the tokenizer of a dataset from others: the sha256 of its file, or else its name; None = unknown."""
-    with contextlib.suppress(OSError, ValueError, LookupError):
-        if (folder / 'tokenizer.json').exists():
-            return sha256_of(folder / 'tokenizer.json')
-        return json.loads((folder / 'meta.json').read_text())['tokenizer']['name']
 
 
 def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None):
@@ -89,7 +77,8 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
     config.global_batch_size = config.global_batch_size or config.batch_size * world_size
     micro_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, world_size)
     notes = [
-        f'{config.dataset}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation tokens',
+        f'{" + ".join(train_data.names)}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation '
+        'tokens',
         scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size),
     ]
     if config.compile and not processes.has_compiler(config.device):
@@ -99,18 +88,23 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.is_packed
-    if config.packed and not pretrained:
+    if train_data.is_chat and not pretrained:
         raise ValueError(
             f'dataset={config.dataset} holds conversations, for a model that knows language: give its --init_from'
         )
-    if config.packed and train_data.longest > config.block_size + 1:
-        whole = train_data.longest - 1  # the last token is only ever a target
+    longest = max(getattr(source, 'longest', 0) for source in train_data.sources)
+    if longest > config.block_size + 1:
+        whole = longest - 1  # the last token is only ever a target
         most = min(whole, pretrained.positions or whole)
         keeps = 'keeps every conversation whole' if most == whole else 'is the most that this model has positions for'
         notes.append(f'--block_size={most} {keeps}')
     if config.num_epochs is not None and explicit.get('max_iters') == 'command line':
         notes.append(
             f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
+        )
+    elif config.num_epochs is not None and len(train_data.sources) > 1:
+        raise ValueError(
+            f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
         )
     elif config.num_epochs is not None:
         config.max_iters = scaling.iterations_of_epochs(
@@ -119,6 +113,9 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
     filled, of_rules = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
     vars(config).update(filled)
     notes += of_rules + scaling.cautions(vars(config), train_data.n_windows)
+    for of_split in (train_data, val_data):
+        of_split.plan(config.max_iters, config.global_batch_size)
+    notes += train_data.lines(config.max_epochs)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
@@ -167,11 +164,18 @@ def identity_of(config, model_config, train_data):
     shape = {key: value for key, value in model_config.to_dict().items() if key not in ('dropout', 'z_loss')}
     return {
         'model': shape,
-        'data': train_data.fingerprint,
+        'data': train_data.plan(config.max_iters, config.global_batch_size),
         'optimizer': config.optimizer,
         'global_batch_size': config.global_batch_size,
         'seed': config.seed,
     }
+
+
+def in_words(keys):
+    """What a run reads, in its keys' words."""
+    if not keys.get('dataset_stages'):
+        return f'dataset={keys["dataset"]}'
+    return ', '.join(f'{key}={keys[key]}' for key in ('dataset', 'dataset_stages', 'max_iters'))
 
 
 def check_resume(saved, config, identity, learning_rate_at):
@@ -181,15 +185,19 @@ def check_resume(saved, config, identity, learning_rate_at):
     saved: the state of the checkpoint. learning_rate_at: optim's. Raises ValueError.
     """
     step, before, now = saved['step'], saved['config'], json.loads(json.dumps(vars(config)))  # as state.json has them
-    if saved['identity'].get('data') != identity.get('data'):
-        other = f'you ask for dataset={now["dataset"]}'
-        if before['dataset'] == now['dataset']:
+    was, now_is = saved['identity'].get('data'), identity.get('data')
+    if isinstance(was, str):  # of versions that knew no mixtures
+        was = [[0, {was: '1'}]]
+    was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
+    if was != now_is:
+        other = f'you ask for {in_words(now)}'
+        if in_words(before) == in_words(now):
             other = 'whose tokens are others now: it was prepared anew'
         raise ValueError(
-            f'the checkpoint was trained on dataset={before["dataset"]}, {other}: use another --out_dir, perhaps with '
+            f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={config.out_dir}, which begins with its weights'
         )
-    checkpoint.check_identity(saved['identity'], identity)
+    checkpoint.check_identity({**saved['identity'], 'data': now_is}, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
         raise ValueError(
             f'out_dir={config.out_dir} is at step {step}, beyond max_iters={config.max_iters}: go on with a larger '

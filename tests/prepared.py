@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launch import SHARED, run_script, start_and_stop_behind
 
+import data
 from text import tokenizer as tokenizers
 from text.shards import read_shard
 
@@ -98,3 +99,13 @@ def start_and_kill_at(shard, folder, *arguments, before='*'):
     process.wait()
     assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'
     return workers
+
+
+def only(dataset):
+    """The Mixture of one dataset."""
+    return data.Mixture({dataset.name: dataset})
+
+
+def eval_batches(dataset, *arguments):
+    """data.eval_batches() of one dataset, without its number."""
+    return (batch for batch, _ in data.eval_batches(only(dataset), *arguments))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_script
 
-import data
 from text import shards
+from text.shuffle import sample_windows
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -110,7 +110,7 @@ def test_a_failing_rank_stops_all_and_its_error_is_the_one_shown(data_dir, tmp_p
     meta = json.loads((tmp_path / 'tiny' / 'meta.json').read_text())
     shard = next((tmp_path / 'tiny').glob('train_*.bin'))
     tokens = np.array(shards.read_shard(shard))
-    windows = data.sample_windows(np.arange(8), (len(tokens) - 1) // 32, 1337)
+    windows = sample_windows(np.arange(8), (len(tokens) - 1) // 32, 1337)
     tokens[windows[7] * 32 + 5] = 300  # sample 7: second step, second rank, last row
     shards.write_shard(shard, tokens, np.uint16)
     (tmp_path / 'tiny' / 'meta.json').write_text(json.dumps(meta))

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 from launch import REPO, environment
+from prepared import eval_batches, only
 
 import data
 from text import shards
+from text import windows as on_disk
+from text.shuffle import sample_windows
 
 VOCAB_SIZE = 1000
 
@@ -200,11 +203,11 @@ def test_meta_json_gives_vocabulary_bytes_per_token_and_the_shards(tmp_path):
 def test_metrics_of_an_evaluation_are_per_token_and_per_byte_also_of_a_run_that_has_diverged(tmp_path):
     make_dataset(tmp_path / 'set')  # of 3 bytes per token
     dataset = data.open_dataset(tmp_path, 'set', 'val', 32)
-    row = dataset.losses(nats=10 * math.log(8), tokens=10)
+    row = only(dataset).losses([(10 * math.log(8), 10)])
     assert row == pytest.approx({'val_loss': math.log(8), 'val_ppl': 8, 'val_bpb': 1})
-    diverged = dataset.losses(nats=10_000.0, tokens=10)
+    diverged = only(dataset).losses([(10_000.0, 10)])
     assert diverged['val_loss'] == 1000 and math.isfinite(diverged['val_ppl'])
-    assert math.isnan(dataset.losses(math.nan, 10)['val_ppl'])
+    assert math.isnan(only(dataset).losses([(math.nan, 10)])['val_ppl'])
 
 
 @pytest.mark.parametrize('with_meta', [True, False])
@@ -271,7 +274,7 @@ def test_files_of_other_projects_are_found_by_the_split_in_their_names_in_numeri
 
 
 def test_more_shards_than_may_be_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, 'MAX_MAPPED_SHARDS', 4)
+    monkeypatch.setattr(on_disk, 'MAX_MAPPED_SHARDS', 4)
     tokens = make_dataset(tmp_path / 'set', train=(10,) * 50)['train']
     dataset = data.open_dataset(tmp_path, 'set', 'train', 3)
     assert np.array_equal(whole(dataset), tokens[: dataset.n_windows * 3 + 1])
@@ -404,29 +407,29 @@ def test_the_first_token_of_a_shard_is_named_with_that_shard(tmp_path):
 def test_every_epoch_reads_every_window_once(n_windows):
     for seed in (0, 1337, -1, 2**70):
         for epoch in (0, 1, 2, 10**9):
-            windows = data.sample_windows(epoch * n_windows + np.arange(n_windows), n_windows, seed)
+            windows = sample_windows(epoch * n_windows + np.arange(n_windows), n_windows, seed)
             assert np.array_equal(np.sort(windows), np.arange(n_windows)), (seed, epoch)
 
 
 def test_a_sample_does_not_depend_on_what_it_is_computed_with():
-    together = data.sample_windows(np.arange(3000), 1000, seed=1)
+    together = sample_windows(np.arange(3000), 1000, seed=1)
     assert together.shape == (3000,) and together.dtype == np.int64
-    alone = [data.sample_windows(np.array([index]), 1000, seed=1)[0] for index in range(0, 3000, 97)]
+    alone = [sample_windows(np.array([index]), 1000, seed=1)[0] for index in range(0, 3000, 97)]
     assert np.array_equal(together[::97], alone)
-    assert np.array_equal(data.sample_windows(np.arange(3000).reshape(3, -1), 1000, seed=1), together.reshape(3, -1))
+    assert np.array_equal(sample_windows(np.arange(3000).reshape(3, -1), 1000, seed=1), together.reshape(3, -1))
 
 
 def test_the_order_is_pinned():
     """Another order would replay data in every run that is resumed from an older checkpoint."""
-    assert data.sample_windows(np.arange(8), 1000, seed=1337).tolist() == [286, 119, 560, 140, 794, 40, 290, 790]
-    of_100b_tokens = data.sample_windows(10**12 + np.arange(4), 48_828_125, seed=0)
+    assert sample_windows(np.arange(8), 1000, seed=1337).tolist() == [286, 119, 560, 140, 794, 40, 290, 790]
+    of_100b_tokens = sample_windows(10**12 + np.arange(4), 48_828_125, seed=0)
     assert of_100b_tokens.tolist() == [37058496, 13533178, 16921285, 12920995]
 
 
 def test_epochs_and_seeds_are_shuffled_differently():
     orders = {}
     for seed, epoch in itertools.product(range(5), range(5)):
-        orders[seed, epoch] = data.sample_windows(epoch * 1000 + np.arange(1000), 1000, seed)
+        orders[seed, epoch] = sample_windows(epoch * 1000 + np.arange(1000), 1000, seed)
     for one, other in itertools.combinations(orders.values(), 2):
         # Two random permutations agree in 1 place on average; 8 or more have a probability of 1e-5 per pair.
         assert np.count_nonzero(one == other) < 8
@@ -435,7 +438,7 @@ def test_epochs_and_seeds_are_shuffled_differently():
 @pytest.mark.parametrize('n_windows', [3, 5, 20, 101])
 def test_every_window_comes_in_every_place_equally_often(n_windows):
     epochs = 2000
-    order = data.sample_windows(np.arange(epochs * n_windows).reshape(epochs, n_windows), n_windows, seed=5)
+    order = sample_windows(np.arange(epochs * n_windows).reshape(epochs, n_windows), n_windows, seed=5)
     counts = np.zeros((n_windows, n_windows))
     np.add.at(counts, (np.broadcast_to(np.arange(n_windows), order.shape), order), 1)
     expected = epochs / n_windows
@@ -447,7 +450,7 @@ def test_every_window_comes_in_every_place_equally_often(n_windows):
 def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
     """As in a random permutation: no correlation, and steps of every size, over 10 million windows."""
     n_windows = 10**7
-    windows = data.sample_windows(np.arange(50_000), n_windows, seed=3).astype(float)
+    windows = sample_windows(np.arange(50_000), n_windows, seed=3).astype(float)
     assert abs(np.corrcoef(np.arange(50_000), windows)[0, 1]) < 0.02  # standard deviation 1 / sqrt(50,000) = 0.0045
     assert abs(np.corrcoef(windows[:-1], windows[1:])[0, 1]) < 0.02
     in_tenths = np.histogram(windows, bins=10, range=(0, n_windows))[0]
@@ -459,7 +462,7 @@ def test_neighbours_in_the_order_are_no_neighbours_in_the_data():
 def test_the_order_of_100_billion_tokens_takes_no_memory():
     n_windows = 10**11 // 2048  # a permutation of them would take 390 MB
     tracemalloc.start()
-    windows = data.sample_windows(10**12 + np.arange(512), n_windows, seed=1)
+    windows = sample_windows(10**12 + np.arange(512), n_windows, seed=1)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
     assert len(set(windows.tolist())) == 512 and windows.min() >= 0 and windows.max() < n_windows
@@ -475,8 +478,9 @@ def hashes(*parts):
 
 def samples_of_steps(dataset, steps, world_size, batch_size, first_step=0, global_batch_size=8):
     """Hashes of the samples of each step, ranks and micro-steps in order."""
+    first_sample, mixture = first_step * global_batch_size, only(dataset)
     iterators = [
-        data.batches(dataset, 7, first_step * global_batch_size, global_batch_size, batch_size, rank, world_size, 'cpu')
+        data.batches(mixture, 7, first_sample, global_batch_size, batch_size, rank, world_size, 'cpu')
         for rank in range(world_size)
     ]
     result = []
@@ -515,9 +519,9 @@ def test_a_resumed_run_goes_on_with_the_same_samples(tmp_path, monkeypatch):
 def test_a_batch_is_int64_contiguous_and_its_targets_are_one_token_later(tmp_path):
     tokens = make_dataset(tmp_path / 'set')['train']
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
-    iterator = data.batches(dataset, 7, 0, 4, 4, 0, 1, 'cpu')
+    iterator = data.batches(only(dataset), 7, 0, 4, 4, 0, 1, 'cpu')
     kept = [next(iterator) for _ in range(20)]  # a batch stays what it was while later ones are made
-    windows = data.sample_windows(np.arange(80), 35, 7).reshape(20, 4)
+    windows = sample_windows(np.arange(80), 35, 7).reshape(20, 4)
     for (x, y), rows in zip(kept, windows, strict=True):
         assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, 32)
         assert x.is_contiguous() and y.is_contiguous()
@@ -532,7 +536,7 @@ def test_a_batch_is_int64_contiguous_and_its_targets_are_one_token_later(tmp_pat
 def test_evaluation_sees_the_first_windows_once_on_any_number_of_ranks(tmp_path, world_size, n_sequences):
     tokens = make_dataset(tmp_path / 'set')['train']
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
-    of_ranks = [list(data.eval_batches(dataset, n_sequences, 4, rank, world_size, 'cpu')) for rank in range(world_size)]
+    of_ranks = [list(eval_batches(dataset, n_sequences, 4, rank, world_size, 'cpu')) for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1  # or the ranks' collectives would not match
     rows = [row for of_rank in of_ranks for batch in of_rank for row in zip(*batch, strict=True)]
     assert all(len(x) == 4 for of_rank in of_ranks for x, _ in of_rank)
@@ -631,7 +635,7 @@ def test_an_epoch_of_chats_holds_every_conversation_once_and_whole_with_its_own_
     assert dataset.n_windows == -(-(total - len(LENGTHS)) // 64)  # here the fewest that can hold them
     n = dataset.n_windows
     for first in (0, 5 * n):
-        batches = data.batches(dataset, 7, first, n, n, 0, 1, 'cpu')
+        batches = data.batches(only(dataset), 7, first, n, n, 0, 1, 'cpu')
         epoch = [next(batches)]
         batches.close()
         assert all(part.dtype == torch.int64 and part.is_contiguous() for part in epoch[0])
@@ -644,12 +648,12 @@ def test_evaluation_on_chats_sees_the_first_windows_once_and_filler_learns_nothi
     chats = chats_of(LENGTHS)
     make_chats(tmp_path / 'chats', chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    of_ranks = [list(data.eval_batches(dataset, 10**6, 2, rank, world_size, 'cpu')) for rank in range(world_size)]
+    of_ranks = [list(eval_batches(dataset, 10**6, 2, rank, world_size, 'cpu')) for rank in range(world_size)]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1
     assert conversations_in([batch for of_rank in of_ranks for batch in of_rank]) == sorted(
         as_learned(*chat) for chat in chats
     )
-    for x, y, starts in data.eval_batches(dataset, 1, 2, 0, 1, 'cpu'):  # one window and a row of filler
+    for x, y, starts in eval_batches(dataset, 1, 2, 0, 1, 'cpu'):  # one window and a row of filler
         assert (y[0] >= 0).sum() == dataset.n_targets[0] and {*starts[1, 1:].tolist()} == {64} and not starts[1, 0]
         assert not x[1].any() and (y[1] == -1).all()
 
@@ -667,20 +671,20 @@ def test_chats_are_the_same_samples_on_any_number_of_ranks_and_when_resumed(tmp_
 def test_targets_are_counted_exactly_ahead_of_the_steps(tmp_path):
     make_chats(tmp_path / 'chats', chats_of(LENGTHS * 3))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    batches = data.batches(dataset, 7, 0, 8, 4, 0, 1, 'cpu')
+    batches = data.batches(only(dataset), 7, 0, 8, 4, 0, 1, 'cpu')
     for step in range(12):
         learned = sum(int((next(batches)[1] >= 0).sum()) for _ in range(2))
-        assert data.count_targets(dataset, 7, 8 * step, 8) == learned
+        assert only(dataset).count_targets(7, 8 * step, 8) == learned
     batches.close()
     synthetic = data.open_dataset(tmp_path, 'synthetic', 'train', 16)
-    assert data.count_targets(synthetic, 7, 123, 10) == 160 and not synthetic.is_packed
+    assert only(synthetic).count_targets(7, 123, 10) == 160 and not synthetic.is_packed
 
 
 def test_to_count_the_targets_of_a_step_no_token_is_read(tmp_path, monkeypatch):
     make_chats(tmp_path / 'chats', chats_of([20] * 500))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    monkeypatch.delattr(type(dataset), 'read')
-    assert data.count_targets(dataset, 7, 0, 512) > 0
+    monkeypatch.delattr(on_disk.PackedDataset, 'read')
+    assert only(dataset).count_targets(7, 0, 512) > 0
 
 
 def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_said_once(tmp_path, capsys):
@@ -698,17 +702,17 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     assert dataset.longest == 120
     kept = [chat for chat in chats if chat is not chats[3]]
     expected = sorted(as_learned(tokens[:33], learned[:33]) for tokens, learned in kept)
-    assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == expected
+    assert conversations_in(list(eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == expected
 
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 119)
     assert capsys.readouterr().out == ''
     whole_chats = sorted(as_learned(*chat) for chat in chats)
-    assert conversations_in(list(data.eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == whole_chats
+    assert conversations_in(list(eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == whole_chats
 
     make_chats(tmp_path / 'long', chats[3:4])
     with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.*the longest has 80: use a larger') as error:
         data.open_dataset(tmp_path, 'long', 'train', 32)
-    assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'data.py'
+    assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'windows.py'
 
 
 def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tmp_path):
@@ -716,7 +720,7 @@ def test_the_first_token_of_a_chat_is_no_target_even_if_its_mask_says_learned(tm
     chats.insert(1, (np.array([3]), np.array([True])))  # one token: nothing to predict
     make_chats(tmp_path / 'chats', chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 4)
-    (x, y, starts), *_ = data.eval_batches(dataset, 1, 1, 0, 1, 'cpu')
+    (x, y, starts), *_ = eval_batches(dataset, 1, 1, 0, 1, 'cpu')
     assert (x[0].tolist(), y[0].tolist()) == ([5, 6, 8, 0], [-1, 7, 9, -1])
     assert starts[0].tolist() == [0, 2, 3] and dataset.n_targets.tolist() == [2]
 
@@ -726,7 +730,7 @@ def test_evaluation_on_a_few_windows_of_chats_does_not_see_the_longest_alone(tmp
     make_chats(tmp_path / 'chats', chats_of([60] * 100 + [8] * 900))
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
     assert dataset.n_windows == 200
-    of_many = sum(int((starts < 64).sum() > 2) for *_, starts in data.eval_batches(dataset, 40, 1, 0, 1, 'cpu'))
+    of_many = sum(int((starts < 64).sum() > 2) for *_, starts in eval_batches(dataset, 40, 1, 0, 1, 'cpu'))
     assert 8 < of_many < 32  # 20 are expected
 
 
@@ -741,9 +745,9 @@ def test_a_million_chats_are_packed_with_little_padding_in_time_that_grows_no_fa
     for name, sizes in shapes.items():
         sizes = np.clip(sizes.astype(np.int64), 1, 2048)
         began = time.process_time()
-        data.pack(sizes[: len(sizes) // 10], 2048)
+        on_disk.pack(sizes[: len(sizes) // 10], 2048)
         of_a_tenth = time.process_time() - began
-        items, bins = data.pack(sizes, 2048)
+        items, bins = on_disk.pack(sizes, 2048)
         assert time.process_time() - began < 50 * of_a_tenth + 1  # 100 times if it compared each with each
         assert np.array_equal(np.sort(items), np.arange(len(sizes)))
         filled = np.bincount(bins, weights=sizes[items])
@@ -780,7 +784,7 @@ def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
             ValueError, match=rf'train_000001.mask: its size is {len(wrong)} bytes.* {total - 100} '
         ) as e:
             data.open_dataset(tmp_path, 'chats', 'train', 64)
-        assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'data.py'
+        assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'windows.py'
     for shard in (0, 1):
         path = path.with_name(f'train_{shard:06}.mask')
         path.write_bytes(bytes(path.stat().st_size if shard == 0 else total - 100))
@@ -805,7 +809,7 @@ def test_a_token_of_a_chat_outside_the_vocabulary_is_named(tmp_path):
 
 def synthetic_batches():
     dataset = data.open_dataset('nowhere', 'synthetic', 'train', 16, VOCAB_SIZE)
-    return data.batches(dataset, 0, 0, 4, 4, 0, 1, 'cpu')
+    return data.batches(only(dataset), 0, 0, 4, 4, 0, 1, 'cpu')
 
 
 def wait_until(condition, seconds=600):
@@ -845,9 +849,9 @@ def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_exhausted():
     assert not prefetch_threads()
 
     dataset = data.open_dataset('nowhere', 'synthetic', 'val', 16, VOCAB_SIZE)
-    assert len(list(data.eval_batches(dataset, 10, 4, 0, 1, 'cpu'))) == 3
+    assert len(list(eval_batches(dataset, 10, 4, 0, 1, 'cpu'))) == 3
     assert not prefetch_threads()
-    for _ in data.eval_batches(dataset, 100, 4, 0, 1, 'cpu'):
+    for _ in eval_batches(dataset, 100, 4, 0, 1, 'cpu'):
         break
     gc.collect()
     assert not prefetch_threads()
@@ -856,15 +860,15 @@ def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_exhausted():
 def test_an_error_in_the_thread_is_raised_where_its_batch_was_due(tmp_path):
     folder = tmp_path / 'set'
     tokens = make_dataset(folder, with_meta=False)['train']
-    windows = data.sample_windows(np.arange(35), 35, 7)
+    windows = sample_windows(np.arange(35), 35, 7)
     tokens[windows[9] * 32 + 1] = VOCAB_SIZE  # sample 9: the third batch of four
     shards.write_shard(folder / 'train_000000.bin', tokens[:700], np.uint16)
     shards.write_shard(folder / 'train_000001.bin', tokens[700:], np.uint16)
-    iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 32, VOCAB_SIZE), 7, 0, 4, 4, 0, 1, 'cpu')
+    iterator = data.batches(only(data.open_dataset(tmp_path, 'set', 'train', 32, VOCAB_SIZE)), 7, 0, 4, 4, 0, 1, 'cpu')
     next(iterator), next(iterator)
     with pytest.raises(ValueError, match=f'token id {VOCAB_SIZE} ') as error:
         next(iterator)
-    assert error.traceback[-1].path.name == 'data.py'  # which is how errors.report_errors knows a user's mistake
+    assert error.traceback[-1].path.name == 'windows.py'  # which is how errors.report_errors knows a user's mistake
     with pytest.raises(StopIteration):
         next(iterator)
 
@@ -873,7 +877,7 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
     script = (
         'import data\n'
         'dataset = data.open_dataset("nowhere", "synthetic", "train", 1024)\n'
-        'iterator = data.batches(dataset, 0, 0, 64, 64, 0, 1, "cpu")\n'
+        'iterator = data.batches(data.Mixture({"": dataset}), 0, 0, 64, 64, 0, 1, "cpu")\n'
         'next(iterator)\n'
         'raise SystemExit(3)\n'
     )
@@ -886,7 +890,7 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
 def test_a_batch_costs_no_more_than_a_few_of_nanogpts(tmp_path):
     """Of its laptop config, 12 x 64 tokens, in CPU time of both threads; a step takes it 25 ms, 100 times as long."""
     make_dataset(tmp_path / 'set', train=(100_000,))
-    iterator = data.batches(data.open_dataset(tmp_path, 'set', 'train', 64), 0, 0, 12, 12, 0, 1, 'cpu')
+    iterator = data.batches(only(data.open_dataset(tmp_path, 'set', 'train', 64)), 0, 0, 12, 12, 0, 1, 'cpu')
     tokens = np.zeros(100_000, np.uint16)
 
     def batch_of_nanogpt():
@@ -911,8 +915,8 @@ def test_on_a_gpu_batches_are_those_of_the_cpu_also_when_copies_wait_behind_a_lo
     """Copies queued behind 100 ms of work: a pinned buffer that was rewritten meanwhile would show."""
     make_dataset(tmp_path / 'set')
     dataset = data.open_dataset(tmp_path, 'set', 'train', 32)
-    on_cpu = data.batches(dataset, 7, 0, 4, 4, 0, 1, 'cpu')
-    on_gpu = data.batches(dataset, 7, 0, 4, 4, 0, 1, torch.device('cuda', 0))
+    on_cpu = data.batches(only(dataset), 7, 0, 4, 4, 0, 1, 'cpu')
+    on_gpu = data.batches(only(dataset), 7, 0, 4, 4, 0, 1, torch.device('cuda', 0))
     torch.cuda._sleep(200_000_000)  # clock cycles
     kept = [next(on_gpu) for _ in range(50)]
     for x, y in kept:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_many, run_ranks, run_script
 from outputs import column, metrics
+from prepared import eval_batches, only
 
 import data
 import optim
@@ -126,7 +127,7 @@ class ByHand:
                 count = BATCH // len(self.models)
                 first = self.step * BATCH
                 place = count, number, len(self.models), torch.device('cpu')
-                batches = data.batches(self.train, 1337, first, BATCH, *place)
+                batches = data.batches(only(self.train), 1337, first, BATCH, *place)
                 loss_sum, ce_sum = model(*next(batches))
                 batches.close()
                 (loss_sum / (count * 32)).backward()
@@ -177,7 +178,7 @@ class ByHand:
         """Of models that share out the validation text; [self.outer] for the outer parameters."""
         nats = tokens = 0
         for rank, model in enumerate(models):
-            for x, y in data.eval_batches(self.val, 2 * BATCH, batch_size, rank, len(models), torch.device('cpu')):
+            for x, y in eval_batches(self.val, 2 * BATCH, batch_size, rank, len(models), torch.device('cpu')):
                 nats += model(x, y)[1].item()
                 tokens += (y >= 0).sum().item()
         return nats / tokens

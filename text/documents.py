@@ -294,7 +294,7 @@ UNKNOWN = '\ufffd'.encode()
 
 def _mended(data):
     """UTF-8, with U+FFFD for what is no character."""
-    return data.decode('utf-8', 'replace').encode()
+    return data if data.isascii() else data.decode('utf-8', 'replace').encode()
 
 
 def _texts(piece, data, text_field, notes, conversation_of):

@@ -2,7 +2,7 @@
 Units of text to tokens, in worker processes.
 
     pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
-    rules = Rules('gpt2', folder, text_field=None, chat=False, fold_system=False, seed=1337, val_hashes=(0, 2**60))
+    rules = Rules('gpt2', folder, None, chat=False, fold_system=False, seed=1337, val_hashes=(0, 2**60), engine='auto')
     {'train': encoded, 'val': encoded}, notes = pool.submit(encode_unit, unit.pieces, rules).result()
 
 The tokens of a document do not depend on the unit, the worker, or what was encoded before it.
@@ -24,6 +24,7 @@ import numpy as np
 
 from text.chat import ChatEncoder, conversation_of
 from text.documents import cut_up, documents_of
+from text.engine import faster
 from text.tokenizer import load_tokenizer
 
 CONVERSATIONS = 'conversations'  # the note that counts those that are not left out
@@ -40,6 +41,7 @@ class Rules(NamedTuple):
     fold_system: bool  # their system messages become part of the user's
     seed: int  # of the hash
     val_hashes: tuple  # (first, end): documents with a hash from first on and below end are for validation
+    engine: str  # 'auto': gigatoken, where it gives the same tokens; 'reference'
 
 
 class Encoded(NamedTuple):
@@ -65,19 +67,25 @@ def start_worker():
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-worker_tokenizer = functools.cache(load_tokenizer)  # loaded once per worker
+@functools.cache
+def worker_tokenizer(name, folder, engine):
+    """(tokenizer, a line that says what encodes), loaded once per worker."""
+    reference = load_tokenizer(name, folder)
+    return faster(reference, name, folder) if engine == 'auto' else (reference, 'encoded by the reference, as asked')
 
 
 @functools.cache
 def worker_chat_encoder(name, folder):
     """The chat template with its tokenizer, likewise."""
-    return ChatEncoder(name, worker_tokenizer(name, folder).eot)
+    return ChatEncoder(name, worker_tokenizer(name, folder, 'reference')[0].eot)
 
 
-def warm_up(tokenizer, folder, chat):
-    """Load the tokenizer before the first unit comes. Raises what load_tokenizer and ChatEncoder raise."""
-    load = worker_chat_encoder if chat else worker_tokenizer
-    load(tokenizer, folder)
+def warm_up(tokenizer, folder, chat, engine):
+    """Load the tokenizer before the first unit comes; returns what encodes. Raises what load_tokenizer and ChatEncoder
+    raise."""
+    if not chat:
+        return worker_tokenizer(tokenizer, folder, engine)[1]
+    worker_chat_encoder(tokenizer, folder)
 
 
 def hash_of(piece, document, seed):
@@ -120,11 +128,6 @@ def dtype_for(vocab_size):
     return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
 
 
-def stretches_of(document):
-    """The text of a document, in stretches that are encoded one by one."""
-    return [data.decode() for data in cut_up(document, STRETCH_BYTES)]
-
-
 def encode_unit(pieces, rules):
     """The tokens of a unit's pieces, with end-of-text behind each document: ({split: Encoded}, Counter of what was
     mended or left out)."""
@@ -134,27 +137,29 @@ def encode_unit(pieces, rules):
 
 
 def _encode_texts(pieces, rules, notes):
-    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder)
-    end_of_text = np.array([tokenizer.eot], dtype=np.uint32)
-    stretches = collections.defaultdict(list)  # split -> texts, None behind each document
+    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, rules.engine)[0]
+    stretches = collections.defaultdict(list)
+    ends_document = collections.defaultdict(list)  # whether each stretch does
     text_bytes = collections.Counter()
     for piece in pieces:
         for document in documents_of(piece, rules.text_field, notes):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             text_bytes[split] += len(document)
-            stretches[split] += stretches_of(document)
-            stretches[split] += [None] * piece.ends_document
+            cut = list(cut_up(document, STRETCH_BYTES))
+            stretches[split] += cut
+            ends_document[split] += [False] * (len(cut) - 1) + [piece.ends_document]
 
     result = {}
     for split, texts in stretches.items():
-        encoded = iter(tokenizer.encode_batch([text for text in texts if text is not None]))
-        tokens = np.concatenate([end_of_text if text is None else next(encoded) for text in texts])
-        result[split] = Encoded(_as_shards_hold_it(tokens, tokenizer), texts.count(None), text_bytes[split])
+        tokens, ends = tokenizer.encode_flat(texts)
+        ends = ends[ends_document[split]]
+        tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), ends, tokenizer.eot)
+        result[split] = Encoded(tokens, len(ends), text_bytes[split])
     return result
 
 
 def _encode_conversations(pieces, rules, notes):
-    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder)
+    tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, 'reference')[0]
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
     examples = collections.defaultdict(list)  # split -> (ids, flags, text)
     for piece in pieces:
@@ -183,5 +188,6 @@ def _encode_conversations(pieces, rules, notes):
 
 def _as_shards_hold_it(tokens, tokenizer):
     """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
-    assert tokens.max() < tokenizer.vocab_size, f'{tokenizer.name}: id {tokens.max()} of {tokenizer.vocab_size}'
+    largest = tokens.max(initial=0)
+    assert largest < tokenizer.vocab_size, f'{tokenizer.name}: id {largest} of {tokenizer.vocab_size}'
     return tokens.astype(dtype_for(tokenizer.vocab_size))

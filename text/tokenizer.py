@@ -35,7 +35,17 @@ SAMPLE_TEXT = (
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
-class ByteTokenizer:
+class InBatches:
+    """What tokenizers with encode_batch() have in common."""
+
+    def encode_flat(self, texts):
+        """Of texts in UTF-8, as a list of bytes: all their tokens, and where those of each end, int64."""
+        arrays = self.encode_batch([text.decode() for text in texts])
+        ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
+        return np.concatenate(arrays or [[]], dtype=np.uint32, casting='unsafe'), ends
+
+
+class ByteTokenizer(InBatches):
     """UTF-8 bytes are the ids 0 to 255, end-of-text is 256."""
 
     name, vocab_size, eot = 'bytes', 257, 256
@@ -53,7 +63,7 @@ class ByteTokenizer:
         return b''.join(parts).decode('utf-8', 'replace')
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(InBatches):
     """A tiktoken Encoding."""
 
     def __init__(self, encoding):
@@ -73,7 +83,7 @@ class TiktokenTokenizer:
         return self.encoding.decode([int(token) for token in ids])
 
 
-class FileTokenizer:
+class FileTokenizer(InBatches):
     """A tokenizer.json of Hugging Face's `tokenizers`; eot: the text of its end-of-text token."""
 
     def __init__(self, path, eot):
@@ -137,6 +147,15 @@ def _read_meta(dataset_folder):
     meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
     facts = meta.get('tokenizer') if isinstance(meta, dict) else None
     return (meta, facts) if isinstance(facts, dict) and 'name' in facts else ({}, None)
+
+
+def same_tokenizer(*dataset_folders):
+    """Whether two datasets have the tokens of one tokenizer, as far as they tell."""
+    marks = set()
+    for folder in dataset_folders:
+        facts, file = _read_meta(folder)[1], Path(folder) / 'tokenizer.json'
+        marks |= {sha256_of(file) if file.exists() else facts['name']} if facts else set()
+    return len(marks) < 2
 
 
 def check_same_tokenizer(dataset_folder, model_folder):

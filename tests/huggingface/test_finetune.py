@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
+from prepared import only
 from pretrained import MODELS, MORE_MODELS, POSITIONS, STATE_SPACE, VOCABULARY, save_model, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -259,7 +260,7 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     train_data = data.open_dataset(prepared, dataset, 'train', LENGTH, VOCABULARY)
-    batches = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
+    batches = data.batches(only(train_data), 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:

@@ -21,12 +21,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import REPO, SHARED, TINY_RUN, environment, run_function, run_ranks, run_script
 from outputs import column
+from prepared import only
 from pretrained import POSITIONS, VOCABULARY, save_model
 
 import data
 from huggingface import finetune
 from runtime import checkpoint
 from text import shards
+from text.shuffle import sample_windows
 
 # --- forked ranks -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ def losses_of_a_plain_loop(model, prepared):
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     train_data = data.open_dataset(prepared, 'text', 'train', LENGTH, VOCABULARY)
-    batches, losses = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu'), []
+    batches, losses = data.batches(only(train_data), 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu'), []
     for x, y in itertools.islice(batches, STEPS):
         loss = F.cross_entropy(model(input_ids=x, use_cache=False).logits.flatten(0, 1), y.flatten())
         loss.backward()
@@ -501,7 +503,7 @@ def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
         remove_unused_columns=False,
     )  # fmt: skip
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    windows = data.sample_windows(samples, train_data.n_windows, 1337)
+    windows = sample_windows(samples, train_data.n_windows, 1337)
     trainer = InOrder(plain, settings, train_dataset=rows(train_data, windows))
     val_rows = rows(val_data, range(rounds * batch))
     before = trainer.evaluate(val_rows)['eval_loss']

@@ -8,6 +8,7 @@ import torch
 from faults import children_of, is_alive, wait_until
 from launch import TINY_MODEL, TINY_RUN, free_ports, start_agent
 from outputs import metrics
+from prepared import only
 
 import data
 from model import GPT, ModelConfig
@@ -48,7 +49,7 @@ def first_loss_after(path, step, data_dir):
     model = GPT(ModelConfig(**state['identity']['model']))
     model.load_state_dict(weights, strict=False)  # the head is the embedding
     dataset = data.open_dataset(data_dir, 'tiny', 'train', 32)
-    batches = data.batches(dataset, 1337, step * BATCH, BATCH, BATCH, 0, 1, torch.device('cpu'))
+    batches = data.batches(only(dataset), 1337, step * BATCH, BATCH, BATCH, 0, 1, torch.device('cpu'))
     with torch.no_grad():
         loss = model(*next(batches))[1].item() / (BATCH * 32)
     batches.close()

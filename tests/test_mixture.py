@@ -1,0 +1,311 @@
+"""Mixtures: exact shares, sources with epochs of their own, stages, and the same batches under every strategy."""
+
+import itertools
+import json
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from launch import TINY_MODEL, TINY_RUN, run_forked
+from outputs import metrics
+
+import data
+from text import shards
+from text.shuffle import sample_windows
+
+BATCH = 12  # divides by 1, 2, 3 and 4 ranks
+KEYS = {'dataset_stages': (), 'block_size': 32, 'vocab_size': None, 'windows': 'stream'}
+
+
+def make(folder, name, tokens, seed=0, val_tokens=400, **facts):
+    """A dataset of random bytes."""
+    (folder / name).mkdir(parents=True)
+    generator, meta = np.random.default_rng([seed, *name.encode()]), {'vocab_size': 257, 'eot_token': 256, **facts}
+    meta['splits'] = {}
+    for split, length in (('train', tokens), ('val', val_tokens)):
+        shard = {'file': f'{split}_000000.bin', 'tokens': length}
+        shards.write_shard(folder / name / shard['file'], generator.integers(0, 256, length), np.uint16)
+        meta['splits'][split] = {'tokens': length, 'bytes': length, 'max_token': 255, 'shards': [shard]}
+    (folder / name / 'meta.json').write_text(json.dumps(meta))
+
+
+@pytest.fixture(scope='module')
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('sources')
+    for name, tokens in (('web', 20_000), ('code', 9_000), ('books', 1_500)):
+        make(folder, name, tokens)
+    return folder
+
+
+def open_planned(folder, dataset, stages=(), max_iters=100, batch=BATCH, split='train'):
+    keys = {**KEYS, 'dataset': dataset, 'dataset_stages': stages, 'data_dir': str(folder)}
+    mixture = data.open_mixture(keys, split)
+    mixture.plan(max_iters, batch)
+    return mixture
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+def awkward_shares(count, seed):
+    """Of several magnitudes, with denominators that have little in common."""
+    generator = random.Random(seed)
+    shares = [Fraction(generator.randint(1, 10 ** generator.randint(1, 4)), 10**4) for _ in range(count)]
+    return [share / sum(shares) for share in shares]
+
+
+CASES = [awkward_shares(count, seed=count) for count in range(2, 21)]
+CASES += [[Fraction(1, 3), Fraction(2, 3)], [Fraction(999_999, 10**6), Fraction(1, 10**6)], [Fraction(1, 20)] * 20]
+
+
+@pytest.mark.parametrize('shares', CASES, ids=lambda shares: f'{len(shares)}_sources')
+def test_every_beginning_of_a_run_has_its_shares_to_less_than_one_sample(shares):
+    n = 10**6
+    stage = data.Stage(0, n, dict(enumerate(shares)), np.zeros(len(shares), dtype=np.int64))
+    sources, numbers = stage.locate(np.arange(n))
+    for source, share in enumerate(shares):
+        counts = np.cumsum(sources == source)
+        # Exact: in integers, with the share as numerator / denominator.
+        off = np.abs(counts * share.denominator - np.arange(1, n + 1) * share.numerator)
+        assert off.max() < share.denominator
+        assert np.array_equal(numbers[sources == source], np.arange(counts[-1]))  # none left out, none twice
+        for some in (0, 1, 17, n // 3, n):
+            assert stage.counts(some)[source] == (counts[some - 1] if some else 0)
+
+
+def test_shares_in_words():
+    assert data.shares_of('web', 'data') == {'web': 1}
+    assert data.shares_of('web:0.7, code:0.2,books:0.1', 'data') == {
+        'web': Fraction(7, 10), 'code': Fraction(1, 5), 'books': Fraction(1, 10)
+    }  # fmt: skip
+    assert data.shares_of('data/web:2,code', 'data') == {'web': Fraction(2, 3), 'code': Fraction(1, 3)}
+    assert data.shares_of('web:1,code:0', 'data') == {'web': 1}
+
+
+@pytest.mark.parametrize(
+    'text, problem',
+    [
+        ('web:-1,code:2', "'web' has no share of 0 or more"),
+        ('web:0,code:0.0', 'the shares sum to 0'),
+        ('web:much', "'web' has no share"),
+        ('web:0.5,web:0.5', "'web' is there twice"),
+        ('web:0.5,', "'' has no share"),
+        ('web:0.123456789,code:0.5', 'at most 6 decimals'),
+        ('web:0.5,bookz:0.5', 'did you mean books'),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_in_one_line(sources, text, problem):
+    with pytest.raises((ValueError, FileNotFoundError), match=problem) as error:
+        open_planned(sources, text)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'stages, problem',
+    [
+        ((0.5, 'web'), '0.5 is no stage'),
+        (((1.5, 'web'),), 'is no stage'),
+        (((-3, 'web'),), 'is no stage'),
+        (((0.9, 'web'), (0.5, 'code')), r'begin at the steps \[90, 50\]'),
+        (((0.001, 'web'),), r'begin at the steps \[0\]'),
+        (((0.5, 'web:0.7,code:x'),), "'code' has no share"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_in_one_line(sources, stages, problem):
+    with pytest.raises(ValueError, match=problem) as error:
+        open_planned(sources, 'web', stages)
+    assert '\n' not in str(error.value)
+
+
+def test_sources_of_different_tokenizers_are_refused_by_name(tmp_path):
+    make(tmp_path, 'one', 1000, tokenizer={'name': 'bytes'})
+    make(tmp_path, 'same', 1000, tokenizer={'name': 'bytes'})
+    make(tmp_path, 'other', 1000, tokenizer={'name': 'gpt2'})
+    make(tmp_path, 'unknown', 1000)
+    open_planned(tmp_path, 'one,same,unknown')
+    with pytest.raises(ValueError, match=r'/other has the tokens of another tokenizer than .*/one: prepare it'):
+        open_planned(tmp_path, 'one,same,other')
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+STAGES = ((40, 'web:0.2,books:0.8'), (0.9, 'code'))
+
+
+def read_by(mixture, n, seed=7):
+    """{name: its windows in the order of the run}, of the first n slots; inside of a step in any order."""
+    sources, windows = mixture.locate(np.arange(n), seed)
+    return {name: windows[sources == number] for number, name in enumerate(mixture.names)}
+
+
+def test_each_source_goes_through_shuffled_epochs_of_its_own_across_stages(sources):
+    mixture = open_planned(sources, 'web:0.7,code:0.3', STAGES)
+    read = read_by(mixture, 100 * BATCH)
+    counts = dict(zip(mixture.names, mixture.counts(100 * BATCH).tolist(), strict=True))
+    assert {name: len(windows) for name, windows in read.items()} == counts
+    assert counts == {'web': 336 + 120, 'code': 144 + 120, 'books': 480}  # 480 + 600 + 120 samples
+    for name, source in zip(mixture.names, mixture.sources, strict=True):
+        expected = sample_windows(np.arange(counts[name]), source.n_windows, 7)
+        assert sorted(read[name].tolist()) == sorted(expected.tolist())
+        moved = np.abs(np.argsort(read[name], kind='stable') - np.argsort(expected, kind='stable'))
+        assert moved.max() < BATCH  # shuffled inside of a step alone
+    assert mixture.epochs(100 * BATCH)['epochs/books'] == 480 / mixture.sources[2].n_windows
+
+
+def test_neither_names_nor_their_order_decide_anything(sources, tmp_path):
+    for new, old in (('zebra', 'web'), ('apple', 'code')):
+        (tmp_path / new).symlink_to(sources / old)
+    one, other = open_planned(sources, 'web:0.7,code:0.3'), open_planned(tmp_path, 'apple:0.3,zebra:0.7')
+    slots = np.arange(500)
+    names = {'zebra': 'web', 'apple': 'code'}
+    for (source, window), (its_source, its_window) in zip(
+        zip(*one.locate(slots, 7), strict=True), zip(*other.locate(slots, 7), strict=True), strict=True
+    ):
+        assert one.names[source] == names[other.names[its_source]] and window == its_window
+
+
+def test_one_source_is_read_as_without_a_mixture_and_goes_on_with_others(sources):
+    """So a run of one dataset may get stages later."""
+    slots = np.arange(40 * BATCH)
+    alone = open_planned(sources, 'web')
+    assert np.array_equal(alone.locate(slots, 7)[1], sample_windows(slots, alone.n_windows, 7))
+    staged = open_planned(sources, 'web', ((40, 'web:0.2,books:0.8'),))
+    assert np.array_equal(staged.locate(slots, 7)[1], alone.locate(slots, 7)[1])
+    assert open_planned(sources, 'ignored', ((0, 'web'),)).names == ['web']
+
+
+def samples_of_steps(mixture, steps, world_size, batch_size, first_step=0):
+    """The rows of each step, over ranks and micro-steps in order."""
+    iterators = [
+        data.batches(mixture, 7, first_step * BATCH, BATCH, batch_size, rank, world_size, 'cpu')
+        for rank in range(world_size)
+    ]
+    result = [[] for _ in range(steps)]
+    for rows, iterator in itertools.product(result, iterators):
+        for _ in range(BATCH // batch_size // world_size):
+            rows += next(iterator)[0].tolist()
+    for iterator in iterators:
+        iterator.close()
+    return result
+
+
+@pytest.mark.parametrize('world_size, batch_size', [(1, 3), (2, 6), (3, 2), (4, 3)])
+def test_the_batches_are_the_same_on_any_number_of_ranks_from_any_step_on(sources, world_size, batch_size):
+    mixture = open_planned(sources, 'web:0.7,code:0.3', STAGES)
+    expected = samples_of_steps(mixture, 100, 1, BATCH)
+    assert samples_of_steps(mixture, 100, world_size, batch_size) == expected
+    assert samples_of_steps(mixture, 45, world_size, batch_size, first_step=55) == expected[55:]
+
+
+@pytest.mark.parametrize('dataset', ['web:0.5,code:0.5', 'web:0.7,code:0.2,books:0.1', 'web:0.25,code:0.25,books:0.5'])
+@pytest.mark.parametrize('world_size', [2, 4])
+def test_every_rank_reads_every_source_in_its_share(sources, dataset, world_size):
+    steps, batch = 1000, 16
+    mixture = open_planned(sources, dataset, max_iters=steps, batch=batch)
+    of_slots, _ = mixture.locate(np.arange(steps * batch), seed=1337)
+    for of_rank in np.split(of_slots.reshape(steps, batch), world_size, axis=1):
+        found = np.bincount(of_rank.ravel()) / of_rank.size
+        shares = [float(share) for share in data.shares_of(dataset, 'data').values()]
+        assert np.abs(found - shares).max() < 0.02
+
+
+def test_the_plan_names_epochs_and_what_is_too_small(sources):
+    lines = open_planned(sources, 'web:0.7,code:0.3', STAGES).lines(max_epochs=4)
+    assert lines[:3] == ['from step 0: web 0.7, code 0.3', 'from step 40: web 0.2, books 0.8', 'from step 90: code 1']
+    assert '480 samples of 46 windows, 10.43 epochs' in lines[5]
+    assert lines[6].startswith('WARNING: books is too small for its share: 10.4 epochs, max_epochs=4; ')
+    assert not any('WARNING' in line for line in open_planned(sources, 'web:0.7,code:0.3').lines(max_epochs=4))
+    assert open_planned(sources, 'web').lines(max_epochs=4) == []
+    late = open_planned(sources, 'web', ((200, 'code'),)).lines(max_epochs=4)
+    assert late[1] == 'WARNING: the run ends before: from step 200: code 1'
+
+
+def test_validation_is_over_the_same_windows_of_every_source(sources):
+    mixture = open_planned(sources, 'web:0.7,code:0.3', STAGES, split='val')
+    seen = {}
+    for rank in range(3):
+        for (x, y), source in data.eval_batches(mixture, 15, 2, rank, 3, 'cpu'):
+            rows = x[(y >= 0).all(1)].tolist()
+            seen.setdefault(source, []).extend(map(tuple, rows))
+    for number, source in enumerate(mixture.sources):
+        expected = source.read(range(5))[:, :-1]  # 15 sequences, a third of each
+        assert sorted(seen[number]) == sorted(map(tuple, expected.tolist()))
+    row = mixture.losses([(20.0, 10), (30.0, 10), (80.0, 20)])
+    assert row['val_loss/web'] == 2 and row['val_loss/code'] == 3 and row['val_loss/books'] == 4
+    shares = [456 / 1200, 264 / 1200, 480 / 1200]  # of the run
+    assert row['val_loss'] == pytest.approx(sum(share * loss for share, loss in zip(shares, (2, 3, 4), strict=True)))
+    assert row['val_bpb'] == pytest.approx(row['val_loss'] / np.log(2))
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+MIXED = ['--dataset=web:0.6,code:0.4', "--dataset_stages=((8, 'web:0.2,code:0.3,books:0.5'),)"]
+
+
+def run(sources, out_dir, script, *arguments, nproc=1):
+    fixed = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--lr_schedule=constant', f'--global_batch_size={BATCH}']
+    paths = ['--batch_size=3', f'--data_dir={sources}', f'--out_dir={out_dir}']
+    return run_forked(script, *fixed, *paths, *arguments, nproc=nproc, log=f'{out_dir}.log')
+
+
+@pytest.fixture(scope='module')
+def expected(sources, tmp_path_factory):
+    """Rows of one process under DDP."""
+    out_dir = tmp_path_factory.mktemp('ddp') / 'out'
+    run(sources, out_dir, 'train_ddp.py', *MIXED, '--max_iters=16')
+    return metrics(out_dir)
+
+
+def assert_same_losses(rows, expected):
+    assert [row['step'] for row in rows] == [row['step'] for row in expected]
+    for row, its in zip(rows, expected, strict=True):
+        for key in {'loss', 'val_loss', 'val_loss/web', 'val_loss/books', 'epochs/code'} & its.keys():
+            assert row[key] == pytest.approx(its[key], rel=1e-5), (key, row['step'])
+
+
+@pytest.mark.parametrize(
+    'script, nproc, options',
+    [
+        ('train_fsdp.py', 4, ()),
+        ('train_fsdp.py', 2, ('--fsdp_impl=manual',)),
+        ('train_diloco.py', 2, ('--num_replicas=1', '--inner_steps=4', '--outer_lr=1', '--outer_momentum=0')),
+    ],
+)
+def test_losses_are_the_same_under_every_strategy(sources, expected, tmp_path, script, nproc, options):
+    run(sources, tmp_path / 'out', script, *MIXED, *options, '--max_iters=16', nproc=nproc)
+    assert_same_losses(metrics(tmp_path / 'out'), expected)
+
+
+def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stages(sources, expected, tmp_path):
+    out_dir = tmp_path / 'out'
+    run(sources, out_dir, 'train_fsdp.py', '--dataset=web:0.6,code:0.4', '--max_iters=5', nproc=2)  # no stages yet
+    run(sources, out_dir, 'train_fsdp.py', *MIXED, '--max_iters=11', nproc=4)
+    text = run(sources, out_dir, 'train_ddp.py', *MIXED, '--max_iters=16')
+    rows = [{**row, 'val_loss': its.get('val_loss')} for row, its in zip(metrics(out_dir), expected, strict=True)]
+    assert_same_losses(rows, expected)
+    assert 'resuming' in text
+
+    with pytest.raises(AssertionError) as error:  # a stage that has begun
+        run(sources, out_dir, 'train_ddp.py', MIXED[0], "--dataset_stages=((9, 'web'),)", '--max_iters=18')
+    both = ("dataset_stages=[[8, 'web:0.2,code:0.3,books:0.5']]", "dataset_stages=[[9, 'web']]")
+    assert all(stages in str(error.value) for stages in both)
+    changed = ["--dataset_stages=((8, 'web:0.2,code:0.3,books:0.5'), (17, 'code'))", '--max_iters=18']
+    run(sources, out_dir, 'train_ddp.py', MIXED[0], *changed)
+    assert metrics(out_dir)[-1]['step'] == 18
+
+
+def test_replicas_share_out_the_mixture(sources, tmp_path):
+    """Together two replicas of DiLoCo read in a step what one process does."""
+    mixture = open_planned(sources, 'web:0.6,code:0.4')
+    whole = samples_of_steps(mixture, 8, 1, BATCH)
+    of_replicas = []
+    for replica in range(2):
+        iterator = data.batches(mixture, 7, 0, BATCH, BATCH // 2, replica, 2, 'cpu')
+        of_replicas.append([batch[0].tolist() for batch in itertools.islice(iterator, 8)])
+        iterator.close()
+    assert [one + other for one, other in zip(*of_replicas, strict=True)] == whole
+    replicas = ['--num_replicas=2', '--inner_steps=4', '--max_iters=16']
+    run(sources, tmp_path / 'out', 'train_diloco.py', *MIXED, *replicas, nproc=2)
+    rows = metrics(tmp_path / 'out')
+    assert rows[-1]['epochs/books'] == pytest.approx(48 / 46) and 'val_loss/books' in rows[-1]

@@ -1,0 +1,52 @@
+"""
+What prepare_data.py says at its end.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from text.documents import in_words
+
+MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
+FEW_TOKENS = 1000  # of the validation split, over which a loss is little more than chance
+
+
+def print_summary(meta, folder, config):
+    """What the folder of a complete dataset holds, and what to type next. config: prepare_data.py's."""
+    for split, totals in meta['splits'].items():
+        print(
+            f'{split:5}  {totals["tokens"]:,} tokens of {totals["bytes"]:,} bytes of text '
+            f'({totals["bytes"] / totals["tokens"]:.3f} bytes/token), {totals["documents"]:,} documents, '
+            f'shards: {len(totals["shards"])}'
+        )
+        if meta.get('masked'):
+            share = totals['learned_tokens'] / totals['tokens']
+            print(f'       learned: {totals["learned_tokens"]:,} of them ({share:.1%})', end='; ')
+            print(f'the longest conversation has {totals["longest"]:,} tokens')
+        if split == 'val' and totals.get('learned_tokens', totals['tokens']) < FEW_TOKENS:
+            print('       a loss over so few tokens is noisy: more with a larger --val_fraction, and another --name')
+    reasons = meta.get('left_out', {})
+    left_out = sum(reasons.values())
+    n_rows = meta.get('rows_kept', 0) + left_out
+    if left_out > MANY_LEFT_OUT * n_rows:
+        print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
+    command = 'python train_ddp.py'
+    of_model = Path(config.tokenizer, 'config.json')
+    is_of_a_model = of_model.exists()
+    if meta.get('masked') or is_of_a_model:  # which can learn it
+        family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
+        recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
+        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
+    place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
+    least = min(totals['tokens'] for totals in meta['splits'].values())
+    block_sizes = []
+    if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
+        block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
+    if is_of_a_model:
+        shape = json.loads(of_model.read_text(encoding='utf-8'))
+        positions = shape.get('max_position_embeddings') or shape.get('n_positions') or math.inf  # the second: GPT-2
+        if positions < 4096:  # the recipes' block_size is 2048 or 4096
+            block_sizes.append(min(positions, 2048))
+    block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
+    print(f'{folder}\nnext: {command} --dataset={config.name}{place}{block_size}')

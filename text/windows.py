@@ -1,0 +1,399 @@
+"""
+Token shards on disk as windows of block_size tokens: what one sample of a run is.
+
+    dataset = open_dataset('data', 'stdlib-bpe2048', 'train', block_size=1024)
+    rows = dataset.read([0, 17])  # windows by their numbers
+
+A split is the concatenation of its shards, cut into windows: window w has the inputs tokens[w*T : w*T + T] with
+T = block_size, and as targets the same shifted by one. Where documents are kept apart, and with conversations, windows
+hold whole ones.
+
+Files are shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy
+rows; what they hold is in prepare_data.py's meta.json. To read another format of token files, add the end of their
+names to ENDINGS below, and their layout to read_shard() in text/shards.py: it returns the tokens of a file, a numpy
+array or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
+"""
+
+import bisect
+import difflib
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+from text.shards import read_shard
+from text.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
+
+ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
+OF_PREPARED = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first
+# The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
+SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
+GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
+SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
+MAX_MAPPED_SHARDS = 256  # each holds a file descriptor, of which 1,024 is a common limit; 100B tokens: 1,000 shards
+
+
+class RandomTokens:
+    """A shard that is not there: SYNTHETIC_TOKENS uniform token ids, each a hash of its position, made when sliced."""
+
+    def __init__(self, vocab_size, split):
+        self.vocab_size = np.uint64(vocab_size)
+        self.first = list(SPLIT_WORDS).index(split) * SYNTHETIC_TOKENS  # splits do not overlap
+
+    def __len__(self):
+        return SYNTHETIC_TOKENS
+
+    def __getitem__(self, positions):
+        half = np.uint64(32)
+        hashes = np.arange(self.first + positions.start, self.first + positions.stop, dtype=np.uint64) * GOLDEN_GAMMA
+        hashes = (hashes ^ (hashes >> half)) * MULTIPLIER  # one round of _scramble: it has to be cheap, not good
+        return (hashes >> half) * self.vocab_size >> half  # the upper 32 bits as a fraction of 2^32, times vocab_size
+
+
+class TokenDataset:
+    """One split of a dataset as windows of block_size tokens and their successors.
+
+    n_tokens, n_windows   n_windows = (n_tokens - 1) // block_size: the last token is only ever a target
+    vocab_size            every id is below it; read() checks what it reads
+    fingerprint           changes when the tokens change: a resumed run must find the same ones
+    bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
+    name, split, eot      eot: the token that ends a document; None where meta.json does not tell
+    """
+
+    is_packed = is_chat = False
+
+    def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
+        """shards: names, in order; open_shard(name): its tokens, something with a length that can be sliced."""
+        self.name, self.split, self.block_size, self.vocab_size = name, split, block_size, vocab_size
+        self._shards, self.eot = shards, meta.get('eot_token')
+        self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
+        self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
+        self.n_tokens = self._ends[-1]
+        facts = meta.get('splits', {}).get(split, {})
+        counted = facts.get('bytes') and facts.get('tokens') and not self.is_chat  # there not all text is learned
+        self.bytes_per_token = facts['bytes'] / facts['tokens'] if counted else None
+        self.fingerprint = self._fingerprint(facts)
+        self._cut(facts)
+
+    def _cut(self, facts):
+        """Set n_windows."""
+        self.n_windows = (self.n_tokens - 1) // self.block_size
+        if self.n_windows < 1:
+            raise ValueError(
+                f'block_size={self.block_size} is longer than the data: a window has {self.block_size + 1:,} tokens, '
+                f'split {self.split!r} of {self.name} {self.n_tokens:,}; use at most '
+                f'--block_size={max(1, self.n_tokens - 1)}'
+            )
+
+    def read(self, windows):
+        """Tokens of some windows: int64 (len(windows), block_size + 1). ValueError: an id outside the vocabulary."""
+        return self._read_spans([int(window) * self.block_size for window in windows], self.block_size + 1)
+
+    def _read_spans(self, starts, length):
+        """`length` tokens from each of `starts` on: int64 (len(starts), length), all of them in the vocabulary."""
+        tokens = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(tokens, starts, strict=True):
+            self._copy_tokens(start, row)
+        unsigned = tokens.view(np.uint64)  # in which a negative id of a .npy file is a huge one
+        if unsigned.max(initial=0) >= self.vocab_size:
+            row, column = np.argwhere(unsigned >= self.vocab_size)[0]
+            position = starts[row] + int(column)
+            shard = self._shards[bisect.bisect_right(self._ends, position)]
+            token = f'token id {tokens[row, column]} (token {position:,} of split {self.split!r})'
+            mend = "give its tokenizer's --vocab_size, or prepare it again"
+            raise ValueError(f'{shard}: {token} is not below vocab_size={self.vocab_size}: {mend}')
+        return tokens
+
+    def _copy_tokens(self, start, out):
+        """Fill `out` with the tokens from `start` on, across shard borders."""
+        shard, filled = bisect.bisect_right(self._ends, start), 0
+        while filled < len(out):
+            tokens = self._open_shard(self._shards[shard])
+            begin = start + filled - (self._ends[shard] - len(tokens))  # within this shard
+            piece = tokens[begin : begin + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            shard, filled = shard + 1, filled + len(piece)
+
+    def _fingerprint(self, facts):
+        """Hash of the shards' and masks' own sha256 from meta.json; else of the length and up to 64 x 1024 tokens."""
+        keys = ('sha256', 'mask_sha256')[: 1 + self.is_chat]
+        digests = [shard.get(key) for shard in facts.get('shards', []) for key in keys]
+        digest = hashlib.sha256(str(self.n_tokens).encode())
+        if digests and all(digests):
+            digest.update(' '.join(digests).encode())
+        else:
+            sample = np.empty(min(1024, self.n_tokens), dtype=np.int64)
+            for start in np.linspace(0, self.n_tokens - len(sample), 64, dtype=np.int64):
+                self._copy_tokens(int(start), sample)
+                digest.update(sample)
+        return digest.hexdigest()[:16]
+
+
+class PackedDataset(TokenDataset):
+    """Windows of block_size positions that hold whole pieces of text, then padding; attention stays within a piece.
+
+    A piece of L tokens takes L - 1 positions: its tokens but the last are inputs, those but the first targets.
+    n_targets: int64 (n_windows,), the targets that count. n_starts: the most pieces in a window, and one for padding.
+    """
+
+    is_packed = True
+    _learned = None  # uint8 (n_tokens,): which tokens are learned; None = all
+
+    def _pack(self, starts, lengths, learned):
+        """Pack pieces of the split into windows. starts, lengths: in tokens; learned: how many targets of each."""
+        # The longest pieces are packed first. So the windows are shuffled: evaluation reads the first of them.
+        order, bins = pack(lengths - 1, self.block_size)
+        self.n_windows = int(bins.max()) + 1
+        windows = sample_windows(bins, self.n_windows, seed=0)
+        by_window = np.argsort(windows, kind='stable')
+        of_window = order[by_window]
+        self._starts, self._lengths = starts[of_window], lengths[of_window]
+        # Window w holds the pieces from borders[w] up to borders[w + 1].
+        self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
+        self.n_targets = np.add.reduceat(learned[of_window], self._borders[:-1])
+        self.n_starts = int(np.diff(self._borders).max()) + 1
+
+    def read(self, windows):
+        """Inputs, targets (len(windows), block_size) and starts (len(windows), n_starts), int64; see data.batches()."""
+        batch = np.empty((2, len(windows), self.block_size), dtype=np.int64)
+        starts = np.full((len(windows), self.n_starts), self.block_size)
+        starts[:, 0] = 0
+        for (x, y), starts_of_row, window in zip(batch.swapaxes(0, 1), starts, windows, strict=True):
+            spans, begin = slice(*self._borders[window : window + 2]), 0
+            pieces = zip(self._starts[spans].tolist(), self._lengths[spans].tolist(), strict=True)
+            for number, (start, length) in enumerate(pieces, start=1):
+                tokens, end = self._read_spans([start], length)[0], begin + length - 1
+                x[begin:end], y[begin:end] = tokens[:-1], tokens[1:]
+                if self._learned is not None:
+                    y[begin:end][self._learned[start + 1 : start + length] == 0] = -1
+                begin = starts_of_row[number] = end
+            x[begin:], y[begin:] = 0, -1
+        return *batch, starts
+
+
+class Documents(PackedDataset):
+    """One split of texts whose documents are kept apart (windows='documents').
+
+    A piece begins with the end-of-text token in front of a document, as generation does, and ends with the document's
+    own. So each token is a target once, as in a stream. What is longer than a window is cut into pieces (arXiv
+    2404.10830). line: what this costs, beside a stream.
+    """
+
+    def _cut(self, facts):
+        if self.eot is None:
+            raise ValueError(
+                f'{self.name}: no eot_token in a meta.json says where documents end: use --windows=stream, or prepare '
+                'it with prepare_data.py'
+            )
+        super()._cut(facts)  # refuses a split that is too short
+        T, stream_windows = self.block_size, self.n_windows
+        ends = [np.zeros(1, dtype=np.int64)]
+        for shard, end in zip(self._shards, self._ends, strict=True):
+            tokens = self._open_shard(shard)
+            ends.append(np.flatnonzero(tokens == self.eot) + (end - len(tokens)))
+        starts = np.concatenate(ends)
+        sizes = np.diff(starts, append=self.n_tokens - 1)  # in positions
+        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+        n_pieces = -(-sizes // T)
+        number = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # within its document
+        of_pieces = np.minimum(np.repeat(sizes, n_pieces) - number * T, T)
+        self._pack(np.repeat(starts, n_pieces) + number * T, of_pieces + 1, of_pieces)
+
+        n_cut, padding = np.count_nonzero(n_pieces > 1), 1 - of_pieces.sum() / (self.n_windows * T)
+        cut_in_stream = np.count_nonzero(starts // T != (starts + sizes - 1) // T)
+        self.line = (
+            f'{self.name}: {len(starts):,} documents ({self.split}). windows=documents: {n_cut / len(starts):.1%} are '
+            f'cut, {padding:.2%} of {self.n_windows:,} windows is padding. windows=stream: '
+            f'{cut_in_stream / len(starts):.1%} are cut, no padding in {stream_windows:,} windows'
+        )
+
+    def _fingerprint(self, facts):
+        return f'{super()._fingerprint(facts)}-documents'  # the same tokens in other samples
+
+
+class Conversations(PackedDataset):
+    """One split of conversations, packed whole: those of more than block_size + 1 tokens lose their end.
+
+    A mask has a byte per token of its shard; bit 0: the token is learned, bit 1: it begins a conversation. The targets
+    that are not learned are -1. longest: the tokens of the longest conversation.
+    """
+
+    is_chat = True
+
+    def _cut(self, facts):
+        """Find the conversations, drop those with nothing to learn, and pack the rest into windows."""
+        mask = self._read_masks(facts)
+        self._learned = mask & 1  # stays in memory, 1 byte per token
+        starts = np.flatnonzero(mask >= 2)
+        whole = np.diff(starts, append=self.n_tokens)
+        lengths = np.minimum(whole, self.block_size + 1)
+        # How many targets of each conversation are learned: reduceat adds up from each border to the next one. Every
+        # second sum is over a conversation's targets, those between them are over what lies behind its end.
+        borders = np.stack((starts + 1, starts + lengths), axis=1).ravel()
+        learned = np.add.reduceat(self._learned, borders, dtype=np.int64)[::2]
+        learned[lengths == 1] = 0  # an empty range, of which reduceat returns its first element
+        kept = np.flatnonzero(learned)
+
+        n_cut, n_dropped = np.count_nonzero(whole > lengths), len(starts) - len(kept)
+        self.longest = int(whole.max(initial=2))
+        line = (
+            f'{self.name}: {n_cut:,} of {len(starts):,} chats ({self.split}) are cut to {self.block_size + 1:,} tokens'
+            f', {n_dropped:,} dropped with nothing learned left; the longest has {self.longest:,}'
+        )
+        if not len(kept):
+            raise ValueError(f'{line}: use a larger --block_size')
+        if n_cut or n_dropped:
+            _say_once(f'WARNING: {line}' if n_dropped > 0.05 * len(starts) else line)
+        self._pack(starts[kept], lengths[kept], learned[kept])
+
+    def _read_masks(self, facts):
+        """The masks of all shards, uint8 (n_tokens + 1,): an end in reduceat has to be an index."""
+        mask, begin = np.zeros(self.n_tokens + 1, dtype=np.uint8), 0
+        for shard, end in zip(facts['shards'], self._ends, strict=True):
+            path = f'{self.name}/{shard["mask_file"]}'
+            piece = np.fromfile(path, dtype=np.uint8)
+            if len(piece) != end - begin or piece.max(initial=0) > 3:
+                sizes = f'its size is {len(piece):,} bytes, expected are {end - begin:,} of 0 to 3, one per token'
+                raise ValueError(f'{path}: {sizes}; copy or prepare it again')
+            mask[begin:end] = piece
+            begin = end
+        return mask
+
+
+KINDS = {'stream': TokenDataset, 'documents': Documents}
+
+
+def pack(sizes, capacity):
+    """(items, bins): the items by decreasing size, and the bin of each. sizes: array of 1 to capacity.
+
+    Best fit decreasing: an item goes where the least room is left for it. Items of one size keep their order.
+    """
+    order = np.argsort(-sizes, kind='stable')
+    bins, unused = [], itertools.count()
+    free = [[] for _ in range(capacity + 1)]  # [room]: the bins that have it
+    rooms = []  # those that some bin has, sorted
+    for size in sizes[order].tolist():
+        place = bisect.bisect_left(rooms, size)  # of the least room that is enough
+        if place == len(rooms):
+            room, bin = capacity, next(unused)
+        else:
+            room = rooms[place]
+            bin = free[room].pop()
+            if not free[room]:
+                rooms.pop(place)
+        bins.append(bin)
+        if not free[room - size]:
+            bisect.insort(rooms, room - size)
+        free[room - size].append(bin)
+    return order, np.array(bins)
+
+
+def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows='stream'):
+    """Open a split ('train' or 'val') of the folder data_dir/dataset; Conversations if its meta.json says "masked".
+
+    windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None takes the dataset's.
+    dataset='synthetic': random tokens, a pure function of their position.
+    No token is read but a few for the fingerprint. Raises FileNotFoundError for a dataset, split or file that is not
+    there, ValueError for a damaged one, an id known to be outside the vocabulary, data that block_size does not fit.
+    """
+    if block_size < 1 or (vocab_size is not None and vocab_size < 1):
+        raise ValueError(f'block_size={block_size}, vocab_size={vocab_size}: expected 1 or more')
+    if dataset == 'synthetic':
+        tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
+        return KINDS[windows](dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
+    folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
+    raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
+    if raw.exists() and not any(path.suffix in ENDINGS or path.name in OF_PREPARED for path in raw.glob('*')):
+        raise ValueError(
+            f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`, '
+            'to fine-tune with --tokenizer=MODEL_FOLDER: its last line says how to train on that'
+        )
+    if not folder.is_dir():
+        found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})
+        holds = f'{os.path.abspath(data_dir)} holds: {", ".join(found) or "no dataset"}'
+        close = difflib.get_close_matches(dataset, found, n=1)
+        hint = f'did you mean {close[0]}? If not, ' if close else ''
+        raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; {hint}make it with {command}; {holds}')
+    meta = _read_meta(folder)
+    if not meta and (folder / 'unfinished.json').exists():
+        raise ValueError(f'{folder}: half prepared; finish it with the same {command}')
+    facts = meta.get('splits', {}).get(split, {})
+    allowed = vocab_size or meta.get('vocab_size', math.inf)
+    if facts.get('max_token', -1) >= allowed:
+        given = f'{folder}: split {split!r} has token id {facts["max_token"]}, not below vocab_size={allowed}'
+        raise ValueError(f'{given}; without --vocab_size the dataset says it: {meta.get("vocab_size")}')
+    if 'vocab_size' not in meta:
+        assumed = f'vocab_size={vocab_size} as given' if vocab_size else f"GPT-2's vocab_size={GPT2_VOCAB_SIZE}"
+        aside = 'for other tokens give --vocab_size; a meta.pkl is never opened, for it can run code'
+        if vocab_size is None:
+            meta['eot_token'] = GPT2_VOCAB_SIZE - 1
+        _say_once(f'{folder}: no vocab_size in a meta.json; assuming {assumed}, and uint16 without a header ({aside})')
+    vocab_size = vocab_size or meta.get('vocab_size', GPT2_VOCAB_SIZE)
+    lengths = {str(folder / shard['file']): shard['tokens'] for shard in facts.get('shards', [])}
+
+    def open_shard(path):
+        tokens = read_shard(path, meta.get('dtype', 'uint16'))
+        if (n := lengths.get(path, len(tokens))) != len(tokens):
+            raise ValueError(f'{path}: its size is {len(tokens):,} tokens, meta.json says {n:,}; prepare both again')
+        return tokens.view(np.ndarray)  # a plain array: slicing an np.memmap takes four times as long
+
+    shards = _find_shards(folder, split, meta)
+    kind = Conversations if meta.get('masked') else KINDS[windows]
+    return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
+
+
+def _read_meta(folder):
+    """The dict in a dataset's meta.json; {} when there is none."""
+    path = folder / 'meta.json'
+    if not path.exists():
+        return {}
+    with open(path, encoding='utf-8') as file:
+        try:
+            return dict(json.load(file))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f'{path}: not a JSON object ({error}); prepare the dataset again') from error
+
+
+def _find_shards(folder, split, meta):
+    """Paths of a split's shards in order: those that meta.json lists, or those with the split in their names."""
+    if 'splits' in meta:
+        shards = meta['splits'].get(split, {}).get('shards', [])
+        names = [shard['file'] for shard in shards]
+        files = names + [shard['mask_file'] for shard in shards if meta.get('masked')]
+        absent = [name for name in files if not (folder / name).exists()]
+        if absent:
+            raise FileNotFoundError(
+                f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} files are missing, '
+                f'first {absent[0]}; copy or prepare the dataset again'
+            )
+    else:
+        word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
+        names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
+        # Digits compare as numbers: train_10 comes after train_9.
+        names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
+    if not names:
+        here = f'it holds {", ".join(sorted(os.listdir(folder))[:10]) or "nothing"}'
+        raise FileNotFoundError(f'{folder}: no split {split!r}, {here}; prepare it again, with a --val_fraction')
+    return [str(folder / name) for name in names]
+
+
+def _prepare_command(data_dir, dataset):
+    """The command that makes a dataset of this name, as far as the name tells."""
+    arguments = f'--dataset=FILE_FOLDER_OR_HUB_NAME --name={dataset}'
+    if known := re.fullmatch(r'(stdlib|fineweb-10BT|fineweb-100BT|fineweb-edu-10BT)-(.+)', dataset):
+        tokenizer = re.sub(r'^bpe(\d+)$', r'bpe --vocab_size=\1', known[2])
+        arguments = f'--dataset={known[1]} --tokenizer={tokenizer}'
+    return f'`python prepare_data.py {arguments} --data_dir={data_dir}`'
+
+
+@functools.cache
+def _say_once(line):
+    """Print on rank 0, and only once: every rank opens both splits."""
+    if os.environ.get('RANK', '0') == '0':
+        print(line, flush=True)
