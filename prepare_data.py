@@ -27,11 +27,13 @@ from configurator import configure
 class Config:
     # text
     dataset = 'stdlib'  # or a file, a folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, OWNER/NAME on the hub
-    text_field: str | None = None  # field of the text in rows; None = 'text', or all strings of a .jsonl row
+    text_field: str | None = None  # field of the text in rows, or '{title}\n{text}'; None = text, or all of .jsonl rows
     chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
     fold_system = False  # for chat templates that refuse system messages: write them into the user's message
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
+    dedup = False  # leave out documents that are the same as one before, to the byte
+    max_tokens: int | None = None  # stop when the train split has so many; None = read everything
     # tokens
     tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
     vocab_size = 2048  # of the trained BPE
@@ -48,6 +50,7 @@ class Config:
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
     verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
+    peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,6 +90,7 @@ STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json d
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
+PEEK_WINDOWS, PEEK_TOKENS = 8, 256  # what --peek prints
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
@@ -105,6 +109,22 @@ if config.verify:
     named = Path(config.data_dir) / config.verify
     folder = named if named.exists() else Path(config.verify)  # NAME, or the folder as it was printed
     print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
+    sys.exit()
+if config.peek:
+    import data  # and torch
+    from text.tokenizer import tokenizer_of
+
+    keys = {'dataset': config.peek, 'data_dir': config.data_dir, 'dataset_stages': (), 'windows': 'stream'}
+    mixture = data.open_mixture({**keys, 'block_size': PEEK_TOKENS, 'vocab_size': None}, 'train')
+    mixture.plan(1, PEEK_WINDOWS)
+    decode = tokenizer_of(data.folder_of(keys)).decode
+    for number, window in zip(*mixture.locate(np.arange(PEEK_WINDOWS), seed=1337), strict=True):
+        source = mixture.sources[number]
+        tokens = np.array(source.read([window])[0]).ravel()[:PEEK_TOKENS]
+        parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
+        text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
+        where = f'window {window:,} of {source.n_windows:,}, {len(parts) - 1} documents end in it'
+        print(f'--- {mixture.names[number]}, {where}:\n{text}')
     sys.exit()
 if config.dataset == 'synthetic':
     print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')
@@ -144,6 +164,7 @@ def encoded_units(units, rules):
 
 # --- SOURCE -----------------------------------------------------------------------------------------------------------
 is_text_file = os.path.isfile(config.dataset) and sources.kind_of(config.dataset) == 'text'
+is_text_file &= not config.dataset.endswith(tuple(sources.COMPRESSED))
 config.val_rule = config.val_rule or ('tail' if is_text_file else 'hash')
 if config.val_rule == 'tail' and not is_text_file:
     raise ValueError(f'val_rule=tail cuts a single text file, and dataset={config.dataset} is none: leave it out')
@@ -157,6 +178,8 @@ if 'vocab_size' in explicit and config.tokenizer != 'bpe':
     raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
+if config.text_field and '{' in config.text_field:  # a template; shells hand on \n as two characters
+    config.text_field = config.text_field.replace('\\n', '\n')
 if config.chat and config.text_field is not None:
     raise ValueError(f'chat=True reads {FORMATS_IN_WORDS}: leave out --text_field={config.text_field}')
 if sources.is_hub_name(config.dataset):
@@ -164,13 +187,16 @@ if sources.is_hub_name(config.dataset):
     source = sources.stream_source(stream, about, config.text_field, config.chat)
 else:
     tail_fraction = config.val_fraction if config.val_rule == 'tail' and config.val_fraction else None
-    source = sources.find_source(config.dataset, config.text_field, config.source_split, tail_fraction, config.chat)
+    options = (config.text_field, config.source_split, tail_fraction, config.chat, config.dedup)
+    source = sources.find_source(config.dataset, *options)
 chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
     raise ValueError(
         f'dataset={config.dataset} holds conversations, and tokenizer={config.tokenizer} has no chat template: give '
         'the folder of a chat model, as --tokenizer=models/Qwen3-0.6B, or --chat=False to learn all strings as text'
     )
+if source.chat and (config.dedup or config.max_tokens):
+    raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
 if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
 facts = source.description
@@ -198,6 +224,7 @@ settings = {  # what decides the tokens
     'fold_system': config.fold_system or None,  # as in datasets made before there was this key
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
+settings |= {key: vars(config)[key] for key in ('dedup', 'max_tokens') if vars(config)[key]}
 
 
 def refuse(state_of_folder):
@@ -206,12 +233,12 @@ def refuse(state_of_folder):
 
 def refuse_other_settings(found, how_far):
     """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
-    differences = [key for key in settings if found['settings'].get(key) != settings[key]]
+    differences = [key for key in {**found['settings'], **settings} if found['settings'].get(key) != settings.get(key)]
     if 'source' in differences:
         theirs, ours = (f'{about["name"]} (sha256 {about["sha256"][:12]})' for about in (found['source'], facts))
         refuse(f'was {how_far} from {theirs}, this command reads {ours}')
     if differences:
-        both = (f'{key}={found["settings"].get(key)!r}, this command has {settings[key]!r}' for key in differences)
+        both = (f'{key}={found["settings"].get(key)!r}, this command has {settings.get(key)!r}' for key in differences)
         refuse(f'was {how_far} with {"; ".join(both)}')
 
 
@@ -368,6 +395,8 @@ def save_state():
     for split, writer in writers.items():
         writer.sync()
         state['splits'][split] = writer.totals
+    if seen:
+        state['seen'] = seen.sync()
     write_json(folder / STATE_FILE, state)
     for writer in writers.values():
         writer.delete_full_partials()
@@ -377,16 +406,22 @@ writers = {}
 for split in ['train', 'val'] if config.val_fraction else ['train']:
     totals = state['splits'].get(split)
     writers[split] = ShardWriter(folder, split, dtype, config.shard_tokens, totals, source.chat)
+seen = encode.Seen(folder / 'seen.partial', state.get('seen', 0)) if config.dedup else None
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
 options = (config.text_field, source.chat, config.fold_system)
-rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine)
+rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine, config.dedup)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
     for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
         for split, part in encoded.items():
-            writers[split].add(*part)
+            if seen:
+                part, n_repeats = seen.without_repeats(part)
+                if n_repeats:
+                    new_notes['documents dropped that are the same as one before'] += n_repeats
+            if len(part.tokens):
+                writers[split].add(*part[:5])
             tokens_made += len(part.tokens)
             bytes_made += part.text_bytes
         notes.update(new_notes)
@@ -398,6 +433,8 @@ with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, 
         rate = tokens_made / (time.perf_counter() - start) / 1e6
         bar.set_postfix_str(f'{tokens_made:,} tokens, {rate:.2f}M tokens/s', refresh=False)
         bar.update(unit.work)
+        if config.max_tokens and writers['train'].totals['tokens'] >= config.max_tokens:
+            break
 seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------

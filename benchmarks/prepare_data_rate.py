@@ -3,6 +3,7 @@ How fast is prepare_data.py with the gpt2 tokenizer? Against tiktoken alone, and
 
     python benchmarks/prepare_data_rate.py                     # 40 MB, 5 rounds: about 2 minutes on 2 cores
     python benchmarks/prepare_data_rate.py 10 2                # 10 MB, 2 rounds
+    python benchmarks/prepare_data_rate.py --texts=/usr 1000   # the table of docs/data.md: formats, engines, memory
 
 In each round all three run, one after the other, so that a slow moment of the machine meets all of them; the medians of
 the ratios within a round are what counts. Text: Python sources, each file a document.
@@ -10,13 +11,21 @@ the ratios within a round are what counts. Text: Python sources, each file a doc
     prepare_data    the script itself: reading files, writing shards and their sha256; its own clock, without imports
     tiktoken        alone, texts in memory, tokens thrown away: with its own threads, and with a process per core
     datasets.map    num_proc=2 from a dataset in memory, then nanoGPT's loop that writes a memmap
+
+--texts takes so many MB of the text files below a folder, each once and shuffled, as files of 2 MB, as .jsonl and as
+.parquet; gigatoken knows a word when it comes again, so repeated texts would flatter it.
 """
 
 import argparse
+import contextlib
+import json
 import multiprocessing
 import os
+import random
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +36,10 @@ import tiktoken
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
 
-from launch import SHARED, run_script
+from launch import REPO, SHARED, run_script
 
 CORES = len(os.sched_getaffinity(0))
+TEXTS = {'.py', '.md', '.txt', '.h', '.json', '.rst', '.html', '.js', '.c', '.cpp'}
 
 
 def make_corpus(folder, megabytes):
@@ -133,10 +143,75 @@ def measure(megabytes, rounds):
     return ratios
 
 
+def find_texts(root, megabytes):
+    """Different texts below a folder, in the same shuffled order every time."""
+    paths = sorted(Path(folder, name) for folder, _, names in os.walk(root) for name in names)
+    random.Random(0).shuffle(paths)
+    seen, size = {}, 0
+    for path in paths:
+        if size < megabytes * 1e6 and path.suffix in TEXTS and path.is_file() and 200 < path.stat().st_size < 5e6:
+            with contextlib.suppress(UnicodeDecodeError, OSError):
+                text = path.read_text(encoding='utf-8')
+                if text not in seen and '\0' not in text:
+                    seen[text] = None
+                    size += path.stat().st_size
+    return list(seen)
+
+
+def memory_of(pid):
+    """Bytes resident of a process and all below it, with what they share counted once."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f'/proc/{pid}/smaps_rollup').read_text().splitlines():
+            total += 1024 * int(line.split()[1]) if line.startswith('Pss:') else 0
+        for thread in Path(f'/proc/{pid}/task').iterdir():
+            total += sum(memory_of(child) for child in (thread / 'children').read_text().split())
+    return total
+
+
+def table(root, megabytes):
+    """Print rate and memory of every format with and without gigatoken."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with tempfile.TemporaryDirectory() as temporary:
+        temporary = Path(temporary)
+        texts = find_texts(root, megabytes)
+        (temporary / 'text').mkdir()
+        for number in range(0, len(texts), 150):
+            (temporary / 'text' / f'{number}.txt').write_text('\n\n'.join(texts[number : number + 150]), newline='')
+        with open(temporary / 'rows.jsonl', 'w') as file:
+            file.writelines(json.dumps({'text': text}, ensure_ascii=False) + '\n' for text in texts)
+        pyarrow.parquet.write_table(pyarrow.table({'text': texts}), temporary / 'rows.parquet', row_group_size=1000)
+        print(f'{len(texts):,} texts, {sum(map(len, texts)) / 1e6:.0f}M characters, {CORES} cores')
+        del texts
+        for source, tokenizer in (('text', 'gpt2'), ('rows.jsonl', 'gpt2'), ('rows.parquet', 'gpt2'), ('text', 'bpe')):
+            for engine in ('reference', 'auto'):
+                command = [sys.executable, 'prepare_data.py', f'--dataset={temporary / source}', f'--engine={engine}']
+                command += [
+                    f'--tokenizer={tokenizer}',
+                    '--text_field=text',
+                    f'--data_dir={temporary / "data"}',
+                    '--name=x',
+                ]
+                run = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+                peak = 0
+                while run.poll() is None:
+                    peak = max(peak, memory_of(run.pid))
+                    time.sleep(0.1)
+                rate = float(re.search(r'([\d.]+) MB/s', run.stdout.read())[1])
+                print(f'{source:12} {tokenizer:4} {engine:9} {rate:6.1f} MB/s, peak {peak / 1e6:.0f} MB', flush=True)
+                shutil.rmtree(temporary / 'data')
+
+
 if __name__ == '__main__':
     os.environ.setdefault('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('megabytes', type=int, nargs='?', default=40)
     parser.add_argument('rounds', type=int, nargs='?', default=5)
+    parser.add_argument('--texts')
     given = parser.parse_args()
-    measure(given.megabytes, given.rounds)
+    if given.texts:
+        table(given.texts, given.megabytes)
+    else:
+        measure(given.megabytes, given.rounds)

@@ -7,10 +7,15 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from launch import TINY_MODEL, TINY_RUN, run_forked
 from outputs import metrics
+from prepared import only
 
 import data
+import optim
+from model import GPT, ModelConfig
+from runtime import checkpoint
 from text import shards
 from text.shuffle import sample_windows
 
@@ -309,3 +314,90 @@ def test_replicas_share_out_the_mixture(sources, tmp_path):
     run(sources, tmp_path / 'out', 'train_diloco.py', *MIXED, *replicas, nproc=2)
     rows = metrics(tmp_path / 'out')
     assert rows[-1]['epochs/books'] == pytest.approx(48 / 46) and 'val_loss/books' in rows[-1]
+
+
+# --- documents kept apart ---------------------------------------------------------------------------------------------
+
+LENGTHS = [1, 2, 31, 32, 33, 64, 65, 100, 1, 3, 7, 5, 12, 20, 40, 17, 9, 2, 2, 28]  # with their end-of-text
+
+
+def make_documents(folder, name, lengths=LENGTHS, first_is_eot=False):
+    """A dataset of documents of these lengths; returns the tokens of its training split."""
+    make(folder, name, sum(lengths), val_tokens=sum(lengths))
+    for split in ('train', 'val'):
+        path = folder / name / f'{split}_000000.bin'
+        tokens = np.array(shards.read_shard(path))
+        tokens[np.cumsum(lengths) - 1] = 256
+        if first_is_eot:  # as llm.c and modded-nanogpt have it
+            tokens = np.roll(tokens, 1)
+        shards.write_shard(path, tokens, np.uint16)
+    return np.array(shards.read_shard(folder / name / 'train_000000.bin')).astype(np.int64)
+
+
+def pieces_in(starts):
+    """(begin, end) of what a row of 32 holds."""
+    return itertools.pairwise([*starts[starts < 32].tolist(), 32])
+
+
+@pytest.mark.parametrize('first_is_eot', [False, True])
+def test_each_token_is_a_target_once_behind_all_of_its_document_or_of_a_window(tmp_path, first_is_eot):
+    tokens = make_documents(tmp_path, 'docs', first_is_eot=first_is_eot)
+    dataset = data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents')
+    found = []
+    for x, y, starts in zip(*dataset.read(range(dataset.n_windows)), strict=True):
+        of_row = [(x[begin:end].tolist(), y[begin:end].tolist()) for begin, end in pieces_in(starts)]
+        found += [(x, y) for x, y in of_row if y != [-1] * len(y)]  # the last may be padding
+    borders = [0, *np.flatnonzero(tokens == 256).tolist(), len(tokens) - 1]
+    documents = [(begin, end) for begin, end in itertools.pairwise(borders) if end > begin]
+    expected = []
+    for begin, end in documents:  # from one end-of-text to the next
+        for first in range(begin, end, 32):
+            last = min(first + 32, end)
+            expected.append((tokens[first:last].tolist(), tokens[first + 1 : last + 1].tolist()))
+    assert sorted(found) == sorted(expected)
+    assert dataset.n_targets.sum() == len(tokens) - 1
+
+    n_cut = sum(end - begin > 32 for begin, end in documents)
+    n_cut_in_stream = sum(begin // 32 != (end - 1) // 32 for begin, end in documents)
+    n = len(documents)
+    assert f'{n} documents (train). windows=documents: {n_cut / n:.1%} are cut' in dataset.line
+    assert f'windows=stream: {n_cut_in_stream / n:.1%} are cut' in dataset.line
+    stream = data.open_dataset(tmp_path, 'docs', 'train', 32)
+    assert stream.fingerprint != dataset.fingerprint and dataset.bytes_per_token == stream.bytes_per_token
+
+
+def test_documents_need_a_token_that_ends_them(tmp_path):
+    make(tmp_path, 'docs', 500, eot_token=None)
+    with pytest.raises(ValueError, match='no eot_token .* use --windows=stream'):
+        data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents')
+
+
+@pytest.mark.parametrize('script, nproc', [('train_ddp.py', 1), ('train_fsdp.py', 2)])
+def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, script, nproc):
+    """20 steps of a script against a loop that gives the model a document at a time, to 1e-5."""
+    make_documents(tmp_path, 'docs', LENGTHS * 20)
+    options = ['--dataset=docs', '--windows=documents', '--max_iters=20', '--arch=llama', '--eval_iters=0']
+    text = run(tmp_path, tmp_path / 'out', script, *options, nproc=nproc)
+    assert 'windows=documents: ' in text
+    rows = metrics(tmp_path / 'out')
+    state = checkpoint.read_state(checkpoint.choose_to_read(tmp_path / 'out'))
+    model = GPT(ModelConfig(**state['identity']['model']), torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(model.initial_value(name, parameter, 1337, torch.device('cpu')))
+    optimizer = optim.make_optimizer(model, 'adamw', 3e-3, 0.9, 0.95, 0.1)
+    mixture = only(data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents'))
+    batches = data.batches(mixture, 1337, 0, BATCH, BATCH, 0, 1, 'cpu')
+    for step, (x, y, starts) in zip(range(20), batches, strict=False):
+        nats, targets = 0.0, (y >= 0).sum().item()
+        for row in range(BATCH):
+            for begin, end in pieces_in(starts[row]):
+                loss_sum, ce_sum = model(x[row : row + 1, begin:end], y[row : row + 1, begin:end])
+                (loss_sum / targets).backward()
+                nats += ce_sum.item()
+        assert rows[step]['loss'] == pytest.approx(nats / targets, rel=1e-5), step
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group['lr'] = optim.learning_rate_at(step, 3e-3, 'constant', 5, 20, 3e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    batches.close()

@@ -297,6 +297,126 @@ def test_all_stretches_of_a_long_document_have_its_head_wherever_that_cuts_a_cha
     assert heads == [path.read_bytes()[:65536]] * 2
 
 
+# --- compression, templates, repeats ----------------------------------------------------------------------------------
+
+
+def write_compressed(path, content):
+    """Write bytes, compressed as the path's ending says."""
+    codec = {'.gz': 'gzip', '.zst': 'zstd'}[path.suffix]
+    with pyarrow.CompressedOutputStream(str(path), codec) as file:
+        file.write(content)
+
+
+def write_rows(path, texts):
+    path.write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+
+
+@pytest.mark.parametrize('ending', ['.gz', '.zst'])
+def test_compressed_files_give_the_same_tokens(ending, tmp_path):
+    texts = make_texts(2000, words=300)
+    for name in ('plain', 'packed'):
+        (tmp_path / name).mkdir()
+    write_rows(tmp_path / 'plain' / 'rows.jsonl', texts)
+    (tmp_path / 'plain' / 'long.txt').write_text(' '.join(texts))
+    (tmp_path / 'plain' / 'short.txt').write_text('a few words')
+    for path in (tmp_path / 'plain').iterdir():
+        assert path.stat().st_size > 2 * reading.UNIT_BYTES or path.name == 'short.txt'  # read in several pieces
+        as_named = path.name.replace('jsonl', 'json')  # .json.gz holds lines of JSON
+        write_compressed(tmp_path / 'packed' / f'{as_named}{ending}', path.read_bytes())
+    for name in ('plain', 'packed'):
+        prepare(tmp_path, f'--dataset={tmp_path / name}', '--tokenizer=bytes', f'--name={name}', '--val_fraction=0.1')
+    for split in ('train', 'val'):
+        one, other = (documents_of(tmp_path / 'data' / name, split) for name in ('plain', 'packed'))
+        assert one == other and len(one) > 10
+
+
+def test_reading_a_compressed_file_goes_on_behind_any_unit(tmp_path):
+    for name in ('rows.jsonl.gz', 'long.txt.zst'):
+        write_rows(tmp_path / 'rows', make_texts(2000, words=300))
+        write_compressed(tmp_path / name, (tmp_path / 'rows').read_bytes())
+        source = sources.find_source(str(tmp_path / name))
+        units = list(reading.units_of(source))
+        assert len(units) > 2 and sum(unit.work for unit in units) == source.total
+        for number, unit in enumerate(units[:-1]):
+            rest = list(reading.units_of(source, unit.next))
+            assert [one.pieces for one in rest] == [one.pieces for one in units[number + 1 :]]
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path):
+    write_rows(tmp_path / 'rows', [os.urandom(400).hex() for _ in range(3000)])
+    write_compressed(tmp_path / 'rows.jsonl.gz', (tmp_path / 'rows').read_bytes())
+    content = bytearray((tmp_path / 'rows.jsonl.gz').read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
+    (tmp_path / 'rows.jsonl.gz').write_bytes(content)
+    line = error_of(tmp_path, f'--dataset={tmp_path / "rows.jsonl.gz"}', '--tokenizer=bytes', '--val_fraction=0')
+    assert 'rows.jsonl.gz: damaged behind byte ' in line
+
+
+def test_a_template_joins_fields(tmp_path):
+    rows = [{'title': f'Title {number}', 'text': f'text {number}', 'n': number} for number in range(60)]
+    rows.append({'title': None, 'text': 'no title', 'n': 61})
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    for kind in ('jsonl', 'parquet'):
+        options = ('--tokenizer=bytes', f'--name={kind}', '--val_fraction=0', r'--text_field={title}\n\n{text} ({n})')
+        prepare(tmp_path, f'--dataset={tmp_path}/rows.{kind}', *options)
+        found = documents_of(tmp_path / 'data' / kind, 'train')
+        assert found == [f'Title {number}\n\ntext {number} ({number})' for number in range(60)]
+    line = error_of(tmp_path, f'--dataset={tmp_path}/rows.parquet', '--tokenizer=bytes', '--text_field={heading}: {n}')
+    assert "has no field 'heading', choose with --text_field; it has: title, text, n" in line
+
+
+def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
+    texts = make_texts(1500, words=200)
+    repeated = [text for number, text in enumerate(texts) for _ in range(1 + number % 3)]
+    random.Random(0).shuffle(repeated)
+    write_rows(tmp_path / 'once.jsonl', dict.fromkeys(repeated))
+    write_rows(tmp_path / 'repeated.jsonl', repeated)
+    options = ('--tokenizer=bytes', '--val_fraction=0', '--shard_tokens=100000')
+    prepare(tmp_path, f'--dataset={tmp_path}/once.jsonl', *options)
+    command = (f'--dataset={tmp_path}/repeated.jsonl', '--dedup', *options)
+    dataset = tmp_path / 'data' / 'repeated-bytes'
+    start_and_kill_at(dataset / 'train_000008.bin', tmp_path, *command)  # behind the first unit
+    text = prepare(tmp_path, *command).stdout
+    assert 'going on behind' in text and f'the same as one before ({len(repeated) - len(texts):,})' in text
+    assert documents_of(dataset, 'train') == documents_of(tmp_path / 'data' / 'once-bytes', 'train')
+    assert not list(dataset.glob('*.partial'))
+
+
+def test_repeated_text_files_are_left_out_and_named(tmp_path):
+    (tmp_path / 'text').mkdir()
+    for name, text in {'a': 'one ' * 10**6, 'b': 'one ' * 10**6, 'c': 'two ' * 10**6, 'd': 'three'}.items():
+        (tmp_path / 'text' / f'{name}.txt').write_text(text)
+    text = prepare(tmp_path, f'--dataset={tmp_path}/text', '--dedup', '--tokenizer=bytes', '--val_fraction=0').stdout
+    assert f'left out: {tmp_path}/text/b.txt: the same as {tmp_path}/text/a.txt' in text
+    assert meta_of(tmp_path / 'data' / 'text-bytes')['splits']['train']['documents'] == 3
+
+
+def test_reading_ends_when_there_are_enough_tokens(tmp_path):
+    texts = make_texts(6000, words=200)
+    write_rows(tmp_path / 'rows.jsonl', texts)
+    command = (f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes', '--max_tokens=600000', '--val_fraction=0.1')
+    prepare(tmp_path, *command)
+    dataset = tmp_path / 'data' / 'rows-bytes'
+    n_tokens = meta_of(dataset)['splits']['train']['tokens']
+    assert 600_000 <= n_tokens < 600_000 + reading.UNIT_BYTES < sum(map(len, texts))
+    assert set(documents_of(dataset, 'train')) <= set(texts)
+    assert 'max_tokens=600000, this command has None' in error_of(tmp_path, *command[:2], '--val_fraction=0.1')
+
+
+def test_peek_prints_windows_with_source_and_borders(tmp_path):
+    for name, word in (('one', 'uno'), ('two', 'dos')):
+        write_rows(tmp_path / f'{name}.jsonl', [f'{word} ' * 30 + str(number) for number in range(200)])
+        prepare(tmp_path, f'--dataset={tmp_path}/{name}.jsonl', '--tokenizer=bytes', f'--name={name}')
+    parts = prepare(tmp_path, '--peek=one:0.5,two:0.5').stdout.split('--- ')[1:]
+    assert len(parts) == 8 and sum(part.startswith('one, window ') for part in parts) == 4
+    for part in parts:
+        head, body = part.split(':\n', 1)
+        assert ('uno' in body) == head.startswith('one') and ('dos' in body) == head.startswith('two')
+        assert body.count('【end of document】') == 2  # of 122 to 124 tokens each, in a window of 256
+    assert 'did you mean two' in error_of(tmp_path, '--peek=one,twoo')
+
+
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,15 @@ that is a list, each element. Units are stretches of files, or a few rows: docum
 """
 
 import collections
+import io
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
+from text.sources import COMPRESSED, fields_of, open_file
 
 UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
 HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
@@ -58,7 +61,8 @@ def units_of(source, start=(0, 0)):
     for number in range(start[0], len(source.parts)):
         part = source.parts[number]
         first_offset = start[1] if number == start[0] else 0
-        for new_pieces, next_offset, new_work in READERS[part.kind](source, part, first_offset):
+        reader = _read_compressed if Path(part.path).suffix.lower() in COMPRESSED else READERS[part.kind]
+        for new_pieces, next_offset, new_work in reader(source, part, first_offset):
             pieces += new_pieces
             size += sum(piece.length for piece in new_pieces)
             work += new_work
@@ -73,8 +77,9 @@ def units_of(source, start=(0, 0)):
 
 
 def _read_stretch(path, start, length):
-    with open(path, 'rb') as file:
-        file.seek(start)
+    with open_file(path) as file:
+        if start:  # of compressed files only beginnings are asked for
+            file.seek(start)
         return file.read(length)
 
 
@@ -101,6 +106,33 @@ def _read_jsonl(source, part, offset):
             length = min(file.tell(), part.end) - offset
             yield [Piece(part.path, length, None, offset, kind='jsonl')], offset + length, length
             offset += length
+
+
+def _read_compressed(source, part, offset):
+    """What _read_text and _read_jsonl yield of the file without its compression. Offset: bytes, uncompressed."""
+    import pyarrow
+
+    raw = pyarrow.OSFile(part.path)
+    codec, position, work, data = COMPRESSED[Path(part.path).suffix.lower()], 0, 0, b''
+    with raw, io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), UNIT_BYTES) as file:
+        try:
+            while position < offset:
+                position += len(file.read(min(UNIT_BYTES, offset - position)))
+            while data := data + file.read(UNIT_BYTES + 1 - len(data)):
+                length = len(data)
+                if part.kind == 'jsonl':
+                    data += b'' if data.endswith(b'\n') else file.readline()
+                    length = len(data)
+                elif length > UNIT_BYTES:
+                    window = UNIT_BYTES - CUT_WINDOW
+                    length = window + cut_point(data[window:UNIT_BYTES])
+                is_last = part.kind == 'jsonl' or (length == len(data) and not file.peek(1))
+                piece = Piece(part.path, length, data[:length], position, 0, is_last, part.split, part.kind)
+                position, data = position + length, data[length:]
+                yield [piece], position, raw.tell() - work
+                work = raw.tell()
+        except OSError as error:
+            raise OSError(f'{part.path}: damaged behind byte {position:,} of its text: {one_line(error)}') from error
 
 
 def _read_whole(source, part, offset):
@@ -213,7 +245,8 @@ def _rows(source, batches, offset, origin, work_per_row):
         wanted = batch.slice(max(0, offset - row))
         row += len(batch)
         if len(wanted):
-            kind, rows = ('jsonl', _as_json_lines(wanted)) if source.chat else ('text', _as_texts(wanted, origin))
+            as_rows = source.chat or len(source.columns(wanted.schema.names)) > 1
+            kind, rows = ('jsonl', _as_json_lines(wanted)) if as_rows else ('text', _as_texts(wanted, origin))
             yield [Piece(origin, len(data), data, kind=kind) for data in rows], row, len(rows) * work_per_row
 
 
@@ -346,9 +379,12 @@ def _rows_of_yaml(data, notes, origin):
 
 
 def _text_of(row, text_field, kind):
-    """The text of a row: its field, or else all its strings; '' where it has none."""
+    """The text of a row: its field, what a template makes of it, or else all its strings; '' where it has none."""
     if kind == 'jsonl' and not isinstance(row, dict):
         return ''
+    if text_field and '{' in text_field and isinstance(row, dict):
+        values = [row.get(name) for name in fields_of(text_field)]
+        return '' if None in values else re.sub(r'\{(\w+)\}', lambda name: str(row[name[1]]), text_field)
     field = 'text' if text_field is None and kind == 'jsonl' else text_field
     if isinstance(row, dict) and field in row:
         return row[field] if isinstance(row[field], str) else ''

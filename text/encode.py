@@ -28,6 +28,7 @@ from text.engine import faster
 from text.tokenizer import load_tokenizer
 
 CONVERSATIONS = 'conversations'  # the note that counts those that are not left out
+MANY_NEW = 1 << 20  # hashes in a set, of 100 bytes each, before they join those in an array
 STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
 
 
@@ -42,6 +43,7 @@ class Rules(NamedTuple):
     seed: int  # of the hash
     val_hashes: tuple  # (first, end): documents with a hash from first on and below end are for validation
     engine: str  # 'auto': gigatoken, where it gives the same tokens; 'reference'
+    dedup: bool = False  # hash every document
 
 
 class Encoded(NamedTuple):
@@ -52,6 +54,8 @@ class Encoded(NamedTuple):
     text_bytes: int
     flags: np.ndarray | None = None  # of conversations: uint8, LEARNED and FIRST
     longest: int = 0  # tokens of the longest conversation
+    hashes: np.ndarray | None = None  # with dedup: uint64, of each document that is not part of a longer one
+    sizes: np.ndarray | None = None  # int64 (documents, 2), the tokens and bytes of each
 
 
 def start_worker():
@@ -141,10 +145,15 @@ def _encode_texts(pieces, rules, notes):
     stretches = collections.defaultdict(list)
     ends_document = collections.defaultdict(list)  # whether each stretch does
     text_bytes = collections.Counter()
+    documents = collections.defaultdict(list)  # (hash, bytes, number of the first stretch) of each, with dedup
     for piece in pieces:
+        is_whole = piece.ends_document and (piece.kind != 'text' or piece.start == piece.document_start)
         for document in documents_of(piece, rules.text_field, notes):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             text_bytes[split] += len(document)
+            if rules.dedup:
+                digest = hashlib.blake2b(document, digest_size=8).digest() if is_whole else bytes(8)
+                documents[split].append((int.from_bytes(digest, 'little'), len(document), len(stretches[split])))
             cut = list(cut_up(document, STRETCH_BYTES))
             stretches[split] += cut
             ends_document[split] += [False] * (len(cut) - 1) + [piece.ends_document]
@@ -152,9 +161,14 @@ def _encode_texts(pieces, rules, notes):
     result = {}
     for split, texts in stretches.items():
         tokens, ends = tokenizer.encode_flat(texts)
-        ends = ends[ends_document[split]]
-        tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), ends, tokenizer.eot)
-        result[split] = Encoded(tokens, len(ends), text_bytes[split])
+        is_end = np.array(ends_document[split])
+        tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), ends[is_end], tokenizer.eot)
+        result[split] = Encoded(tokens, int(is_end.sum()), text_bytes[split])
+        if rules.dedup:
+            hashes, n_bytes, first = zip(*documents[split], strict=True)
+            n_tokens = np.add.reduceat(np.diff(ends, prepend=0) + is_end, first)
+            sizes = np.stack((n_tokens, n_bytes), axis=1)
+            result[split] = result[split]._replace(hashes=np.array(hashes, dtype=np.uint64), sizes=sizes)
     return result
 
 
@@ -184,6 +198,42 @@ def _encode_conversations(pieces, rules, notes):
             longest=max(map(len, ids)),
         )
     return result
+
+
+class Seen:
+    """Which documents have been there, 8 bytes each, in memory and in a file that a resumed run goes on with."""
+
+    def __init__(self, path, count):
+        """count: how many of the file's count; those behind were written after the state was saved."""
+        self._file = open(path, 'a+b')
+        self._file.truncate(8 * count)
+        self._file.seek(0)
+        self._sorted, self._new = np.sort(np.frombuffer(self._file.read(), dtype=np.uint64)), set()
+
+    def without_repeats(self, part):
+        """(an Encoded without the documents that have been there, how many those are)"""
+        places = np.searchsorted(self._sorted, part.hashes)
+        known = np.append(self._sorted, np.uint64(0))[places] == part.hashes
+        keep = np.zeros(len(known), dtype=bool)
+        for number, digest in enumerate(part.hashes.tolist()):
+            keep[number] = digest == 0 or not (known[number] or digest in self._new)  # 0: a stretch of a longer one
+            if digest and keep[number]:
+                self._new.add(digest)
+        self._file.write(part.hashes[keep & (part.hashes != 0)].tobytes())
+        if len(self._new) > MANY_NEW:
+            self._sorted, self._new = np.union1d(self._sorted, np.array(list(self._new), dtype=np.uint64)), set()
+        n_repeats = int((~keep).sum())
+        if not n_repeats:
+            return part, 0
+        tokens = part.tokens[np.repeat(keep, part.sizes[:, 0])]
+        text_bytes = int(part.sizes[keep, 1].sum())
+        return part._replace(tokens=tokens, documents=part.documents - n_repeats, text_bytes=text_bytes), n_repeats
+
+    def sync(self):
+        """Bring the file to disk; returns how many are in it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell() // 8
 
 
 def _as_shards_hold_it(tokens, tokenizer):

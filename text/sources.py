@@ -10,6 +10,7 @@ documents.py reads what is found here. A source of conversations (source.chat) h
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
-from runtime.files import write_file
+from runtime.files import sha256_of, write_file
 from text.chat import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
@@ -35,6 +36,8 @@ KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.parquet': 'parquet',
     '.arrow': 'arrow',
 }
+
+COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text and lines of JSON, which .json.gz holds as a rule
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -73,18 +76,19 @@ class Source:
 
     def columns(self, names):
         """Those of a columnar file's or stream's columns that are read."""
-        return [name for name in CHAT_FIELDS if name in names] if self.chat else [self.text_field or 'text']
+        return [name for name in CHAT_FIELDS if name in names] if self.chat else fields_of(self.text_field or 'text')
 
 
 # --- finding a source -------------------------------------------------------------------------------------------------
 
 
-def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None):
+def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None, dedup=False):
     """The Source that `dataset` names: 'stdlib', or the path of a file, a folder, or a folder written by save_to_disk.
 
-    text_field: of rows; None = 'text', and all strings of a row of .jsonl without one. split: which one of the saved
-    folder. tail_fraction: cut a text file in two, so that its end is the split 'val'. chat: whether rows are read as
-    conversations; None = if the first row is one, and neither text_field nor a field 'text' says otherwise.
+    text_field: of rows, or a template of fields_of(); None = 'text', and all strings of a row of .jsonl without one.
+    split: which one of the saved folder. tail_fraction: cut a text file in two, so that its end is the split 'val'.
+    chat: whether rows are read as conversations; None = if the first row is one, and neither text_field nor a field
+    'text' says otherwise. dedup: leave out text files that are the same as one before.
     Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
     """
     name, path = dataset, Path(dataset)
@@ -105,7 +109,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
             f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
             f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
-    source = _files_source(name, root, files, text_field, tail_fraction, chat)
+    source = _files_source(name, root, files, text_field, tail_fraction, chat, dedup)
     n_empty = len(files) - source.description['files'] - len(source.skipped)
     if path.is_dir() and (n_hidden or n_empty):
         source.skipped.insert(0, f'{n_hidden:,} hidden and {n_empty:,} empty files')
@@ -134,7 +138,25 @@ def _files_below(folder):
 
 def kind_of(path):
     """How a file is read: a kind of Part, by the file's name."""
-    return KINDS.get(Path(path).suffix.lower(), 'text')
+    path = Path(path)
+    if path.suffix.lower() in COMPRESSED:
+        return 'jsonl' if kind_of(path.with_suffix('')) in ('json', 'jsonl') else 'text'
+    return KINDS.get(path.suffix.lower(), 'text')
+
+
+def open_file(path):
+    """A file to be read as bytes, uncompressed. Reading a damaged one raises OSError."""
+    codec = COMPRESSED.get(Path(path).suffix.lower())
+    if codec is None:
+        return open(path, 'rb')
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), codec))
+
+
+def fields_of(text_field):
+    """The fields of a row that text_field names: one, or those in the {braces} of a template."""
+    return re.findall(r'\{(\w+)\}', text_field) or [text_field]
 
 
 def _saved_files(folder, split):
@@ -147,7 +169,7 @@ def _saved_files(folder, split):
     return sorted(folder.glob('data-*.arrow'))
 
 
-def _files_source(name, root, paths, text_field, tail_fraction, chat):
+def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup):
     """A Source of local files; those that cannot be read are left out, and named."""
     found, skipped = [], []
     for path in paths:
@@ -161,9 +183,14 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat):
         first_row = next((row for _, _, row in found if row is not None), {})
         chat = _takes_conversations(first_row, text_field)
 
-    parts = []
+    parts, first_of = [], {}
     digest = hashlib.sha256()
     for part, sha256, row in found:
+        if dedup and part.kind == 'text':
+            like = first_of.setdefault((part.end, sha256), part.path)  # of equal size and samples
+            if like != part.path and sha256_of(like) == sha256_of(part.path):
+                skipped.append(f'{part.path}: the same as {like}')
+                continue
         has_no_rows = part.kind in ('text', 'yaml')
         if chat and (has_no_rows or (row is not None and not has_chat_fields(row))):
             fields = f'; it has: {", ".join(row)}' if row else ''
@@ -190,6 +217,9 @@ def _inspect(path):
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
     if size:
+        if Path(path).suffix.lower() in COMPRESSED:
+            with open_file(path) as file:
+                start = file.read(SAMPLE_BYTES)
         _check_content(kind, start, end)
     return Part(str(path), kind, 0, size), sha256, _first_row(path, kind) if size else None
 
@@ -231,7 +261,7 @@ def _first_row(path, kind):
     if kind in ('parquet', 'arrow'):
         return _fields_of_columns(path, kind)
     if kind == 'jsonl':
-        with open(path, 'rb') as file:
+        with open_file(path) as file:
             rows = (_object_at_start_of(line) for line in file.readlines(FIRST_BYTES))
         row = next((row for row in rows if row is not None), None)
         if row is None:
@@ -299,8 +329,9 @@ def _cut_tail(part, fraction):
 
 def check_text_field(path, fields, text_field):
     """Raise ValueError when there is no such field, with those that there are."""
-    if text_field not in fields:
-        raise ValueError(f'{path}: has no field {text_field!r}, choose with --text_field; it has: {", ".join(fields)}')
+    for name in fields_of(text_field):
+        if name not in fields:
+            raise ValueError(f'{path}: has no field {name!r}, choose with --text_field; it has: {", ".join(fields)}')
 
 
 # --- datasets of the Hugging Face hub ---------------------------------------------------------------------------------
@@ -309,7 +340,7 @@ def check_text_field(path, fields, text_field):
 def is_hub_name(dataset):
     """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
     folder, _, file = dataset.partition('/')
-    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *KINDS))
+    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *KINDS, *COMPRESSED))
     return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
 
 

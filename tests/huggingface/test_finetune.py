@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
-from prepared import only
 from pretrained import MODELS, MORE_MODELS, POSITIONS, STATE_SPACE, VOCABULARY, save_model, write_chats
 
 os.environ['HF_HUB_OFFLINE'] = '1'
@@ -241,6 +240,12 @@ def prepared(tmp_path_factory, models):
 
 
 STEPS, SEQUENCES, LENGTH = 10, 12, 48
+DATASETS = {
+    'text': {'dataset': 'text'},
+    'chats': {'dataset': 'chats'},
+    'documents': {'dataset': 'text', 'windows': 'documents'},
+    'text among chats': {'dataset': 'text:0.5,chats:0.5', 'windows': 'documents'},
+}
 
 
 def losses_of_a_plain_loop(folder, prepared, dataset, **options):
@@ -259,8 +264,10 @@ def losses_of_a_plain_loop(folder, prepared, dataset, **options):
         {'params': [p for p in model.parameters() if p not in decayed], 'weight_decay': 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    train_data = data.open_dataset(prepared, dataset, 'train', LENGTH, VOCABULARY)
-    batches = data.batches(only(train_data), 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
+    keys = {'data_dir': str(prepared), 'dataset_stages': (), 'block_size': LENGTH, 'vocab_size': VOCABULARY}
+    train_data = data.open_mixture({**keys, 'windows': 'stream', **DATASETS[dataset]}, 'train')
+    train_data.plan(STEPS, SEQUENCES)
+    batches = data.batches(train_data, 1337, 0, SEQUENCES, SEQUENCES, 0, 1, 'cpu')
     losses = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -298,6 +305,7 @@ STRATEGIES = {
 
 
 CASES = [('llama_tied', dataset, size, name) for dataset in ('text', 'chats') for size in (2, 6) for name in STRATEGIES]
+CASES += [('llama_tied', dataset, 6, name) for dataset in list(DATASETS)[2:] for name in ('ddp', 'fsdp manual')]
 CASES += [(kind, 'chats', 2, name) for kind in ('gpt2', 'mistral') for name in ('ddp', 'fsdp torch', 'fsdp manual')]
 
 
@@ -309,7 +317,8 @@ def trained(tmp_path_factory, models, prepared):
     for kind, dataset, batch_size, strategy in CASES:
         script, options = STRATEGIES[strategy]
         name = f'{kind} {dataset} {batch_size} {strategy}'
-        options = [*options, f'--out_dir={folder / name}', f'--batch_size={batch_size}', f'--dataset={dataset}']
+        options = [*options, f'--out_dir={folder / name}', f'--batch_size={batch_size}']
+        options += [f'--{key}={value}' for key, value in DATASETS[dataset].items()]
         options += [f'--init_from={models / kind}', f'--data_dir={prepared}']
         cases.append({'name': name, 'script': script, 'arguments': [*KEYS, *options]})
     run_many(cases, 2, folder)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from runtime import meter as meters
+from runtime import processes
 
 DELAY = 0.5  # seconds
 PROFILED = 7  # the step that is profiled in a run of 12 with rows after the 6th and the 12th
@@ -151,7 +152,7 @@ def main(path):
         results['four megabytes'] = measure(four_megabytes(thread))
     results['long'] = measure_on_a_clock_of_its_own(0.1, 0.02, steps=120)
     Path(f'{path}.{os.environ["RANK"]}').write_text(json.dumps(results))
-    dist.destroy_process_group()
+    processes.leave()
 
 
 if __name__ == '__main__':
