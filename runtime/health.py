@@ -11,6 +11,7 @@ progress.
 import collections
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -224,15 +225,15 @@ class Watchdog:
     def _write_heartbeats(self):
         """A thread of its own: a file system that hangs must not keep the other one from seeing that."""
         path = os.path.join(self.folder, f'rank_{self.rank}.json')
-        written = 0
-        while not self.closed.wait(self.tick):
-            written += 1
+        for written in itertools.count(1):
             # Where no thread can run, since the main one keeps Python's lock, the C library writes the stack.
             faulthandler.dump_traceback_later(self.patience, file=self.stack)
             with contextlib.suppress(OSError):
                 with open(f'{path}.tmp', 'w') as file:
                     json.dump({'count': self.count, 'phase': self.phase, 'step': self.step, 'written': written}, file)
                 os.replace(f'{path}.tmp', path)
+            if self.closed.wait(self.tick):
+                return
 
     def _watch(self):
         self.baseline, look_at = None, 0.0
@@ -256,8 +257,9 @@ class Watchdog:
         return ''.join(traceback.format_stack(sys._current_frames().get(self.main_thread)))
 
     def _beats(self):
-        """{rank: its heartbeat}; this rank's own without a file."""
-        beats = {self.rank: {'count': self.count, 'phase': self.phase, 'step': self.step, 'written': time.time()}}
+        """{rank: its heartbeat}; this rank's own without a file. Who has no file was stopped before its first."""
+        beats = {rank: {'count': -1, 'phase': 'start', 'step': 0, 'written': 0} for rank in range(self.world_size)}
+        beats[self.rank] = {'count': self.count, 'phase': self.phase, 'step': self.step, 'written': time.time()}
         for rank in set(range(self.world_size)) - {self.rank}:
             with contextlib.suppress(OSError, ValueError):
                 with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:
@@ -273,7 +275,7 @@ class Watchdog:
             self.stack.flush()
         before, beats = self.baseline, self._beats()
         self.baseline = beats
-        if before is None or any(before.get(rank, {}).get('count') != beat['count'] for rank, beat in beats.items()):
+        if before is None or any(before[rank]['count'] != beat['count'] for rank, beat in beats.items()):
             return  # they are slow, but they move: the collectives' own timeout decides
         if self.closed.is_set():
             return

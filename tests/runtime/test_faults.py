@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -579,6 +580,27 @@ def test_patience_is_longer_in_the_first_step_and_in_a_save_and_not_after_them(t
     for line in errors_in(said).values():
         assert re.search(r"rank 1 made no progress for \d+ s in phase 'forward' of step 3; the others wait", line)
     assert errors_in(said).keys() == {0, 1}
+
+
+def be_stopped_at_once(out_dir):
+    """Rank 1 is stopped before it has written a heartbeat."""
+    rank = dist.get_rank()
+    write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
+    if rank == 1:
+        health.Watchdog._write_heartbeats = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    watchdog = health.Watchdog(out_dir, timeout_s=2)
+    watchdog.at('forward', 1)
+    watchdog.at('update', 6)
+    time.sleep(120)
+
+
+def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_named(tmp_path):
+    processes = start_function(2, tmp_path, be_stopped_at_once, str(tmp_path))
+    processes[0].join(100)
+    assert processes[0].exitcode == 1
+    assert join_all(processes, 0) == [1]
+    (line,) = errors_in((tmp_path / 'said_0').read_text()).values()
+    assert re.search(r"rank 1 made no progress for \d+ s in phase 'start' of step 0; the others wait", line), line
 
 
 # --- hangs: the jobs that were started first --------------------------------------------------------------------------
