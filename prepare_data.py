@@ -60,6 +60,7 @@ import atexit
 import collections
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -89,6 +90,7 @@ errors.report_errors(lambda: 'lower num_proc')
 STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
+UNITS_AHEAD = 64  # of a MB: they keep the workers busy for a third of a second, while a shard goes to disk
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 PEEK_WINDOWS, PEEK_TOKENS = 8, 256  # what --peek prints
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
@@ -141,12 +143,12 @@ pool.submit(os.getpid).result()
 
 
 def encoded_units(units, rules):
-    """(unit, what encode_unit returns) for every unit, in order; at most four units per worker are under way."""
+    """(unit, what encode_unit returns) for every unit, in order; so many are under way that none waits for the disk."""
     under_way = collections.deque()
     try:
         for unit in units:
             under_way.append((unit._replace(pieces=None), pool.submit(encode.encode_unit, unit.pieces, rules)))
-            if len(under_way) > 4 * config.num_proc:
+            if len(under_way) > max(UNITS_AHEAD, 2 * config.num_proc):
                 unit, future = under_way.popleft()
                 yield unit, future.result()
         for unit, future in under_way:
@@ -298,12 +300,15 @@ if was_there:
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
-def documents_of_source(notes):
-    """(piece, document) of the whole source, in this process; for long documents, of each stretch."""
+def hashes_and_sizes(notes):
+    """(hash, bytes) of each document, of a long one for each stretch. Of text files only the heads are read."""
     for unit in units_of(source):
         for piece in unit.pieces:
+            if piece.kind == 'text' and piece.data is None:
+                yield encode.hash_of(piece, None, config.seed), piece.length
+                continue
             for document in documents_of(piece, config.text_field, notes, conversation_of if source.chat else None):
-                yield piece, document
+                yield encode.hash_of(piece, document, config.seed), len(document)
 
 
 def choose_val_hashes():
@@ -313,9 +318,8 @@ def choose_val_hashes():
     end = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     sizes, notes = collections.Counter(), collections.Counter()  # sizes: {hash: bytes}
-    for piece, document in documents_of_source(notes):
-        number = encode.hash_of(piece, document, config.seed)
-        sizes[number] += len(document)
+    for number, size in hashes_and_sizes(notes):
+        sizes[number] += size
         lowest, highest = min(lowest, number), max(highest, number)
         if len(sizes) > FEW_DOCUMENTS and lowest < end <= highest:
             return 0, end
@@ -348,12 +352,13 @@ else:
 def bpe_sample():
     """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
     left = BPE_SAMPLE_BYTES
-    for piece, document in documents_of_source(collections.Counter()):  # the workers count the notes
-        if encode.split_of(piece, document, config.seed, val_hashes) == 'train':
-            yield from (data.decode() for data in cut_up(document, encode.STRETCH_BYTES))
-            left -= len(document)
-            if left <= 0:
-                return
+    for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
+        for document in documents_of(piece, config.text_field, collections.Counter()):  # the workers count the notes
+            if encode.split_of(piece, document, config.seed, val_hashes) == 'train':
+                yield from cut_up(document, encode.STRETCH_BYTES)
+                left -= len(document)
+                if left <= 0:
+                    return
 
 
 if config.tokenizer != 'bpe':
@@ -373,7 +378,7 @@ if not is_resumed:
         lock_folder()
     if config.tokenizer == 'bpe':
         print(f'training a BPE of {config.vocab_size:,} tokens on the first {BPE_SAMPLE_BYTES >> 20} MB to train on')
-        train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json')
+        train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json', config.engine)
     elif 'sha256' in tokenizer_facts:
         # sample.py needs it, wherever the dataset is copied to
         shutil.copyfile(Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
@@ -398,8 +403,6 @@ def save_state():
     if seen:
         state['seen'] = seen.sync()
     write_json(folder / STATE_FILE, state)
-    for writer in writers.values():
-        writer.delete_full_partials()
 
 
 writers = {}
@@ -435,7 +438,6 @@ with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, 
         bar.update(unit.work)
         if config.max_tokens and writers['train'].totals['tokens'] >= config.max_tokens:
             break
-seconds = time.perf_counter() - start
 
 # --- META.JSON --------------------------------------------------------------------------------------------------------
 save_state()
@@ -450,6 +452,7 @@ for split, writer in writers.items():
             f'{facts["name"]} left no text for split {split!r}{why}: more text, or another --val_fraction (0: none)'
         )
     writer.finish()
+seconds = time.perf_counter() - start
 n_documents = sum(writer.totals['documents'] for writer in writers.values())
 rows_kept = notes.pop(encode.CONVERSATIONS, n_documents)
 meta = {

@@ -132,11 +132,11 @@ def test_what_a_writer_has_synced_is_on_the_disk_and_a_shard_is_before_it_gets_i
     writer = shards.ShardWriter(tmp_path, 'train', np.uint16, shard_tokens=1000)
     writer.add(np.arange(300, dtype=np.uint16), 1, 900)
     writer.sync()
-    assert synced == [('train_000000.partial', 600)]
+    assert synced == [('train_000000.bin.partial', 1024 + 600)]
     writer.add(np.arange(900, dtype=np.uint16), 1, 2700)
-    assert synced[1] == ('train_000000.bin.tmp', 1024 + 2000)
+    assert synced[1] == ('train_000000.bin.partial', 1024 + 2000)
     writer.sync()
-    assert synced[-1] == ('train_000001.partial', 400)
+    assert synced[-1] == ('train_000001.bin.partial', 1024 + 400)
 
 
 @pytest.mark.parametrize('keep', [-1, -500, 1024, 1000, 11, 0])

@@ -313,14 +313,14 @@ def write_rows(path, texts):
 
 @pytest.mark.parametrize('ending', ['.gz', '.zst'])
 def test_compressed_files_give_the_same_tokens(ending, tmp_path):
-    texts = make_texts(2000, words=300)
+    texts = make_texts(4000, words=300)
     for name in ('plain', 'packed'):
         (tmp_path / name).mkdir()
     write_rows(tmp_path / 'plain' / 'rows.jsonl', texts)
     (tmp_path / 'plain' / 'long.txt').write_text(' '.join(texts))
     (tmp_path / 'plain' / 'short.txt').write_text('a few words')
     for path in (tmp_path / 'plain').iterdir():
-        assert path.stat().st_size > 2 * reading.UNIT_BYTES or path.name == 'short.txt'  # read in several pieces
+        assert path.stat().st_size > 2 * reading.PIECE_BYTES or path.name == 'short.txt'  # read in several pieces
         as_named = path.name.replace('jsonl', 'json')  # .json.gz holds lines of JSON
         write_compressed(tmp_path / 'packed' / f'{as_named}{ending}', path.read_bytes())
     for name in ('plain', 'packed'):
@@ -332,7 +332,7 @@ def test_compressed_files_give_the_same_tokens(ending, tmp_path):
 
 def test_reading_a_compressed_file_goes_on_behind_any_unit(tmp_path):
     for name in ('rows.jsonl.gz', 'long.txt.zst'):
-        write_rows(tmp_path / 'rows', make_texts(2000, words=300))
+        write_rows(tmp_path / 'rows', make_texts(4000, words=300))
         write_compressed(tmp_path / name, (tmp_path / 'rows').read_bytes())
         source = sources.find_source(str(tmp_path / name))
         units = list(reading.units_of(source))
@@ -376,7 +376,7 @@ def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
     prepare(tmp_path, f'--dataset={tmp_path}/once.jsonl', *options)
     command = (f'--dataset={tmp_path}/repeated.jsonl', '--dedup', *options)
     dataset = tmp_path / 'data' / 'repeated-bytes'
-    start_and_kill_at(dataset / 'train_000008.bin', tmp_path, *command)  # behind the first unit
+    start_and_kill_at(dataset / 'train_000012.bin', tmp_path, *command)  # behind the first unit
     text = prepare(tmp_path, *command).stdout
     assert 'going on behind' in text and f'the same as one before ({len(repeated) - len(texts):,})' in text
     assert documents_of(dataset, 'train') == documents_of(tmp_path / 'data' / 'once-bytes', 'train')
@@ -457,7 +457,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
 def test_a_half_made_dataset_is_not_continued_with_something_else(text_folder, tmp_path):
     arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=60000', '--name=half']
     dataset = tmp_path / 'data' / 'half'
-    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # behind the first units of 0.5 MB
+    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # behind the first unit of a MB
     before = contents(dataset)
     error = error_of(tmp_path, *arguments, '--seed=2')
     assert 'half made with seed=1337, this command has 2' in error and '--name' in error
@@ -486,6 +486,7 @@ def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
 
 def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, 'UNIT_BYTES', 5000)
+    monkeypatch.setattr(reading, 'PIECE_BYTES', 5000)
     monkeypatch.setattr(reading, 'ROWS_AT_ONCE', 7)
     texts = make_texts(60)
     folder = tmp_path / 'mixed'

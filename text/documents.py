@@ -1,7 +1,7 @@
 """
 The documents of a source that sources.py has found, a unit at a time.
 
-    for unit in units_of(source): ...                      # half a MB of it, in order, for one worker
+    for unit in units_of(source): ...                      # a MB of it, in order, for one worker
     for unit in units_of(source, start=unit.next): ...     # go on behind a unit
     for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
@@ -20,7 +20,8 @@ from typing import NamedTuple
 from runtime.errors import one_line
 from text.sources import COMPRESSED, fields_of, open_file
 
-UNIT_BYTES = 1 << 19  # what a worker gets at a time: 50 ms to tokenize, below 1 ms to hand over
+UNIT_BYTES = 1 << 20  # what a worker gets at a time: 10 ms to tokenize
+PIECE_BYTES = 1 << 19  # what is read at a time; text is cut there, so this decides where stretches begin
 HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
 ROWS_AT_ONCE = 128  # of columnar files: half a MB where a document has 4 kB
 JSON_BYTES = 1 << 24  # .json files up to here are parsed in one go, longer lists element by element
@@ -38,11 +39,12 @@ class Piece(NamedTuple):
     split: str | None = None
     kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml'
 
-    def head_of(self, document):
-        """The first bytes of the document that `document` is a stretch of."""
-        if self.start != self.document_start and self.kind == 'text':
+    def head_of(self, document=None):
+        """The first bytes of the document that `document` is a stretch of; without it, of a stretch of a file."""
+        if document is None or (self.kind == 'text' and self.start != self.document_start):
+            end = self.start + self.length - self.document_start
             # 3 bytes more, for a character that is cut off would be mended to another.
-            document = _mended(_read_stretch(self.origin, self.document_start, HEAD_BYTES + 3))
+            document = _mended(_read_stretch(self.origin, self.document_start, min(HEAD_BYTES + 3, end)))
         return document[:HEAD_BYTES]
 
 
@@ -88,8 +90,8 @@ def _read_text(source, part, offset):
     position = part.start + offset
     while position < part.end:
         length = part.end - position
-        if length > UNIT_BYTES:
-            window = position + UNIT_BYTES - CUT_WINDOW
+        if length > PIECE_BYTES:
+            window = position + PIECE_BYTES - CUT_WINDOW
             length = window + cut_point(_read_stretch(part.path, window, CUT_WINDOW)) - position
         is_last = position + length == part.end
         piece = Piece(part.path, length, None, position, part.start, is_last, part.split)
@@ -98,10 +100,10 @@ def _read_text(source, part, offset):
 
 
 def _read_jsonl(source, part, offset):
-    """Whole lines, about a unit of them at a time. Offset: bytes."""
+    """Whole lines, about a piece of them at a time. Offset: bytes."""
     with open(part.path, 'rb') as file:
         while offset < part.end:
-            file.seek(offset + UNIT_BYTES)
+            file.seek(offset + PIECE_BYTES)
             file.readline()
             length = min(file.tell(), part.end) - offset
             yield [Piece(part.path, length, None, offset, kind='jsonl')], offset + length, length
@@ -114,18 +116,18 @@ def _read_compressed(source, part, offset):
 
     raw = pyarrow.OSFile(part.path)
     codec, position, work, data = COMPRESSED[Path(part.path).suffix.lower()], 0, 0, b''
-    with raw, io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), UNIT_BYTES) as file:
+    with raw, io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), PIECE_BYTES) as file:
         try:
             while position < offset:
-                position += len(file.read(min(UNIT_BYTES, offset - position)))
-            while data := data + file.read(UNIT_BYTES + 1 - len(data)):
+                position += len(file.read(min(PIECE_BYTES, offset - position)))
+            while data := data + file.read(PIECE_BYTES + 1 - len(data)):
                 length = len(data)
                 if part.kind == 'jsonl':
                     data += b'' if data.endswith(b'\n') else file.readline()
                     length = len(data)
-                elif length > UNIT_BYTES:
-                    window = UNIT_BYTES - CUT_WINDOW
-                    length = window + cut_point(data[window:UNIT_BYTES])
+                elif length > PIECE_BYTES:
+                    window = PIECE_BYTES - CUT_WINDOW
+                    length = window + cut_point(data[window:PIECE_BYTES])
                 is_last = part.kind == 'jsonl' or (length == len(data) and not file.peek(1))
                 piece = Piece(part.path, length, data[:length], position, 0, is_last, part.split, part.kind)
                 position, data = position + length, data[length:]
@@ -156,7 +158,7 @@ def _read_json(source, part, offset):
 
 def _elements(file):
     """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
-    text, at_end, decoder = file.read(UNIT_BYTES).lstrip().removeprefix('['), False, json.JSONDecoder()
+    text, at_end, decoder = file.read(PIECE_BYTES).lstrip().removeprefix('['), False, json.JSONDecoder()
     while True:
         text = text.lstrip(' \t\r\n,')
         if text.startswith(']'):
@@ -169,7 +171,7 @@ def _elements(file):
             yield text[:end]
             text = text[end:]
         elif not at_end:
-            more = file.read(max(UNIT_BYTES, len(text)))  # twice as much each time: what is parsed again stays bounded
+            more = file.read(max(PIECE_BYTES, len(text)))  # twice as much each time: what is parsed again stays bounded
             text += more
             at_end = not more
         else:
@@ -182,11 +184,11 @@ def _read_parquet(source, part, offset):
     import pyarrow.parquet
 
     # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
-    with pyarrow.parquet.ParquetFile(part.path, buffer_size=UNIT_BYTES, pre_buffer=False) as file:
+    with pyarrow.parquet.ParquetFile(part.path, buffer_size=PIECE_BYTES, pre_buffer=False) as file:
         n_rows = file.metadata.num_rows
         n_bytes = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
         columns = source.columns(file.schema_arrow.names)
-        batches = file.iter_batches(_rows_per_unit(n_rows, n_bytes), columns=columns, use_threads=False)
+        batches = file.iter_batches(_rows_per_piece(n_rows, n_bytes), columns=columns, use_threads=False)
         yield from _rows(source, batches, offset, part.path, part.end / max(1, n_rows))
 
 
@@ -221,14 +223,14 @@ READERS = {
 }
 
 
-def _rows_per_unit(n_rows, n_bytes):
-    """How many rows are about a unit; no more than ROWS_AT_ONCE, for equal texts take no bytes in a parquet file."""
-    return max(1, min(ROWS_AT_ONCE, UNIT_BYTES * n_rows // max(1, n_bytes)))
+def _rows_per_piece(n_rows, n_bytes):
+    """How many rows are about a piece; no more than ROWS_AT_ONCE, for equal texts take no bytes in a parquet file."""
+    return max(1, min(ROWS_AT_ONCE, PIECE_BYTES * n_rows // max(1, n_bytes)))
 
 
 def _slices(batch):
-    """A record batch in slices of about a unit."""
-    step = _rows_per_unit(len(batch), batch.nbytes)
+    """A record batch in slices of about a piece."""
+    step = _rows_per_piece(len(batch), batch.nbytes)
     return (batch.slice(row, step) for row in range(0, len(batch), step))
 
 
@@ -311,13 +313,17 @@ def documents_of(piece, text_field, notes, conversation_of=None):
     bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
     if len(bytes_read) != piece.length:
         raise OSError(f'{piece.origin}: became shorter while it was read')
-    for data in [bytes_read] if piece.kind == 'text' else _texts(piece, bytes_read, text_field, notes, conversation_of):
-        mended = _mended(data)
-        if mended != data:
-            lost = mended.count(UNKNOWN) - data.count(UNKNOWN)
+    if piece.kind == 'text':
+        mended = _mended(bytes_read)
+        if mended is not bytes_read:
+            lost = mended.count(UNKNOWN) - bytes_read.count(UNKNOWN)
             notes[f'{piece.origin}: not UTF-8 (is it latin-1?), characters that became U+FFFD'] += lost
-        if mended:
-            yield mended
+        documents = [mended]
+    else:
+        documents = _texts(piece, bytes_read, text_field, notes, conversation_of)
+    for document in documents:
+        if document:
+            yield document
         else:
             notes[f'{piece.origin}: rows without text, left out'] += 1
 
@@ -326,12 +332,16 @@ UNKNOWN = '\ufffd'.encode()
 
 
 def _mended(data):
-    """UTF-8, with U+FFFD for what is no character."""
-    return data if data.isascii() else data.decode('utf-8', 'replace').encode()
+    """UTF-8, with U+FFFD for what is no character; `data` itself where it is that already."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return data.decode('utf-8', 'replace').encode()
+    return data
 
 
 def _texts(piece, data, text_field, notes, conversation_of):
-    """The text of each row of a piece as bytes; b'' where it has none."""
+    """The text of each row of a piece in UTF-8; b'' where it has none."""
     parse = {'jsonl': _rows_of_jsonl, 'json': _rows_of_json, 'yaml': _rows_of_yaml}[piece.kind]
     for row in parse(data, notes, piece.origin):
         if conversation_of is None:

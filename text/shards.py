@@ -3,14 +3,14 @@ A split of a dataset on its way to disk, so that a kill at any moment costs seco
 
     writer = ShardWriter(folder, 'train', dtype, shard_tokens)
     writer.add(tokens, documents, text_bytes)
-    writer.sync(); save writer.totals; writer.delete_full_partials()    # now and then: from here a later run goes on
-    writer.finish()                                                     # the rest becomes the last shard
+    writer.sync(); save writer.totals                    # now and then: from here a later run goes on
+    writer.finish()                                      # the rest becomes the last shard
 
     writer = ShardWriter(..., totals, masked=True)       # goes on from saved totals; of conversations: .mask files, too
 
-Tokens collect in train_000000.partial. When they fill a shard, write_shard copies them to train_000000.bin, and
-train_000001.partial is begun. The full one stays until totals that do not need it have been saved.
-A masked dataset has one byte of flags per token, which stands behind it in .partial, and in a file .mask beside .bin.
+Tokens collect in train_000000.bin.partial, behind room for the header. When they fill a shard, it gets its header and
+then its name, train_000000.bin. A run that goes on from totals of before takes the name away again.
+A masked dataset has one byte of flags per token, in a file .mask beside .bin.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import replacing, sha256_of
+from runtime.files import rename_durably, replacing, sha256_of
 
 LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
 TOKENS_AT_ONCE = 1 << 22  # written to a shard: of a masked one they are copied first
@@ -40,11 +40,15 @@ def write_shard(path, tokens, dtype):
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
         given = f'{path}: token ids {tokens.min()} to {tokens.max()}'
         raise ValueError(f'{given} do not fit into {dtype.name}; a vocabulary above 65,536 needs uint32')
-    header = np.array([*FORMATS[dtype], len(tokens), *[0] * 253], dtype='<i4')
     with replacing(path, 'wb') as file:
-        file.write(header.data)
+        file.write(_header(dtype, len(tokens)))
         for start in range(0, len(tokens), TOKENS_AT_ONCE):
             file.write(np.ascontiguousarray(tokens[start : start + TOKENS_AT_ONCE], dtype=dtype).data)
+
+
+def _header(dtype, n_tokens):
+    magic, version = FORMATS[dtype.newbyteorder('<')]
+    return np.array([magic, version, n_tokens, *[0] * 253], dtype='<i4').tobytes()
 
 
 def read_shard(path, headerless_dtype='uint16'):
@@ -125,10 +129,9 @@ class ShardWriter:
     def __init__(self, folder, split, dtype, shard_tokens, totals=None, masked=False):
         self.folder, self.split = Path(folder), split
         self.dtype, self.shard_tokens, self.masked = np.dtype(dtype), shard_tokens, masked
-        self.partial_dtype = np.dtype([('token', dtype), ('flags', np.uint8)]) if masked else self.dtype
         nothing = {'tokens': 0, 'bytes': 0, 'documents': 0, 'max_token': 0, 'shards': [], 'in_partial': 0}
         self.totals = totals or nothing | ({'learned_tokens': 0, 'longest': 0} if masked else {})
-        self._open_partial()
+        self._open_partials()
 
     def add(self, tokens, documents, text_bytes, flags=None, longest=0):
         """Append tokens: an array of self.dtype, not empty. documents, text_bytes: what they add to the totals.
@@ -143,54 +146,57 @@ class ShardWriter:
         if self.masked:
             totals['learned_tokens'] += int((flags & LEARNED).sum())
             totals['longest'] = max(totals['longest'], longest)
-            both = np.empty(len(tokens), self.partial_dtype)
-            both['token'], both['flags'] = tokens, flags
-            tokens = both
         while len(tokens):
-            fitting = tokens[: self.shard_tokens - totals['in_partial']]
-            self.file.write(fitting.data)
-            totals['in_partial'] += len(fitting)
-            tokens = tokens[len(fitting) :]
+            n = min(len(tokens), self.shard_tokens - totals['in_partial'])
+            self.files['.bin'].write(tokens[:n].data)
+            if self.masked:
+                self.files['.mask'].write(flags[:n].data)
+                flags = flags[n:]
+            totals['in_partial'] += n
+            tokens = tokens[n:]
             if totals['in_partial'] == self.shard_tokens:
                 self._finish_shard()
-                self._open_partial()
+                self._open_partials()
 
     def sync(self):
         """Bring all that was added to disk. The totals of this moment may be saved then."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def delete_full_partials(self):
-        """To be called when the totals have been saved: they no longer need the partial files of finished shards."""
-        for path in self.folder.glob(f'{self.split}_*.partial'):
-            if path != self.path:
-                path.unlink()
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self):
-        """Make the rest the last shard. The partial file stays, for the totals saved last refer to it."""
+        """Make the rest the last shard."""
         if self.totals['in_partial']:
             self._finish_shard()
-        self.file.close()
         del self.totals['in_partial']
 
-    def _open_partial(self):
-        self.path = self.folder / f'{self.split}_{len(self.totals["shards"]):06}.partial'
-        self.file = open(self.path, 'ab')
-        saved = self.totals['in_partial'] * self.partial_dtype.itemsize
-        if self.file.tell() < saved:
-            raise OSError(f'{self.path} has only {self.file.tell():,} bytes: delete {self.folder} and start over')
-        self.file.truncate(saved)  # what is behind was written after the totals had been saved
+    def _open_partials(self):
+        self.path = self.folder / f'{self.split}_{len(self.totals["shards"]):06}.bin'
+        self.files, saved = {}, self.totals['in_partial']
+        ends = {'.mask': saved} if self.masked else {}
+        ends['.bin'] = HEADER_BYTES + saved * self.dtype.itemsize
+        for suffix, end in ends.items():  # the mask first: where a shard is, its mask is
+            path, partial = self.path.with_suffix(suffix), self.path.with_suffix(f'{suffix}.partial')
+            if path.exists() and not partial.exists():  # finished after the totals had been saved
+                os.replace(path, partial)
+            file = self.files[suffix] = open(partial, 'r+b' if partial.exists() else 'w+b')
+            size = file.seek(0, os.SEEK_END)
+            if saved and size < end:
+                raise OSError(f'{partial} has only {size:,} bytes: delete {self.folder} and start over')
+            file.truncate(end)  # what is behind was written after the totals had been saved
+            file.seek(end)
 
     def _finish_shard(self):
-        self.file.close()
-        shard, mask = self.path.with_suffix('.bin'), self.path.with_suffix('.mask')
-        content = np.memmap(self.path, self.partial_dtype, 'r')
-        if self.masked:  # the mask first: where the shard is, its mask is
-            with replacing(mask, 'wb') as file:
-                file.write(np.ascontiguousarray(content['flags']).data)
-        write_shard(shard, content['token'] if self.masked else content, self.dtype)
-        facts = {'file': shard.name, 'tokens': self.totals['in_partial'], 'sha256': sha256_of(shard)}
+        n_tokens = self.totals['in_partial']
+        self.files['.bin'].seek(0)
+        self.files['.bin'].write(_header(self.dtype, n_tokens))
+        self.sync()
+        for suffix, file in self.files.items():
+            file.close()
+            rename_durably(file.name, self.path.with_suffix(suffix))
+        facts = {'file': self.path.name, 'tokens': n_tokens, 'sha256': sha256_of(self.path)}
         if self.masked:
+            mask = self.path.with_suffix('.mask')
             facts |= {'mask_file': mask.name, 'mask_sha256': sha256_of(mask)}
         self.totals['shards'].append(facts)
         self.totals['in_partial'] = 0

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.files import sha256_of, write_file
+from text.engine import merges_of
 
 END_OF_TEXT = '<|endoftext|>'
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
@@ -284,21 +285,36 @@ def fetch_tokenizer(name, folder):
 # --- a BPE of our own -------------------------------------------------------------------------------------------------
 
 
-def train_bpe(texts, vocab_size, path):
-    """Train a byte-level BPE with GPT-2's word pattern on an iterable of texts and write it as tokenizer.json. It
-    depends on the texts and their order alone. A small text may not have enough pairs to merge for vocab_size."""
+def train_bpe(texts, vocab_size, path, engine='auto'):
+    """Train a byte-level BPE with GPT-2's word pattern on texts, bytes in UTF-8, and write it as tokenizer.json. It
+    depends on the texts and their order alone: engine says what trains it, see engine.merges_of(). A small text may not
+    have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, so that no text is unknown
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    texts = list(texts)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # all 256 bytes, so that no text is unknown
+
+    def tokenizer_of(model):
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    if merges := merges_of(texts, vocab_size, END_OF_TEXT) if engine == 'auto' else None:
+        letter_of = {byte: letter for letter, byte in _byte_of_letter().items()}
+        pairs = [tuple(''.join(letter_of[byte] for byte in part) for part in pair) for pair in merges]
+        words = dict.fromkeys([END_OF_TEXT, *alphabet, *map(''.join, pairs)])  # two merges may make the same word
+        tokenizer = tokenizer_of(models.BPE({word: number for number, word in enumerate(words)}, pairs))
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        # gigatoken goes on where all pairs are merged. Then its last word is in no text.
+        last, last_word = b''.join(merges[-1]), ''.join(pairs[-1])
+        if not any(last in text and last_word in tokenizer.encode(text.decode()).tokens for text in texts):
+            merges = None
+    if not merges:
+        tokenizer = tokenizer_of(models.BPE())
+        options = {'special_tokens': [END_OF_TEXT], 'initial_alphabet': alphabet, 'show_progress': False}
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
+        tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
     write_file(path, tokenizer.to_str(pretty=True))  # the bytes of tokenizer.save()
 
 

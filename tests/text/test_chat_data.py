@@ -353,7 +353,7 @@ def test_every_format_gives_the_same_conversations(tmp_path):
 
 
 def test_a_killed_run_goes_on_with_the_same_tokens_and_masks(chatml, tmp_path):
-    rows = write_rows(tmp_path / 'many.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(4000)))
+    rows = write_rows(tmp_path / 'many.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(6000)))
     arguments = [f'--dataset={rows}', f'--tokenizer={chatml}', '--shard_tokens=20000', '--name=killed']
     prepare(tmp_path / 'whole', *arguments, '--num_proc=1')
     expected = contents(tmp_path / 'whole' / 'data' / 'killed')
@@ -585,6 +585,7 @@ def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_pat
 def test_a_long_json_list_is_read_element_by_element(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, 'JSON_BYTES', 100)
     monkeypatch.setattr(reading, 'UNIT_BYTES', 300)
+    monkeypatch.setattr(reading, 'PIECE_BYTES', 300)
     elements = [{'n': number, 't': ['ä' * (number % 40), ']},{"', number * 10**9]} for number in range(60)]
     (tmp_path / 'list.json').write_text(json.dumps(elements + [12345], indent=2, ensure_ascii=False), encoding='utf-8')
 

@@ -85,8 +85,7 @@ def folders(tmp_path_factory):
     """{name: (name, folder) as load_tokenizer() takes them}"""
     root = tmp_path_factory.mktemp('tokenizers')
     (root / 'bpe').mkdir()
-    texts = [text.decode() for text in fuzzed(600, seed=99)]  # so that it merges across what others keep apart
-    train_bpe(texts, 1500, root / 'bpe' / 'tokenizer.json')
+    train_bpe(fuzzed(600, seed=99), 1500, root / 'bpe' / 'tokenizer.json')
     nfc = json.loads(normalizers.NFC().__getstate__())
     return {
         'gpt2': ('gpt2', root / 'gpt2'),
@@ -151,6 +150,34 @@ def test_every_character_is_a_letter_to_both_or_goes_to_the_reference(folders, n
     pairs = zip(texts, parts, strict=True)
     different = {text.decode()[1] for text, (one, other) in pairs if not np.array_equal(one, other)}
     assert 4000 < len(different) and different <= engine.NEWER
+
+
+def trained(texts, vocab_size, path, engine):
+    train_bpe(texts, vocab_size, path, engine)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    'texts, vocab_size',
+    [
+        ([text for text in fuzzed(900, seed=5) if engine.knows(text)], 1700),
+        (fuzzed(300, seed=6), 900),  # newer characters among them: `tokenizers` trains
+        ([text.encode() for text in make_texts(500)], 600),  # fewer words than merges that were asked for
+        ([b'abab abab'], 2048),
+        ([b''], 300),
+    ],
+    ids=['fuzzed', 'newer', 'words', 'too_small', 'empty'],
+)
+def test_a_bpe_trained_by_it_is_the_reference_s_to_the_byte(tmp_path, texts, vocab_size):
+    path = tmp_path / 'tokenizer.json'
+    assert trained(texts, vocab_size, path, 'auto') == trained(texts, vocab_size, path, 'reference')
+
+
+def test_it_trains_in_silence_and_is_what_trains(capfd):
+    merges = engine.merges_of([b'some words and some more words'], 259, '<|endoftext|>')
+    assert merges == [(b'o', b'r'), (b'd', b's')]
+    assert engine.merges_of(['\u088f'.encode()], 259, '<|endoftext|>') is None
+    assert capfd.readouterr().out == ''
 
 
 class Faulty:

@@ -38,7 +38,7 @@ def bpe_folder(tmp_path_factory):
     """A dataset folder with a BPE of 600 tokens, trained on some modules of the standard library."""
     folder = tmp_path_factory.mktemp('data') / 'stdlib-bpe600'
     folder.mkdir()
-    texts = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
+    texts = [path.read_bytes() for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
     train_bpe(texts, 600, folder / 'tokenizer.json')
     return folder
 
@@ -80,14 +80,14 @@ def test_all_ids_lie_below_vocab_size_and_no_text_gives_the_end_of_text_token(to
 
 def test_a_trained_bpe_has_the_size_asked_for_and_depends_on_the_texts_alone(bpe_folder, tmp_path, monkeypatch):
     assert load_tokenizer('bpe', bpe_folder).vocab_size == 600
-    texts = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
+    texts = [path.read_bytes() for path in sorted(Path(os.__file__).parent.glob('[a-c]*.py'))]
     monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # other numbers of threads count words in another order
     train_bpe(texts, 600, tmp_path / 'tokenizer.json')
     assert (tmp_path / 'tokenizer.json').read_bytes() == (bpe_folder / 'tokenizer.json').read_bytes()
 
 
 def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one(tmp_path):
-    train_bpe(['abab abab'], 2048, tmp_path / 'tokenizer.json')
+    train_bpe([b'abab abab'], 2048, tmp_path / 'tokenizer.json')
     tokenizer = load_tokenizer('bpe', tmp_path)
     assert 257 < tokenizer.vocab_size < 270
     assert tokenizer.decode(tokenizer.encode('Größe')) == 'Größe'  # all bytes are there
@@ -226,7 +226,7 @@ def test_a_dataset_fits_the_model_whose_tokenizer_made_it(dataset, bpe_folder, h
 def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hugging_face_folder, tmp_path):
     other = tmp_path / 'other_model'
     other.mkdir()
-    train_bpe(['quite another text, of which other merges come. ' * 9], 400, other / 'tokenizer.json')
+    train_bpe([b'quite another text, of which other merges come. ' * 9], 400, other / 'tokenizer.json')
     with pytest.raises(ValueError, match='hugging_face gives other tokens than that of .*other_model') as error:
         check_same_tokenizer(dataset, other)
     assert f'`python prepare_data.py --dataset=... --tokenizer={other}`' in str(error.value)
