@@ -297,6 +297,15 @@ if was_there:
     elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
         refuse('holds token files that this script has not written')
 
+
+def warm_up_workers():
+    """Have all workers load the tokenizer; returns futures of what encodes."""
+    arguments = (config.tokenizer, folder, source.chat, config.engine)
+    return [pool.submit(encode.warm_up, *arguments) for _ in range(config.num_proc)]
+
+
+warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads
+
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +374,7 @@ if config.tokenizer != 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)  # may fail: before anything is written
     if source.chat:
         try:
-            pool.submit(encode.warm_up, config.tokenizer, folder, True, config.engine).result()  # likewise
+            warm_ups[0].result()  # likewise
         except ValueError as error:
             raise ValueError(str(error)) from error
 if not is_resumed:
@@ -388,9 +397,7 @@ dtype = encode.dtype_for(encoder.vocab_size)
 print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
-warm_ups = [
-    pool.submit(encode.warm_up, config.tokenizer, folder, source.chat, config.engine) for _ in range(config.num_proc)
-]
+warm_ups = warm_ups or warm_up_workers()
 if not source.chat:
     print(warm_ups[0].result())
 

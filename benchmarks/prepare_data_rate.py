@@ -3,7 +3,7 @@ How fast is prepare_data.py with the gpt2 tokenizer? Against tiktoken alone, and
 
     python benchmarks/prepare_data_rate.py                     # 40 MB, 5 rounds: about 2 minutes on 2 cores
     python benchmarks/prepare_data_rate.py 10 2                # 10 MB, 2 rounds
-    python benchmarks/prepare_data_rate.py --texts=/usr 1000   # the table of docs/data.md: formats, engines, memory
+    python benchmarks/prepare_data_rate.py --texts=/ 1000   # the table of docs/data.md: formats, engines, memory
 
 In each round all three run, one after the other, so that a slow moment of the machine meets all of them; the medians of
 the ratios within a round are what counts. Text: Python sources, each file a document.
@@ -13,11 +13,12 @@ the ratios within a round are what counts. Text: Python sources, each file a doc
     datasets.map    num_proc=2 from a dataset in memory, then nanoGPT's loop that writes a memmap
 
 --texts takes so many MB of the text files below a folder, each once and shuffled, as files of 2 MB, as .jsonl and as
-.parquet; gigatoken knows a word when it comes again, so repeated texts would flatter it.
+.parquet; gigatoken knows a word when it comes again, so repeated texts would flatter it. Timed are whole commands.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -170,38 +171,46 @@ def memory_of(pid):
 
 
 def table(root, megabytes):
-    """Print rate and memory of every format with and without gigatoken."""
+    """Print rate and memory of every format with and without gigatoken: whole commands, from start to end."""
     import pyarrow
     import pyarrow.parquet
 
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         texts = find_texts(root, megabytes)
-        (temporary / 'text').mkdir()
+        for folder in ('text', 'cjk'):
+            (temporary / folder).mkdir()
         for number in range(0, len(texts), 150):
             (temporary / 'text' / f'{number}.txt').write_text('\n\n'.join(texts[number : number + 150]), newline='')
         with open(temporary / 'rows.jsonl', 'w') as file:
             file.writelines(json.dumps({'text': text}, ensure_ascii=False) + '\n' for text in texts)
         pyarrow.parquet.write_table(pyarrow.table({'text': texts}), temporary / 'rows.parquet', row_group_size=1000)
-        print(f'{len(texts):,} texts, {sum(map(len, texts)) / 1e6:.0f}M characters, {CORES} cores')
-        del texts
-        for source, tokenizer in (('text', 'gpt2'), ('rows.jsonl', 'gpt2'), ('rows.parquet', 'gpt2'), ('text', 'bpe')):
-            for engine in ('reference', 'auto'):
-                command = [sys.executable, 'prepare_data.py', f'--dataset={temporary / source}', f'--engine={engine}']
-                command += [
-                    f'--tokenizer={tokenizer}',
-                    '--text_field=text',
-                    f'--data_dir={temporary / "data"}',
-                    '--name=x',
-                ]
-                run = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
-                peak = 0
-                while run.poll() is None:
-                    peak = max(peak, memory_of(run.pid))
-                    time.sleep(0.1)
-                rate = float(re.search(r'([\d.]+) MB/s', run.stdout.read())[1])
-                print(f'{source:12} {tokenizer:4} {engine:9} {rate:6.1f} MB/s, peak {peak / 1e6:.0f} MB', flush=True)
-                shutil.rmtree(temporary / 'data')
+        for number in range(megabytes // 12 + 2):  # no spaces, and no word comes again: what is remembered grows
+            characters = np.random.default_rng(number).integers(0x4E00, 0x9FA5, 10**6, dtype=np.int32)
+            (temporary / 'cjk' / f'{number}.txt').write_text(characters.tobytes().decode('utf-32-le'))
+        print(f'{len(texts):,} texts, {sum(map(len, texts)) / 1e6:.0f}M characters, {CORES} cores', flush=True)
+        encoding = tiktoken.get_encoding('gpt2')
+        some = texts[: len(texts) // 10]
+        size = sum(len(text.encode()) for text in some) / 1e6
+        alone = [size / measure(encoding, some) for measure in (tiktoken_threads, tiktoken_processes)]
+        print(f'tiktoken alone, texts in memory: {alone[0]:.1f} MB/s with threads, {alone[1]:.1f} with processes')
+        del texts, some
+        cases = [('text', 'gpt2'), ('rows.jsonl', 'gpt2'), ('rows.parquet', 'gpt2'), ('cjk', 'gpt2'), ('text', 'bpe')]
+        for (source, tokenizer), engine in itertools.product(cases, ('reference', 'auto')):
+            options = [f'--dataset={temporary / source}', f'--tokenizer={tokenizer}', f'--engine={engine}']
+            options += ['--text_field=text', '--val_fraction=0.1', f'--data_dir={temporary / "data"}', '--name=x']
+            if engine == 'reference':
+                options.append('--max_tokens=60_000_000')  # a quarter: it takes its time
+            start, peak = time.perf_counter(), 0
+            run = subprocess.Popen([sys.executable, 'prepare_data.py', *options], cwd=REPO, stdout=subprocess.DEVNULL)
+            while run.poll() is None:
+                peak = max(peak, memory_of(run.pid))
+                time.sleep(0.5)  # to look takes time itself
+            seconds = time.perf_counter() - start
+            splits = json.loads((temporary / 'data' / 'x' / 'meta.json').read_text())['splits'].values()
+            rate = sum(split['bytes'] for split in splits) / seconds / 1e6
+            print(f'{source:12} {tokenizer:4} {engine:9} {rate:6.1f} MB/s, peak {peak / 1e6:.0f} MB', flush=True)
+            shutil.rmtree(temporary / 'data')
 
 
 if __name__ == '__main__':
