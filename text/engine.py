@@ -183,10 +183,13 @@ def _loader(name, folder):
     byte_level = [step for step in steps if step.get('type') == 'ByteLevel']
     if not byte_level or (len(steps) == 1 and not byte_level[0].get('use_regex', True)):
         raise ValueError('words of bytes are not cut as it does that')  # it loads these, and gives other tokens
-    if content['model'].get('dropout') or content['model'].get('byte_fallback'):
-        raise ValueError('dropout or byte_fallback')
+    odd = ('dropout', 'byte_fallback', 'continuing_subword_prefix', 'end_of_word_suffix')
+    if found := [key for key in odd if content['model'].get(key)]:
+        raise ValueError(f'model.{found[0]}')
     # What looks like a special token in a text is text.
     content['added_tokens'] = [token for token in content.get('added_tokens', []) if not token['special']]
+    if any(token.get('single_word') for token in content['added_tokens']):
+        raise ValueError('an added token that is a single_word')
     text = json.dumps(content)
     return lambda: gigatoken.Tokenizer.from_json(text)
 

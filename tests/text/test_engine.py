@@ -16,6 +16,8 @@ from text.tokenizer import load_tokenizer, train_bpe
 gigatoken = pytest.importorskip('gigatoken')
 
 BYTE_LEVEL = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
+ADDED_WORD = {'id': 467, 'content': 'word', 'single_word': True, 'special': False}
+ADDED_WORD |= dict.fromkeys(('lstrip', 'rstrip', 'normalized'), False)
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 GPT4 += r'|\s*[\r\n]+|\s+(?!\S)|\s+'
 
@@ -255,6 +257,8 @@ def test_the_engine_and_the_number_of_processes_change_no_byte(tmp_path):
         ({'pre_tokenizer': {**BYTE_LEVEL, 'use_regex': False}}, 'not cut'),
         ({'model': {'dropout': 0.1}}, 'dropout'),
         ({'model': {'byte_fallback': True}}, 'byte_fallback'),
+        ({'model': {'end_of_word_suffix': '!'}}, 'end_of_word_suffix'),
+        ({'added_tokens': [ADDED_WORD]}, 'single_word'),
     ],
 )
 def test_what_it_would_load_and_compute_otherwise_goes_to_the_reference(tmp_path, changes, why):
