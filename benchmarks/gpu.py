@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -229,7 +230,7 @@ def inner(arguments):
     import torch
 
     device = torch.device(arguments.device)
-    print(json.dumps(globals()[f'inner_{arguments.inner.replace("-", "_")}'](torch, device, arguments)))
+    print(json.dumps(globals()['inner_' + re.sub('[- ]', '_', arguments.inner)](torch, device, arguments)))
 
 
 def inner_versions(torch, device, arguments):
