@@ -322,7 +322,7 @@ class Elementwise(torch.optim.Optimizer):
             self.held[number] = ids, self.steps_of(group), {}
         _, steps, held = self.held[number]
         gradients = [parameter.grad for parameter in group['params']]
-        has_gradient = torch.tensor([float(gradient is not None) for gradient in gradients])
+        has_gradient = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
         steps += has_gradient
         self.counted.append((steps, has_gradient))
         rows = {}  # t -> [(theta, g, *state)]; a parameter that was not used yet is behind in t
@@ -330,14 +330,14 @@ class Elementwise(torch.optim.Optimizer):
             if gradient is None:
                 continue
             if index not in held:
-                parameter = group['params'][index]
-                state = self.state[parameter]
+                state, theta = self.state[group['params'][index]], local(group['params'][index])
                 if not state:
                     state['step'] = steps[index]
-                    state.update({slot: torch.zeros_like(parameter) for slot in slots})
-                held[index] = local(parameter), [local(state[slot]) for slot in slots]
-            theta, state = held[index]
-            if theta.numel():  # a small parameter has no element on some ranks
+                    state.update({slot: torch.zeros_like(group['params'][index]) for slot in slots})
+                # of a small parameter some ranks hold no element
+                held[index] = (theta, [local(state[slot]) for slot in slots]) if theta.numel() else None
+            if held[index]:
+                theta, state = held[index]
                 rows.setdefault(t, []).append((theta, local(gradient).contiguous(), *state))
         for t, rows_of_t in rows.items():
             self.run(group, t, rows_of_t)

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,8 +145,9 @@ def numbers(bench):
     bench.train('exact diloco', 'train_diloco.py', exact | {'inner_steps': 5})
     for optimizer in ('adana', 'muon'):
         bench.train(f'exact {optimizer}', 'train_fsdp.py', exact | dict(fsdp_impl='manual', optimizer=optimizer))
-    sanitized = exact | dict(fsdp_impl='manual', max_iters=4)
-    bench.train('sanitizer', 'train_fsdp.py', sanitized, environment={'TORCH_CUDA_SANITIZER': '1'})
+    if not bench.tiny:
+        sanitized = exact | dict(fsdp_impl='manual', max_iters=4)
+        bench.train('sanitizer', 'train_fsdp.py', sanitized, environment={'TORCH_CUDA_SANITIZER': '1'})
 
 
 def compiled(bench):
@@ -228,7 +230,7 @@ def inner(arguments):
     import torch
 
     device = torch.device(arguments.device)
-    print(json.dumps(globals()[f'inner_{arguments.inner.replace("-", "_")}'](torch, device, arguments)))
+    print(json.dumps(globals()['inner_' + re.sub('[- ]', '_', arguments.inner)](torch, device, arguments)))
 
 
 def inner_versions(torch, device, arguments):

@@ -17,7 +17,10 @@ race if one of the two writes, their bytes overlap, and the later one's clock do
 
 *Memory.* PyTorch's caching allocator hands memory that was freed to the next one who asks in the stream in which it had
 been allocated, without waiting for anybody. Where another stream may still use it then, that is a race, too; here with
-any later allocation in that stream, whatever its size.
+any later allocation in that stream, whatever its size. Not so page-locked memory: its allocator waits for copies.
+
+*The host.* Memory that hold_on_host() names, or that comes from such memory alone, is the host's: it computes there by
+itself. A copy between it and other memory runs in the current stream, and without non_blocking the host waits for it.
 
 *What it does not see*: kernels of which the dispatcher knows nothing, and the memory that a host thread touches.
 """
@@ -25,13 +28,14 @@ any later allocation in that stream, whatever its size.
 import contextlib
 import traceback
 import types
+import weakref
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 REPO = Path(__file__).resolve().parent.parent
@@ -48,10 +52,14 @@ def load(name, *substitutions):
     return module
 
 
+STREAMS = weakref.WeakSet()
+
+
 class Stream:
     """In place of torch.cuda.Stream."""
 
     def __init__(self, *args, **kwargs):
+        STREAMS.add(self)
         self.done = 0  # operations issued in this stream
         self.clock = {}  # stream -> how many of its operations are over before the next one here
 
@@ -70,7 +78,10 @@ class Stream:
 
     def knows(self, stream, number):
         """Whether the operation `number` of a stream is over before the next one here; the host's own are."""
-        return stream in (self, torch.cuda.host) or self.clock.get(stream, 0) >= number
+        return stream in (self, HOST) or self.clock.get(stream, 0) >= number
+
+
+HOST = Stream()
 
 
 class Event:
@@ -88,20 +99,22 @@ class Event:
         (stream or torch.cuda.current_stream()).wait_event(self)
 
     def synchronize(self):
-        torch.cuda.host.wait_event(self)
+        HOST.wait_event(self)
 
     def query(self):
-        return True
+        return all(HOST.knows(stream, done) for stream, done in self.clock.items())
 
     def elapsed_time(self, end):
-        return 0.0
+        if not (self.query() and end.query()):
+            torch.cuda.checker.faults.append(f'the host reads a time that may not be there yet in {caller()}')
+        return 1.0
 
 
 class Memory:
     """What is known of one storage: who allocated it, and the accesses that later ones must be ordered after."""
 
     def __init__(self, storage, stream):
-        self.alive, self.allocated_in = StorageWeakRef(storage), stream
+        self.alive, self.allocated_in, self.on_host = StorageWeakRef(storage), stream, stream is HOST
         self.accesses = []  # (first byte, end, stream, number, writes, where)
         self.last_use = {}  # stream -> (number, where)
 
@@ -109,8 +122,7 @@ class Memory:
 class Checker(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.main, self.host = Stream(), Stream()
-        self.streams = [self.main]  # the last one is current
+        self.streams = [Stream()]  # the last one is current
         self.memories, self.freed, self.faults, self.operations = {}, {}, [], 0
         self.patches = contextlib.ExitStack()
 
@@ -120,7 +132,7 @@ class Checker(TorchDispatchMode):
             'synchronize': self.synchronize, 'is_available': lambda: True,
         }.items():  # fmt: skip
             self.patches.enter_context(mock.patch.object(torch.cuda, name, value))
-        self.patches.enter_context(mock.patch.object(torch.cuda, 'host', self.host, create=True))
+        self.patches.enter_context(mock.patch.object(torch.cuda, 'checker', self, create=True))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -134,13 +146,27 @@ class Checker(TorchDispatchMode):
         self.streams.pop()
 
     def synchronize(self, device=None):
-        for memory in self.memories.values():
-            for stream, (number, _) in memory.last_use.items():
-                self.host.clock[stream] = max(self.host.clock.get(stream, 0), number)
+        for stream in {*STREAMS} - {HOST}:
+            stream.synchronize()
 
     def host_reads(self, tensor):
-        with self.stream(self.host):
+        with self.stream(HOST):
             self.access(tensor, False, 'a read of the host')
+
+    def hold_on_host(self, *tensors):
+        for tensor in tensors_in(tensors):
+            self.memory_of(tensor).on_host = True
+
+    def copy(self, tensor, to_host=False, non_blocking=True):
+        """In place of tensor.to(): what is the GPU's and what the host's is on CPUs here."""
+        with _disable_current_modes():
+            copied = tensor.clone()
+        self.memory_of(copied).on_host = to_host
+        self.access(tensor, False, 'a copy')
+        self.access(copied, True, 'a copy')
+        if not non_blocking:
+            self.streams[-1].synchronize()
+        return copied
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,20 +178,25 @@ class Checker(TorchDispatchMode):
             return result
         self.operations += 1
         reads, writes = [], []
-        for index, argument in enumerate(schema.arguments):
+        is_empty = 'empty' in name  # memory alone: nothing is read, nothing written
+        for index, argument in enumerate(() if is_empty else schema.arguments):
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
             is_written = (argument.alias_info and argument.alias_info.is_write) or function.namespace == 'c10d'
             (writes if is_written else reads).extend(tensors_in(value))
         given = {tensor.untyped_storage()._cdata for tensor in reads + writes}
-        for tensor in reads:
-            self.access(tensor, False, name)
-        for tensor in writes:
-            self.access(tensor, True, name)
-        for tensor in tensors_in(result):
-            if tensor.untyped_storage()._cdata not in given:
-                self.memory_of(tensor)
-                if 'empty' not in name:
-                    self.access(tensor, True, name)
+        on_host = {self.memory_of(tensor).on_host for tensor in reads + writes}
+        with self.stream(HOST if on_host == {True} else self.streams[-1]):
+            for tensor in reads:
+                self.access(tensor, False, name)
+            for tensor in writes:
+                self.access(tensor, True, name)
+            for tensor in tensors_in(result):
+                if tensor.untyped_storage()._cdata not in given:
+                    self.memory_of(tensor)
+                    if not is_empty:
+                        self.access(tensor, True, name)
+        if len(on_host) == 2 and name.startswith('aten.copy_') and True not in args[2:]:  # its non_blocking
+            self.streams[-1].synchronize()
         return result
 
     def memory_of(self, tensor):
@@ -187,6 +218,8 @@ class Checker(TorchDispatchMode):
 
     def free(self, key):
         memory = self.memories.pop(key)
+        if memory.on_host:
+            return
         self.freed.setdefault(memory.allocated_in, []).append(memory)
 
     def access(self, tensor, writes, name):

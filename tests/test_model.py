@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch._inductor.metrics
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -341,6 +341,17 @@ def test_a_step_on_a_gpu_is_as_many_launches_for_many_tensors_as_for_few(name):
     assert counts == [2 * of_a_group.get(name, 10)] * 2
 
 
+def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_few():
+    """But for one for each matrix, whose parts are put together again."""
+    counts = {}
+    for matrices in (4, 16):
+        weights = [torch.zeros(16, 8, device='meta') for _ in range(matrices)]
+        with Launches() as launches:
+            optim.muon_updates(weights, [16] * matrices)
+        counts[matrices] = launches.count
+    assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
+
+
 def test_a_large_tensor_is_updated_in_chunks(monkeypatch):
     full = [torch.randn(1000, 300) for _ in range(2)]
     results = []

@@ -1,6 +1,8 @@
 """No race between streams in the code as it stands, and one as soon as any of its waits is taken away."""
 
 import unittest.mock
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,11 +41,13 @@ AS_ON_CUDA = [
     ("self.on_cuda = mesh.device_type == 'cuda'", 'self.on_cuda = True'),
     ("torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else", 'None or'),
     ("torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None", 'torch.cuda.Stream()'),
+    ('pin=self.offload and self.on_cuda', 'pin=False'),
+    ("average.to('cpu', non_blocking=not is_read)", 'CHECKER.copy(average, to_host=True, non_blocking=not is_read)'),
 ]
 
 
 def train_sharded(
-    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False
+    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False, offload=False
 ):
     """Two steps of two micro-steps with an evaluation between them, under a Checker."""
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA, *removed)
@@ -56,7 +60,7 @@ def train_sharded(
     shape = {'mesh_shape': (2, 2), 'mesh_dim_names': ('replicate', 'shard')} if hsdp else {'mesh_shape': (ranks,)}
     mesh = init_device_mesh('cpu', **shape)
     units = [model.blocks[first : first + per_unit] for first in range(0, 3, per_unit)]
-    checker = Checker()
+    checker = fsdp_manual.CHECKER = Checker()
     has_memory = fsdp_manual.Room.has_memory
 
     def give_back_or_take(room, wanted):  # resize_() of a storage is no operation that the dispatcher sees
@@ -67,7 +71,9 @@ def train_sharded(
         checker.memory_of(room.flat)
 
     with checker, unittest.mock.patch.object(fsdp_manual.Room, 'has_memory', give_back_or_take):
-        sharded = fsdp_manual.shard(model, units, mesh, torch.bfloat16, stage, prefetch)
+        sharded = fsdp_manual.shard(model, units, mesh, torch.bfloat16, stage, prefetch, offload=offload)
+        if offload:
+            checker.hold_on_host(*model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
         x = torch.randint(64, (2, 8))
         for step in range(2):
@@ -83,6 +89,7 @@ def train_sharded(
                     sharded(x, x)
                 sharded.train()
                 sharded.reshard()
+        checker.communication = sharded.communication()
         checker.forget_what_was_freed()
     return checker
 
@@ -93,6 +100,7 @@ def train_sharded(
         {}, {'stage': 2}, {'stage': 1}, {'prefetch': 0}, {'prefetch': 2}, {'accumulate': 'sharded'},
         {'mode': 'full'}, {'mode': 'full', 'stage': 2, 'prefetch': 2}, {'per_unit': 2}, {'hsdp': True},
         {'hsdp': True, 'accumulate': 'sharded', 'stage': 1}, {'ranks': 1}, {'ranks': 1, 'stage': 1, 'mode': 'full'},
+        {'offload': True}, {'offload': True, 'accumulate': 'sharded'}, {'offload': True, 'ranks': 1},
     ],
     ids=lambda case: ' '.join(f'{key}={value}' for key, value in case.items()) or 'default',
 )  # fmt: skip
@@ -121,19 +129,53 @@ WAITS_OF_FSDP = {
 }  # fmt: skip
 
 
+WAITS_OF_FSDP_OFFLOADED = {
+    'gradients are on the host when backward ends': (
+        '            torch.cuda.current_stream().synchronize()', '            pass'
+    ),
+    'a gradient is on the host before the host adds to it': ('non_blocking=not is_read', 'non_blocking=True'),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize('wait', WAITS_OF_FSDP)
 def test_without_a_wait_sharding_has_a_race(fake_group, wait):
     fake_group(4)
     assert_faults(train_sharded([WAITS_OF_FSDP[wait]]), removed=True)
 
 
+@pytest.mark.parametrize('wait', WAITS_OF_FSDP_OFFLOADED)
+def test_without_a_wait_sharding_with_parameters_on_the_host_has_a_race(fake_group, wait):
+    fake_group(4)
+    accumulate = 'sharded' if 'adds' in wait else 'unsharded'
+    assert_faults(train_sharded([WAITS_OF_FSDP_OFFLOADED[wait]], accumulate=accumulate, offload=True), removed=True)
+
+
+def test_the_time_spent_waiting_is_there_before_it_is_read(fake_group):
+    fake_group(4)
+    assert train_sharded().communication['fsdp/wait'] > 0
+    without = train_sharded([('            torch.cuda.synchronize()\n', '            pass\n')])
+    assert without.communication['fsdp/wait'] == 0
+
+
 # --- diloco.py --------------------------------------------------------------------------------------------------------
 
 
-def train_diloco(removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True):
-    """Three rounds of four steps."""
-    as_on_cuda = [("self.on_cuda = self.device.type == 'cuda'", 'self.on_cuda = True')]
-    diloco = load('diloco.py', *as_on_cuda, *removed)
+DILOCO_AS_ON_CUDA = [
+    ("self.on_cuda = self.device.type == 'cuda'", 'self.on_cuda = True'),
+    ('on_host and first.is_cuda', 'on_host'),
+    ('home, self.on_host, with_error, bucket)', 'home, False, with_error, bucket)'),
+    ('fragment.anchor[first:end].to(self.device, non_blocking=True)', 'CHECKER.copy(fragment.anchor[first:end])'),
+    ('error.to(self.device, non_blocking=True)', 'CHECKER.copy(error)'),
+    ('state.to(self.device, non_blocking=True)', 'CHECKER.copy(state) if self.on_host else state'),
+]
+
+
+def train_diloco(
+    removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False
+):
+    """Three rounds of four steps, in which somebody reads the whole state."""
+    diloco = load('diloco.py', *DILOCO_AS_ON_CUDA, *removed)
+    diloco.digest = lambda tensors: sum(tensor.sum() for tensor in tensors)
     parameters = {f'blocks.{number}.w': nn.Parameter(torch.randn(40, 16)) for number in range(2)}
     parameters['embed'] = nn.Parameter(torch.randn(64, 16))
 
@@ -141,11 +183,16 @@ def train_diloco(removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', 
         momentum.mul_(0.9).add_(delta)
         anchor.sub_(delta, alpha=0.7).sub_(momentum, alpha=0.63)
 
-    with Checker() as checker, torch.no_grad():
+    checker = diloco.CHECKER = Checker()
+    with checker, torch.no_grad():
         outer = diloco.Outer(
             parameters, update, dist.group.WORLD, inner_steps=4, num_fragments=fragments, overlap_steps=overlap,
-            mix=mix, dtype=dtype, error_feedback=error_feedback, bucket=512,
+            mix=mix, dtype=dtype, error_feedback=error_feedback, on_host=on_host, bucket=512,
         )  # fmt: skip
+        for fragment in outer.fragments if on_host else ():
+            checker.hold_on_host(fragment.anchor, fragment.momentum, fragment.error)
+        if rehearses:
+            outer.rehearse(1024, dtype)
         for step in range(1, 13):
             for parameter in parameters.values():
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
@@ -155,8 +202,10 @@ def train_diloco(removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', 
                 outer.send(fragment, step, last=step == 12)
             if step % 4 == 0:
                 outer.health()
+            if step == 5:
+                outer.checksums()
             if step == 6:
-                outer.tensors(True)
+                sum(tensor.double().sum() for tensor in outer.tensors(True).values())
             if step == 8:
                 with outer.outer_parameters():
                     sum(parameter.sum() for parameter in parameters.values())
@@ -169,6 +218,8 @@ DILOCO = {
     'int8': {'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
     'streamed': {},
     'int4, two steps late': {'overlap': 2, 'mix': 0.0, 'dtype': 'int4'},
+    'state on the host': {'on_host': True},
+    'state on the host, plain': {'on_host': True, 'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
 }
 
 
@@ -183,13 +234,32 @@ WAITS_OF_DILOCO = {
     'an exchange is through before its result is used': (
         '        torch.cuda.current_stream().wait_event(handle[0])\n', ''
     ),
+    'an exchange in flight is through before the state is saved': (
+        '                self._wait(handle)\n', '                pass\n'
+    ),
+    'state is on the host before it is saved': (
+        '            torch.cuda.synchronize()  # who saves', '            pass  # who saves'
+    ),
+    'state is on the host before its checksum': (
+        '        if self.on_host:\n            torch.cuda.synchronize()\n', ''
+    ),
+    'momentum is on the host before its norm': (
+        '            torch.cuda.current_stream().synchronize()  # not with', '            pass  # not with'
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize('wait', WAITS_OF_DILOCO)
 def test_without_a_wait_the_outer_loop_has_a_race(fake_group, wait):
     fake_group(2)
-    assert_faults(train_diloco([WAITS_OF_DILOCO[wait]]), removed=True)
+    assert_faults(train_diloco([WAITS_OF_DILOCO[wait]], on_host='on the host' in wait), removed=True)
+
+
+def test_a_rehearsal_is_over_before_its_time_is_read(fake_group):
+    fake_group(2)
+    wait = '        if self.on_cuda:\n            torch.cuda.synchronize()\n'
+    assert_faults(train_diloco(rehearses=True), removed=False)
+    assert_faults(train_diloco([(wait, '')], rehearses=True), removed=True)
 
 
 # --- runtime/offload.py -----------------------------------------------------------------------------------------------
@@ -233,6 +303,63 @@ WAITS_OF_OFFLOAD = {
 @pytest.mark.parametrize('wait', WAITS_OF_OFFLOAD)
 def test_without_a_wait_state_on_its_way_has_a_race(wait):
     assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]]), removed=True)
+
+
+# --- data.py ----------------------------------------------------------------------------------------------------------
+
+
+class AtOnce:
+    """In place of ThreadPoolExecutor: what is submitted runs now, which is as early as a thread may run it."""
+
+    def __init__(self, **options):
+        pass
+
+    def submit(self, function):
+        future = Future()
+        future.set_result(function())
+        return future
+
+    def shutdown(self, cancel_futures):
+        pass
+
+
+AS_IT_IS = [('part.to(device, non_blocking=True)', 'CHECKER.copy(part)')]
+
+
+def prefetch(copies=AS_IT_IS, memory_is_used_again=False):
+    """Batches that a thread makes in page-locked memory while the GPU has not copied those before them."""
+    data = load('data.py', *copies)
+    data.ThreadPoolExecutor = AtOnce
+    checker, beside = Checker(), Stream()
+
+    def copy_beside(batch):
+        with torch.cuda.stream(beside):
+            return [checker.copy(part) for part in batch]
+
+    data.CHECKER, data.COPY_BESIDE = checker, copy_beside
+
+    def host_batches():
+        memory = torch.empty(4, dtype=torch.int64)
+        for number in range(20):
+            x = memory if memory_is_used_again else torch.empty(4, dtype=torch.int64)
+            checker.hold_on_host(x)
+            yield (x.fill_(number),)
+
+    with checker:
+        for (x,) in data.run_ahead(host_batches(), 'cpu'):
+            x.sum()
+    return checker
+
+
+def test_batches_that_run_ahead_have_no_race():
+    """There is no wait to be taken away: the copy is in the stream that computes, each batch in memory of its own."""
+    assert_faults(prefetch(), removed=False)
+
+
+def test_batches_would_have_a_race_in_a_stream_of_their_own_or_in_the_same_memory():
+    copies = 'tuple(part.to(device, non_blocking=True) for part in batch)'
+    assert_faults(prefetch([(copies, 'COPY_BESIDE(batch)')]), removed=True)
+    assert_faults(prefetch(memory_is_used_again=True), removed=True)
 
 
 # --- where the host reads ---------------------------------------------------------------------------------------------
@@ -285,6 +412,27 @@ def test_a_decision_is_on_the_host_before_it_is_read(fake_group):
     assert_faults(decide([('            arrived.synchronize()\n', '            pass\n')]), removed=True)
 
 
+def read_gradients(removed=()):
+    """DeepSpeed has copied gradients to the host, and we ask for them."""
+    deepspeed_engine = load('deepspeed_engine.py', *removed)
+    with Checker() as checker:
+        flat = torch.zeros(8)
+        checker.hold_on_host(flat)
+        flat.grad = checker.copy(torch.randn(8), to_host=True)
+        zero = SimpleNamespace(cpu_offload=True, single_partition_of_fp32_groups=[flat])
+        engine = SimpleNamespace(
+            optimizer=zero, device=torch.device('cuda'), zero_optimization_stage=lambda: 2
+        )  # fmt: skip
+        for gradient in deepspeed_engine.gradients(engine):
+            gradient.sum()
+    return checker
+
+
+def test_gradients_of_deepspeed_are_on_the_host_before_they_are_read():
+    assert_faults(read_gradients(), removed=False)
+    assert_faults(read_gradients([('            torch.cuda.synchronize()', '            pass')]), removed=True)
+
+
 # --- the checker ------------------------------------------------------------------------------------------------------
 
 
@@ -312,4 +460,14 @@ def test_the_checker_sees_memory_that_is_freed_too_early():
             if not keeps:
                 del tensor
             torch.zeros(8)
+        assert len(checker.faults) == expected
+
+
+def test_the_checker_sees_a_host_that_does_not_wait_for_a_copy():
+    for non_blocking, expected in ((False, 0), (True, 1)):
+        with Checker() as checker:
+            tensor, on_host = torch.zeros(8), torch.empty(8)
+            checker.hold_on_host(on_host)
+            on_host.copy_(tensor, non_blocking=non_blocking)
+            on_host.sum()
         assert len(checker.faults) == expected

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py, tried on a CPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ def test_a_stage_of_the_benchmark_leaves_results_and_a_page_and_repeats_nothing(
     page = (tmp_path / 'gpu.md').read_text()
     assert f'torch {torch.__version__}' in page and 'Checks passed: 2 of 2.' in page
     assert ' ok ' not in run_script('benchmarks/gpu.py', *arguments).stdout
+
+
+@pytest.mark.parametrize('impl', ['torch', 'manual'])
+def test_one_of_four_ranks_takes_a_step_alone(tmp_path, impl):
+    found = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5)).inner(
+        'one of four ranks', 200, '--size=tiny', f'--impl={impl}', of=impl
+    )
+    assert 0 < found['host ms'] <= found['ms']
 
 
 def test_kernels_of_a_trace_are_summed_by_kind_and_gaps_are_idle(tmp_path):

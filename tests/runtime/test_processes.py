@@ -22,6 +22,15 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
     assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    with pytest.raises(ValueError, match=re.escape('GPU 2 asked for (local rank 2), this node has 2: use --nproc_per')):
+        processes.choose_device('cuda', local_rank=2)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    with pytest.raises(ValueError, match='this node has 0: use --nproc_per_node=1 and --device=cpu'):
+        processes.choose_device('cuda', local_rank=0)
+
+
 def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatch):
     def init():
         raise RuntimeError('The NVIDIA driver on your system is too old (found version 11040). Please update ...')
