@@ -227,7 +227,8 @@ class Mixture:
                 continue
             samples = slots[here]
             if len(stage.sources) > 1:
-                samples += sample_windows(samples, self.global_batch_size, ~seed) - samples % self.global_batch_size
+                first_of_step = samples - samples % self.global_batch_size
+                samples = first_of_step + sample_windows(samples, self.global_batch_size, ~seed)
             sources[here], windows[here] = stage.locate(samples)
         for number, source in enumerate(self.sources):
             of_source = sources == number

@@ -60,7 +60,7 @@ def run_to_start_from(config, explicit):
     if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(
             f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '
-            f'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
+            'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
             f'--tokenizer={as_argument(folder)}`'
         )
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
