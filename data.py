@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from text.shuffle import sample_windows
-from text.tokenizer import same_tokenizer
+from text.tokenizer import as_argument, same_tokenizer
 from text.windows import open_dataset
 
-LONGEST_TABLE = 10**6  # entries: shares of up to 6 decimals
+LONGEST_TABLE = 10**6  # entries: shares of up to 6 decimals; it takes a second
 BATCHES_AHEAD = 8  # that are made while the model computes
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
 
@@ -58,7 +58,15 @@ def shares_of(text, data_dir):
     total = sum(shares.values())
     if not total:
         raise ValueError(f'dataset={text}: the shares sum to 0: give one of them more')
-    return {name: share / total for name, share in shares.items() if share}
+    shares = {name: share / total for name, share in shares.items() if share}
+    if table_length(shares) > LONGEST_TABLE:
+        raise ValueError(f'dataset={text}: these shares are too fine: round them, as to 4 decimals')
+    return shares
+
+
+def table_length(shares):
+    """After how many samples every source has had a whole number of them."""
+    return math.lcm(*(share.denominator for share in shares.values()))
 
 
 def stages_of(keys):
@@ -88,18 +96,20 @@ def in_turn(weights):
     if len(weights) == 1:
         return np.zeros(weights[0], dtype=np.int64)
     P, c = sum(weights), 2 * len(weights) - 2
-    coming = sorted(
-        (-(-P * (c * (m - 1) + 1) // (c * weight)), Fraction(P * (c * m - 1), c * weight), source)
-        for source, weight in enumerate(weights)
-        for m in range(1, weight + 1)
-    )
-    table, waiting, first = np.empty(P, dtype=np.int64), [], 0
+    sources = np.repeat(np.arange(len(weights)), weights)
+    weight = np.repeat(weights, weights)
+    m = 1 + np.concatenate([np.arange(weight) for weight in weights])
+    first = -(-P * (c * (m - 1) + 1) // (c * weight))
+    last = P * (c * m - 1) // (c * weight)
+    by_first = np.argsort(first, kind='stable')
+    coming = zip(*(of_samples[by_first].tolist() for of_samples in (first, last, sources)), strict=True)
+    table, waiting, sample = [], [], next(coming)
     for n in range(1, P + 1):
-        while first < P and coming[first][0] <= n:
-            heapq.heappush(waiting, coming[first][1:])
-            first += 1
-        table[n - 1] = heapq.heappop(waiting)[1]
-    return table
+        while sample and sample[0] <= n:
+            heapq.heappush(waiting, sample[1:])
+            sample = next(coming, None)
+        table.append(heapq.heappop(waiting)[1])
+    return np.array(table)
 
 
 class Stage:
@@ -110,12 +120,10 @@ class Stage:
 
     def __init__(self, first, end, shares, counted):
         self.first, self.end, self.counted = first, end, counted
-        denominator = math.lcm(*(share.denominator for share in shares.values()))
-        if denominator > LONGEST_TABLE:
-            raise ValueError(f'shares in {denominator:,}ths: give at most 6 decimals each')
-        weights = tuple(int(share * denominator) for share in shares.values())
+        length = table_length(shares)
+        weights = tuple(int(share * length) for share in shares.values())
         self.sources = np.array(list(shares))[in_turn(weights)]
-        self.weights, self.rank = np.zeros_like(counted), np.empty(denominator, dtype=np.int64)
+        self.weights, self.rank = np.zeros_like(counted), np.empty(length, dtype=np.int64)
         for source, weight in zip(shares, weights, strict=True):
             self.weights[source] = weight
             self.rank[self.sources == source] = np.arange(weight)
@@ -135,13 +143,12 @@ class Stage:
 class Mixture:
     """One split of one dataset, or of several in shares that may change on the way.
 
-    sources: {name: dataset}. stages: [(start, {name: share})], see stages_of(); None = one of equal shares.
+    sources: {name: dataset}. stages: [(start, {name: share})], see stages_of(). plan() comes before the first batch.
     n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts).
     """
 
-    def __init__(self, sources, stages=None):
-        self.names, self.sources = list(sources), list(sources.values())
-        self._stages = stages or [(0, {name: Fraction(1, len(sources)) for name in sources})]
+    def __init__(self, sources, stages):
+        self.names, self.sources, self._stages = list(sources), list(sources.values()), stages
         self.n_tokens = sum(source.n_tokens for source in self.sources)
         self.n_windows = sum(source.n_windows for source in self.sources)
         self.vocab_size = max(source.vocab_size for source in self.sources)
@@ -152,8 +159,6 @@ class Mixture:
             self.n_starts = max(source.n_starts for source in self.sources)
             for source in self.sources:
                 source.n_starts = self.n_starts
-        if len(self._stages) == 1:
-            self.plan(max_iters=1, global_batch_size=1)
 
     def plan(self, max_iters, global_batch_size):
         """Set where stages begin and end. Returns them as [[step, {fingerprint: share as text}]], for a checkpoint."""
@@ -222,7 +227,8 @@ class Mixture:
                 continue
             samples = slots[here]
             if len(stage.sources) > 1:
-                samples += sample_windows(samples, self.global_batch_size, ~seed) - samples % self.global_batch_size
+                first_of_step = samples - samples % self.global_batch_size
+                samples = first_of_step + sample_windows(samples, self.global_batch_size, ~seed)
             sources[here], windows[here] = stage.locate(samples)
         for number, source in enumerate(self.sources):
             of_source = sources == number
@@ -256,25 +262,36 @@ class Mixture:
 def open_mixture(keys, split):
     """The Mixture of a run's keys. Raises ValueError, also where sources do not go together."""
     stages = stages_of(keys)
-    names = list(dict.fromkeys(name for _, shares in stages for name in shares))
     options = (split, keys['block_size'], keys['vocab_size'], keys['windows'])
-    sources = {name: open_dataset(keys['data_dir'], name, *options) for name in names}
-    first = sources[names[0]]
-    for name, source in sources.items():
-        if not same_tokenizer(first.name, source.name) or (first.vocab_size != source.vocab_size):
+    sources = {name: open_dataset(keys['data_dir'], name, *options) for name in names_of(stages)}
+    first, *others = sources.values()
+    before = [first.name]
+    for source in others:
+        if not same_tokenizer(*before, source.name) or source.vocab_size != first.vocab_size:
             raise ValueError(
-                f'{source.name} has the tokens of another tokenizer than {first.name}: prepare it with '
-                f'`python prepare_data.py --dataset=... --name=... --tokenizer={first.name}`'
+                f'{source.name} has the tokens of another tokenizer than {" and ".join(before)}: prepare it with '
+                f'`python prepare_data.py --dataset=... --name=... --tokenizer={as_argument(*before)}`'
             )
         if source.is_packed != first.is_packed:
-            chat = name if source.is_packed else names[0]
-            raise ValueError(f'{chat} holds conversations: mix it with text under --windows=documents')
+            chats = source if source.is_packed else first
+            raise ValueError(f'{chats.name} holds conversations: mix it with text under --windows=documents')
+        before.append(source.name)
     return Mixture(sources, stages)
 
 
-def folder_of(keys):
-    """Folder of the first dataset that a run reads: its tokenizer is that of all."""
-    return os.path.join(keys['data_dir'], next(iter(stages_of({'dataset_stages': (), **keys})[0][1])))
+def names_of(stages):
+    """The datasets of all stages, each once."""
+    return list(dict.fromkeys(name for _, shares in stages for name in shares))
+
+
+def folder_of(keys, data_dir=None):
+    """Folder of a run's first dataset, of those with a meta.json if there are any: it tells the tokenizer of all.
+
+    data_dir: where the datasets are now; None = where they were.
+    """
+    names = names_of(stages_of({'dataset_stages': (), **keys}))
+    folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
+    return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

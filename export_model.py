@@ -295,7 +295,7 @@ try:
         check_model(unfinished)
     else:
         run = state['config']
-        dataset_folder = data.folder_of({**run, 'data_dir': config.data_dir or run['data_dir']})
+        dataset_folder = data.folder_of(run, config.data_dir)
         tokenizer = find_tokenizer(dataset_folder)
         write_native(unfinished, tokenizer and tokenizer.eot)
         if tokenizer:

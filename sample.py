@@ -104,7 +104,7 @@ if config.temperature < 0 or config.top_k < 0 or not 0 <= config.top_p <= 1:
 path = checkpoint.choose_to_read(config.out_dir, config.step, say)
 weights, state = checkpoint.load_weights(path)
 run = state['config']
-dataset_folder = data.folder_of({**run, 'data_dir': config.data_dir or run['data_dir']})
+dataset_folder = data.folder_of(run, config.data_dir)
 is_fine_tuned = 'transformers' in state['identity']['model']
 
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------

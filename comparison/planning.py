@@ -142,11 +142,14 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     if config.bench:
         keys |= {key: value for key, value in BENCH.items() if key not in explicit}
     # Random tokens in place of a dataset have its vocabulary, as far as that is known; otherwise GPT-2's, 50,304.
-    replaced = data_dir / train_keys.get('dataset', 'stdlib-bpe2048') / 'meta.json'
+    name = re.split('[:,]', train_keys.get('dataset', 'stdlib-bpe2048'))[0]  # of a mixture the first
+    replaced = data_dir / name / 'meta.json'
     if keys['dataset'] == 'synthetic' and replaced.exists():
         keys.setdefault('vocab_size', results.read_json(replaced)['vocab_size'])
     elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not config.bench):
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
+    if keys['dataset'] == 'synthetic':  # one source, without documents
+        keys |= {key: value for key, value in (('dataset_stages', ()), ('windows', 'stream')) if key in keys}
     keys |= given
     if strategy in IMPLEMENTATIONS:
         keys['fsdp_impl'] = IMPLEMENTATIONS[strategy]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import data
 from model import ModelConfig
 from runtime import checkpoint, health, processes, scaling, stopping
-from text.tokenizer import same_tokenizer
+from text.tokenizer import as_argument, same_tokenizer
 
 
 def start_process(config):
@@ -60,7 +60,8 @@ def run_to_start_from(config, explicit):
     if not same_tokenizer(folder, data.folder_of(vars(config))):
         raise ValueError(
             f'init_from={config.init_from} knows the tokens of {folder}, dataset={config.dataset} has those of another '
-            f'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... --tokenizer={folder}`'
+            'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
+            f'--tokenizer={as_argument(folder)}`'
         )
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
@@ -173,9 +174,9 @@ def identity_of(config, model_config, train_data):
 
 def in_words(keys):
     """What a run reads, in its keys' words."""
-    if not keys.get('dataset_stages'):
-        return f'dataset={keys["dataset"]}'
-    return ', '.join(f'{key}={keys[key]}' for key in ('dataset', 'dataset_stages', 'max_iters'))
+    shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
+    shown += ['windows'] if keys.get('windows') == 'documents' else []
+    return ', '.join(f'{key}={keys[key]}' for key in shown)
 
 
 def check_resume(saved, config, identity, learning_rate_at):

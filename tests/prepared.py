@@ -103,7 +103,9 @@ def start_and_kill_at(shard, folder, *arguments, before='*'):
 
 def only(dataset):
     """The Mixture of one dataset."""
-    return data.Mixture({dataset.name: dataset})
+    mixture = data.Mixture({dataset.name: dataset}, [(0, {dataset.name: 1})])
+    mixture.plan(max_iters=1, global_batch_size=1)
+    return mixture
 
 
 def eval_batches(dataset, *arguments):

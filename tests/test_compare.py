@@ -124,6 +124,10 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
     given = {'data_dir': str(tmp_path), 'n_layer': 2}
     keys = entries({**given, 'dataset': 'mine'}, bench=True, strategies=['ddp'])['ddp']['overrides']
     assert (keys['dataset'], keys['vocab_size']) == ('synthetic', 777)
+    mixed = {'dataset': 'mine:0.7,other:0.3', 'dataset_stages': ((0.9, 'other'),), 'windows': 'documents'}
+    keys = entries({**given, **mixed}, bench=True, strategies=['ddp'])['ddp']['overrides']
+    assert (keys['dataset'], keys['vocab_size']) == ('synthetic', 777)
+    assert (keys['dataset_stages'], keys['windows']) == ((), 'stream')
     keys = entries(given, strategies=['ddp'])['ddp']['overrides']
     assert (keys['dataset'], keys['vocab_size']) == ('synthetic', 2048)
     assert 'vocab_size' not in entries({'dataset': 'mine'}, strategies=['ddp'])['ddp']['overrides']

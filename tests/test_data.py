@@ -877,7 +877,9 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_quietly():
     script = (
         'import data\n'
         'dataset = data.open_dataset("nowhere", "synthetic", "train", 1024)\n'
-        'iterator = data.batches(data.Mixture({"": dataset}), 0, 0, 64, 64, 0, 1, "cpu")\n'
+        'mixture = data.Mixture({"": dataset}, [(0, {"": 1})])\n'
+        'mixture.plan(1, 64)\n'
+        'iterator = data.batches(mixture, 0, 0, 64, 64, 0, 1, "cpu")\n'
         'next(iterator)\n'
         'raise SystemExit(3)\n'
     )

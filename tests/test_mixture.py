@@ -96,7 +96,7 @@ def test_shares_in_words():
         ('web:much', "'web' has no share"),
         ('web:0.5,web:0.5', "'web' is there twice"),
         ('web:0.5,', "'' has no share"),
-        ('web:0.123456789,code:0.5', 'at most 6 decimals'),
+        ('web:0.123456789,code:0.5', 'too fine: round them'),
         ('web:0.5,bookz:0.5', 'did you mean books'),
     ],
 )
@@ -129,8 +129,22 @@ def test_sources_of_different_tokenizers_are_refused_by_name(tmp_path):
     make(tmp_path, 'other', 1000, tokenizer={'name': 'gpt2'})
     make(tmp_path, 'unknown', 1000)
     open_planned(tmp_path, 'one,same,unknown')
-    with pytest.raises(ValueError, match=r'/other has the tokens of another tokenizer than .*/one: prepare it'):
+    with pytest.raises(ValueError, match=r'/other has .* another tokenizer than .*/one and .*/same: .*=bytes`'):
         open_planned(tmp_path, 'one,same,other')
+    with pytest.raises(ValueError, match=r'/other has .* another tokenizer than .*/unknown and .*/one: .*=bytes`'):
+        open_planned(tmp_path, 'unknown,one,other')
+
+
+def test_the_tokenizer_of_a_run_is_that_of_the_first_source_that_tells_it_wherever_the_data_is_now(tmp_path):
+    make(tmp_path / 'data', 'mine', 1000)
+    (tmp_path / 'data' / 'foreign').mkdir()
+    keys = {'dataset': f'foreign:0.5,{tmp_path}/data/mine:0.5', 'data_dir': f'{tmp_path}/data'}  # as a shell completes
+    assert data.folder_of(keys) == f'{tmp_path}/data/mine'
+    (tmp_path / 'data').rename(tmp_path / 'moved')
+    assert data.folder_of(keys, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
+    assert data.folder_of({**keys, 'dataset': 'foreign'}) == f'{tmp_path}/data/foreign'
+    staged = {**keys, 'dataset': 'foreign', 'dataset_stages': [[0.5, 'mine']]}
+    assert data.folder_of(staged, f'{tmp_path}/moved') == f'{tmp_path}/moved/mine'
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -295,6 +309,8 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
         run(sources, out_dir, 'train_ddp.py', MIXED[0], "--dataset_stages=((9, 'web'),)", '--max_iters=18')
     both = ("dataset_stages=[[8, 'web:0.2,code:0.3,books:0.5']]", "dataset_stages=[[9, 'web']]")
     assert all(stages in str(error.value) for stages in both)
+    with pytest.raises(AssertionError, match='you ask for .*, windows=documents: use another'):
+        run(sources, out_dir, 'train_ddp.py', *MIXED, '--max_iters=16', '--windows=documents')
     changed = ["--dataset_stages=((8, 'web:0.2,code:0.3,books:0.5'), (17, 'code'))", '--max_iters=18']
     run(sources, out_dir, 'train_ddp.py', MIXED[0], *changed)
     assert metrics(out_dir)[-1]['step'] == 18
@@ -334,6 +350,16 @@ def make_documents(folder, name, lengths=LENGTHS, first_is_eot=False):
     return np.array(shards.read_shard(folder / name / 'train_000000.bin')).astype(np.int64)
 
 
+def split_up(folder, split, borders):
+    """Divide the only shard of a split."""
+    meta, tokens = json.loads((folder / 'meta.json').read_text()), shards.read_shard(folder / f'{split}_000000.bin')
+    facts = meta['splits'][split]['shards'] = []
+    for number, piece in enumerate(np.split(np.array(tokens), borders)):
+        facts.append({'file': f'{split}_{number:06}.bin', 'tokens': len(piece)})
+        shards.write_shard(folder / facts[-1]['file'], piece, np.uint16)
+    (folder / 'meta.json').write_text(json.dumps(meta))
+
+
 def pieces_in(starts):
     """(begin, end) of what a row of 32 holds."""
     return itertools.pairwise([*starts[starts < 32].tolist(), 32])
@@ -342,6 +368,7 @@ def pieces_in(starts):
 @pytest.mark.parametrize('first_is_eot', [False, True])
 def test_each_token_is_a_target_once_behind_all_of_its_document_or_of_a_window(tmp_path, first_is_eot):
     tokens = make_documents(tmp_path, 'docs', first_is_eot=first_is_eot)
+    split_up(tmp_path / 'docs', 'train', [328, 329, 400])  # the second shard is one end-of-text
     dataset = data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents')
     found = []
     for x, y, starts in zip(*dataset.read(range(dataset.n_windows)), strict=True):

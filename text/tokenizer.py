@@ -159,6 +159,17 @@ def same_tokenizer(*dataset_folders):
     return len(marks) < 2
 
 
+def as_argument(*dataset_folders):
+    """The --tokenizer that gives other text the tokens of these datasets: of the first that tells."""
+    for folder in dataset_folders:
+        facts = _read_meta(folder)[1]
+        if facts and (facts['name'] == 'bpe' or facts.get('eot_text') == END_OF_TEXT):
+            return folder
+        if facts:
+            return f'models/{facts["name"]}' if 'eot_text' in facts else facts['name']
+    return '...'
+
+
 def check_same_tokenizer(dataset_folder, model_folder):
     """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
 

@@ -55,18 +55,19 @@ def test_what_runs_is_a_file_for_programs_of_the_last_start(tmp_path, monkeypatc
 
 
 def test_each_logged_step_is_a_row_and_a_line(tmp_path, capsys):
+    val = {'val_loss': 2.25, 'val_loss/web': 2.125, 'val_loss/code': 2.75}
     log = Log(tmp_path, 0, 0, 100, CONFIG, set())
     log.row(10, {'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1})
-    log.row(20, {'loss': float('nan'), 'grad_norm': float('inf'), 'time/total': 500.0, 'val_loss': 2.25})
+    log.row(20, {'loss': float('nan'), 'grad_norm': float('inf'), 'time/total': 500.0, **val})
     log.close()
     assert metrics(tmp_path) == [
         {'step': 10, 'tokens': 5, 'loss': 2.5, 'time/total': 1000.0, 'time/data': 1.0, 'other': 1},
-        {'step': 20, 'loss': 'nan', 'grad_norm': 'inf', 'time/total': 500.0, 'val_loss': 2.25},
+        {'step': 20, 'loss': 'nan', 'grad_norm': 'inf', 'time/total': 500.0, **val},
     ]
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].endswith(' step  10/100 | loss 2.5000')  # compilation may be in its time: no word of what is left
     assert lines[-2].endswith(' step  20/100 | loss nan | norm inf | eta 0:00:40')
-    assert lines[-1].endswith(' step  20/100 | val loss 2.2500')
+    assert lines[-1].endswith(' step  20/100 | val loss 2.2500, web 2.1250, code 2.7500')
     assert not any('batch_size=' in line for line in lines) and 'batch_size=' in (tmp_path / 'train.log').read_text()
 
 
