@@ -124,14 +124,14 @@ def merges_of(texts, vocab_size, special_token):
         return None
     import gigatoken
 
-    sys.stdout.flush()
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # it prints its progress
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # it says how long it takes
     try:
         return gigatoken.train_bpe(b'\xff'.join(texts), vocab_size, [special_token], separator=b'\xff')[1]
     finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 
