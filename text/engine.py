@@ -124,14 +124,25 @@ def merges_of(texts, vocab_size, special_token):
         return None
     import gigatoken
 
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # it says how long it takes
-    try:
+    with silence():
         return gigatoken.train_bpe(b'\xff'.join(texts), vocab_size, [special_token], separator=b'\xff')[1]
+
+
+@contextlib.contextmanager
+def silence():
+    """A context in which nothing is printed, not by libraries either."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
     finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+        for number, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
         os.close(nowhere)
 
 
