@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, run_script
 from outputs import column
 
 import deepspeed_engine
-from runtime import processes
+from runtime import processes, setup
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
@@ -71,6 +72,41 @@ def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_w
 def test_the_interface_to_a_host_is_that_of_the_route():
     assert processes.interface_to('127.0.0.1') == 'lo'
     assert processes.interface_to('no-such-host.invalid') is None
+
+
+def test_on_several_machines_gloo_takes_that_interface_unless_the_user_chose_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, 'interface_to', lambda host: {'10.0.0.1': 'ib0'}[host])
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *_, **__: None)
+    config = SimpleNamespace(out_dir=tmp_path, timeout_s=60)
+    for name, value in {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2', 'MASTER_ADDR': '10.0.0.1'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('GLOO_SOCKET_IFNAME', 'eth1')
+    setup.make_process_group(config, torch.device('cpu'))
+    assert os.environ['GLOO_SOCKET_IFNAME'] == 'eth1'
+    monkeypatch.delenv('GLOO_SOCKET_IFNAME')
+    setup.make_process_group(config, torch.device('cpu'))
+    assert os.environ['GLOO_SOCKET_IFNAME'] == 'ib0'
+    monkeypatch.delenv('GLOO_SOCKET_IFNAME')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')  # one machine
+    setup.make_process_group(config, torch.device('cpu'))
+    assert 'GLOO_SOCKET_IFNAME' not in os.environ
+
+
+def test_tf32_and_deterministic_set_what_they_say(monkeypatch):
+    monkeypatch.setattr(processes, 'end_with_parent', lambda: None)
+    config = SimpleNamespace(eval_only=True, device='cpu', dry_run=False, dtype='float32', compile=False)
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        for on in (True, False):
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.use_deterministic_algorithms(False)
+            config.tf32 = config.deterministic = on
+            setup.start_process(config)
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.are_deterministic_algorithms_enabled() == on
+            assert torch.utils.deterministic.fill_uninitialized_memory != on  # it would write every new tensor twice
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
