@@ -25,7 +25,8 @@ How a bucket is averaged over M replicas (rank i of each replica exchanges with 
     all-gather   replica j sends that average to all, encoded again; everybody decodes the same bytes
 
 So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in the dtype of the exchange. For 4 replicas
-of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round.
+of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round. exchange/codec.py has the dtypes; in 'top2bit' each
+replica sends the largest numbers alone (SparseLoCo, arXiv 2508.15706), to all others: see Outer._average_largest().
 """
 
 import hashlib
@@ -40,11 +41,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-BUCKET = 2**22  # numbers exchanged at a time: 16 MB of fp32
-BLOCK = 256  # numbers that share a scale in int8 and int4: 4 bytes for 256 or 128
-BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5}  # per number of an exchange, without scales
-LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
+from exchange.codec import BLOCKS, BYTES, decode, decode_top2bit, encode, encode_top2bit, kept
+from exchange.collectives import all_to_all, gather
 
+BUCKET = 2**22  # numbers exchanged at a time: 16 MB of fp32
 TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
 
 # A stretch of a fragment's numbers, first to end. pieces: [(parameter, first, end)], of which it consists; their sizes.
@@ -53,74 +53,6 @@ Bucket = namedtuple('Bucket', 'first end pieces sizes')
 # What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), bytes that this rank sent,
 # and [(kind, begin, end)] of what it did when.
 Told = namedtuple('Told', 'gram bytes spans')
-
-# torch 2.13 has a new name for the collective and warns about the old one, the only one that 2.11 has.
-all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-
-SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
-
-
-def all_to_all(to_send, group):
-    """Row j of to_send, uint8 (M, n), goes to rank j of the group; row i of what it returns comes from rank i.
-
-    Over gloo in short messages, two at a time: when two hosts send each other some MB at once over a slow link, each
-    way carries half to two thirds of its rate (of 100 Mbit/s: 60, in messages of 64 kB 99).
-    """
-    if to_send.is_cuda:
-        received = torch.empty_like(to_send)
-        dist.all_to_all_single(received, to_send, group=group)
-        return received
-    sources = [segment.contiguous() for segment in to_send.split(SEGMENT, dim=1)]
-    targets = [torch.empty_like(source) for source in sources]
-    works = []
-    for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        if number >= 2:
-            works[number - 2].wait()
-        works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
-    for work in works[-2:]:
-        work.wait()
-    return torch.cat(targets, dim=1)
-
-
-# --- codec ------------------------------------------------------------------------------------------------------------
-
-
-def encode(numbers, dtype):
-    """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCK with int8 and int4, of 4 otherwise.
-
-    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative; the scales come
-    first. A block that is not finite decodes as NaN.
-    """
-    if dtype == 'float32':
-        return numbers.contiguous().view(torch.uint8)
-    if dtype == 'bfloat16':
-        return numbers.bfloat16().view(torch.uint8)
-    rows = len(numbers)
-    blocks = numbers.reshape(rows, -1, BLOCK)
-    scales = blocks.abs().amax(dim=2) / LEVELS[dtype]  # (rows, blocks)
-    codes = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).round_()
-    codes = codes.clamp_(-LEVELS[dtype], LEVELS[dtype]).nan_to_num_().to(torch.int8).view(rows, -1)
-    if dtype == 'int4':
-        low, high = (codes + 8).view(torch.uint8).view(rows, -1, 2).unbind(dim=2)
-        codes = low | high << 4
-    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
-
-
-def decode(payload, dtype):
-    """The inverse, up to rounding: uint8 (rows, bytes) -> fp32 (rows, n)."""
-    if dtype == 'float32':
-        return payload.view(torch.float32)
-    if dtype == 'bfloat16':
-        return payload.view(torch.bfloat16).float()
-    rows, size = payload.shape
-    n_blocks = size // int(BLOCK * BYTES[dtype] + 4)
-    scales = payload[:, : 4 * n_blocks].contiguous().view(torch.float32)
-    codes = payload[:, 4 * n_blocks :]
-    if dtype == 'int4':
-        codes = torch.stack((codes & 15, codes >> 4), dim=2).view(torch.int8) - 8
-    else:
-        codes = codes.contiguous().view(torch.int8)
-    return (codes.reshape(rows, n_blocks, BLOCK) * scales[:, :, None]).view(rows, -1)
 
 
 def digest(tensors):
@@ -137,14 +69,21 @@ def digest(tensors):
 class Fragment:
     """Parameters that are exchanged together, with their anchors, outer momentum and what is on its way."""
 
-    def __init__(self, index, parameters, offset, home, pinned, with_error, bucket):
-        """parameters: {name: parameter}. offset: sent after the steps that leave this rest modulo inner_steps."""
+    def __init__(self, index, parameters, offset, home, pinned, with_error, bucket, whole):
+        """parameters: {name: parameter}. offset: sent after the steps that leave this rest modulo inner_steps.
+
+        whole: no bucket ends inside of a parameter; one with `bucket` numbers or more ends with its last parameter.
+        """
         self.index, self.parameters, self.offset = index, parameters, offset
         self.places, size = {}, 0  # name -> (first, end) among the fragment's numbers
         for name, parameter in parameters.items():
             self.places[name] = (size, size + local(parameter).numel())
             size = self.places[name][1]
-        self.buckets = [self.bucket(first, min(first + bucket, size)) for first in range(0, size, bucket)]
+        edges = [*range(0, size, bucket), size]
+        if whole:
+            ends = [end for _, end in self.places.values()]
+            edges = sorted({0, *(min(end for end in ends if end >= edge) for edge in edges[1:])})
+        self.buckets = [self.bucket(first, end) for first, end in zip(edges, edges[1:], strict=False)]
         self.anchor = torch.empty(size, device=home, pin_memory=pinned)
         self.momentum = torch.zeros(size, device=home, pin_memory=pinned)
         self.error = torch.zeros(size, device=home, pin_memory=pinned) if with_error else None
@@ -214,7 +153,8 @@ class Outer:
     group: process group of the ranks that hold this shard, one in each replica. timeout: timedelta of an exchange.
     inner_steps: H. num_fragments: P, each sent every H steps, one every H/P. overlap_steps: steps from send to land.
     mix: alpha of theta = alpha * theta + (1 - alpha) * anchor, when a fragment lands.
-    dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time.
+    dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time, times
+    error_decay (None: 0.95 for top2bit, which always does so, and 1). k: of 4096 numbers, how many top2bit sends.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
 
     With overlap_steps=0 a bucket is exchanged while the one before it is applied: besides anchors and momentum that
@@ -223,7 +163,7 @@ class Outer:
 
     def __init__(
         self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
-        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None,
+        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64,
     ):  # fmt: skip
         self.parameters, self.update = dict(parameters), update
         # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
@@ -240,13 +180,15 @@ class Outer:
         self.stream = torch.cuda.Stream(self.device) if self.on_cuda else None
         self.thread = None if self.on_cuda else ThreadPoolExecutor(max_workers=1, thread_name_prefix='exchange')
 
-        with_error = error_feedback and dtype != 'float32' and self.replicas > 1
+        sparse = dtype == 'top2bit'
+        self.k, self.error_decay = k, (0.95 if sparse else 1.0) if error_decay is None else error_decay
+        with_error = (error_feedback or sparse) and dtype != 'float32' and self.replicas > 1
         home = torch.device('cpu') if self.on_host else self.device
         self.fragments = []
         for index, names in enumerate(assign_to_fragments(self.parameters, num_fragments)):
             members = {name: self.parameters[name] for name in names}
             offset = (index + 1) * inner_steps // num_fragments % inner_steps
-            self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket))
+            self.fragments.append(Fragment(index, members, offset, home, self.on_host, with_error, bucket, sparse))
         assert sum(len(fragment.parameters) for fragment in self.fragments) == len(self.parameters)
         self.restart_from_parameters(step=0)
         self.reset_health()
@@ -320,11 +262,15 @@ class Outer:
         if self.replicas == 1:
             return bucket, delta, None
         error = None if fragment.error is None else fragment.error[first:end]
+        average, shapes = self._average, None
+        if self.dtype == 'top2bit':
+            shapes = [local(parameter).shape for parameter, *_ in pieces]
+            average, shapes = self._average_largest, [shape for shape in shapes if shape.numel()]
         if self.thread:
-            return bucket, delta, self.thread.submit(self._average, delta, error)
+            return bucket, delta, self.thread.submit(average, delta, error, shapes)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            told = self._average(delta, error)
+            told = average(delta, error, shapes)
             return bucket, delta, (self.stream.record_event(), told)
 
     def _outer_step(self, bucket, delta, handle, fragment, mix):
@@ -359,14 +305,14 @@ class Outer:
         return handle[1]
 
     @torch.no_grad()
-    def _average(self, delta, error):
+    def _average(self, delta, error, _):
         """Turn delta, flat fp32, into the average over the replicas, in place. In the thread or the stream."""
         replicas, n, spans = self.replicas, len(delta), []
-        multiple = BLOCK if self.dtype in LEVELS else 4
+        multiple = BLOCKS.get(self.dtype, 4)
         part = -(-n // (replicas * multiple)) * multiple  # numbers that one replica averages
         with self._timed('compute', spans):
             if error is not None:
-                delta.add_(error.to(self.device, non_blocking=True))
+                delta.add_(error.to(self.device, non_blocking=True), alpha=self.error_decay)
             padded = torch.zeros(replicas * part, device=self.device)
             padded[:n] = delta
             encoded = encode(padded.view(replicas, part), self.dtype)  # (replicas, bytes)
@@ -379,11 +325,7 @@ class Outer:
                 mine.add_(other, alpha=1 / replicas)
             encoded_mine = encode(mine[None], self.dtype)
         with self._timed('transfer', spans):
-            if self.on_cuda:
-                gathered = torch.empty(replicas, encoded_mine.shape[1], dtype=torch.uint8, device=self.device)
-                all_gather(gathered.flatten(), encoded_mine.flatten(), group=self.group)
-            else:
-                gathered = all_to_all(encoded_mine.expand(replicas, -1), self.group)
+            gathered = gather(encoded_mine[0], replicas, self.group)
         with self._timed('compute', spans):
             if error is not None:
                 lost = padded - decode(encoded, self.dtype).flatten()
@@ -394,6 +336,37 @@ class Outer:
             delta.copy_(decode(gathered, self.dtype).flatten()[:n])
             gram = (theirs @ theirs.T).double()
         return Told(gram, (replicas - 1) * (encoded.shape[1] + encoded_mine.shape[1]), spans)
+
+    @torch.no_grad()
+    def _average_largest(self, delta, error, shapes):
+        """The same with a few numbers of each replica (SparseLoCo, arXiv 2508.15706); delta: tensors of these shapes.
+
+            a_m = error_decay * e_m + delta_m;   D_m = Q(top-k(a_m));   e_m = a_m - D_m;   delta = mean of all D_m
+
+        The mean divides by the number of replicas, also where few have sent a number.
+        """
+        replicas, spans = self.replicas, []
+        with self._timed('compute', spans):
+            if error is not None:
+                delta.add_(error.to(self.device, non_blocking=True), alpha=self.error_decay)
+            flat = delta.split([shape.numel() for shape in shapes])
+            encoded = encode_top2bit([part.view(shape) for part, shape in zip(flat, shapes, strict=True)], self.k)
+        with self._timed('transfer', spans):
+            gathered = gather(encoded, replicas, self.group)
+        with self._timed('compute', spans):
+            sent = [decode_top2bit(payload, shapes, self.k) for payload in gathered]  # [(places, numbers)]
+            if error is not None:
+                places, numbers = sent[self.replica]
+                delta[places] -= numbers
+                error.copy_(delta, non_blocking=True)
+            delta.zero_()
+            gram = torch.empty(replicas, replicas, dtype=torch.float64, device=self.device)
+            for replica, (places, numbers) in enumerate(sent):  # in this order on all replicas: the same bits
+                theirs = torch.zeros_like(delta)
+                theirs[places] = numbers
+                gram[replica] = torch.stack([theirs[others] @ values for others, values in sent])
+                delta.add_(theirs, alpha=1 / replicas)
+        return Told(gram / replicas, (replicas - 1) * len(encoded), spans)  # health() adds up what all replicas know
 
     # --- evaluate, save, load ---------------------------------------------------------------------------------------
 
@@ -551,7 +524,7 @@ class Outer:
         diloco/drift: distance of the replicas from their mean, root mean square. diloco/momentum_norm.
         diloco/wait_s: seconds for which training waited. diloco/transfer_s: in collectives.
         diloco/compute_s: of differences, encoding and outer steps. All of rank 0.
-        diloco/bytes: that this rank sent; diloco/bytes_formula: 2 N b (M-1)/M of its shard's N numbers of b bytes.
+        diloco/bytes: that this rank sent; diloco/bytes_formula: round_bytes().
         Exchanges count when they land; without any, only the momentum is told. A norm that is not finite stays so.
         """
         if self.on_cuda:
@@ -571,7 +544,8 @@ class Outer:
     def rehearse(self, numbers, dtype):
         """(seconds, of them computing) that an exchange of this many numbers takes; nobody uses the result."""
         scratch = {'scratch': torch.zeros(numbers, device=self.device)}
-        fragment = Fragment(0, scratch, 0, self.fragments[0].anchor.device, self.on_host, False, BUCKET)
+        home, whole = self.fragments[0].anchor.device, dtype == 'top2bit'
+        fragment = Fragment(0, scratch, 0, home, self.on_host, False, BUCKET, whole)
         fragment.anchor.zero_()
         of_run, self.dtype = self.dtype, dtype
         self.reset_health()
@@ -584,7 +558,11 @@ class Outer:
         return seconds, computing
 
     def round_bytes(self, dtype):
-        """Bytes that this rank sends in a round by the formula 2 N b (M-1)/M."""
+        """Bytes that this rank sends in a round: 2 N b (M-1)/M for its shard of N numbers of b bytes, without scales.
+        In top2bit N b (M-1), for the N numbers that it keeps of them."""
+        if dtype == 'top2bit':
+            shapes = [local(parameter).shape for parameter in self.parameters.values()]
+            return BYTES[dtype] * sum(int(kept(shape, self.k).sum()) for shape in shapes) * (self.replicas - 1)
         numbers = sum(len(fragment.anchor) for fragment in self.fragments)
         return 2 * numbers * BYTES[dtype] * (self.replicas - 1) / self.replicas
 

@@ -114,16 +114,16 @@ def parameter_groups(model, weight_decay):
 def hidden_matrices(model):
     """{parameter: rows of the matrices that are fused in it} of what Muon trains.
 
-    That is the weight of every Linear but the output head, which a model calls `head` or `lm_head`; Muon's author finds
-    AdamW better for head and embedding. model.py's fused q, k, v matrix counts as the three that it holds.
+    That is the weight of every Linear but of the head (`head`, `lm_head`), where, as in embeddings, its author finds
+    AdamW better, and of LoRA, whose tiny first gradients would be full-size steps. Fused q, k and v count as three.
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
         if hasattr(module, 'heads_of_qkv'):  # numbers of heads: queries (and gates), keys, values
             hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
-        for parameter in module.parameters(recurse=False):
+        for own_name, parameter in module.named_parameters(recurse=False):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
-            if is_hidden and name.split('.')[-1] not in ('head', 'lm_head'):
+            if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
                 hidden.setdefault(parameter, [parameter.shape[0]])
             else:
                 others.add(parameter)

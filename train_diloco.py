@@ -11,11 +11,9 @@ have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sh
 `diff train_fsdp.py train_diloco.py` shows what it takes; the exchange itself is in diloco.py.
 """
 
-import contextlib
 import functools
 import gc
 import math
-import os
 import sys
 from datetime import timedelta
 from typing import Literal
@@ -126,8 +124,10 @@ class Config:
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4'] = 'float32'  # what travels; sums are always fp32
-    error_feedback = False  # keep what rounding to exchange_dtype cost (4 bytes per parameter), and send it next time
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'] = 'float32'  # what travels
+    exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
+    error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
+    error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
     plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
@@ -161,7 +161,7 @@ rank, world_size, device, compute_dtype = setup.start_process(config)
 on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
+local_world_size = processes.local_world_size()
 num_replicas = config.num_replicas = scaling.number_of_replicas(config.num_replicas, world_size, local_world_size)
 shard_size = world_size // num_replicas  # ranks that hold one replica between them
 pretrained = None
@@ -264,7 +264,7 @@ make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
-    timeout=timedelta(seconds=config.timeout_s),
+    timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
 )  # fmt: skip
 outer = make_outer()
 
@@ -375,7 +375,7 @@ if found is not None and step < saved['step']:
     saver.wait()
     if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
         processes.on_rank_0(checkpoint.discard, found)
-planner = diloco_check.Plan(outer, meter, diloco.BYTES, log.say) if config.plan else None  # measures the link
+planner = diloco_check.Plan(outer, meter, log.say) if config.plan else None  # measures the link
 journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
@@ -458,7 +458,7 @@ while step < config.max_iters and not must_stop:
         row.update(outer.health())
     # evaluate the outer parameters, which are what the run is for
     if evaluating:
-        with outer.outer_parameters() if outer.is_mid_round(step) else contextlib.nullcontext():
+        with outer.outer_parameters():
             row.update(evaluate())
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}

@@ -9,6 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from exchange.codec import BYTES
 from optim import local
 
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares, beside the run's own
@@ -32,7 +33,9 @@ def mesh_lines(num_replicas, local_world_size):
     shards = len(hosts) // num_replicas
     lines = [f'mesh: {num_replicas} replicas x {shards} shards']
     if num_replicas == 1:
-        lines.append('  one replica has nobody to exchange with: --num_replicas=2 makes two of the ranks of one node')
+        lines.append(
+            '  one replica takes the outer step alone (SNOO); --num_replicas=2 makes two of the ranks of one node'
+        )
     for replica in range(num_replicas):
         ranks = range(replica * shards, (replica + 1) * shards)
         on = ', '.join(dict.fromkeys(hosts[rank][0] for rank in ranks))
@@ -88,12 +91,12 @@ class Plan:
     the first few steps, which give the time of a step, rank 0 prints the table.
     """
 
-    def __init__(self, outer, meter, dtypes, say):
+    def __init__(self, outer, meter, say):
         self.outer, self.meter, self.say = outer, meter, say
         numbers = torch.tensor(sum(len(fragment.anchor) for fragment in outer.fragments))
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)  # shards may be uneven
         self.numbers = numbers.item()
-        self.models = {dtype: self._time_exchanges(dtype) for dtype in dtypes}
+        self.models = {dtype: self._time_exchanges(dtype) for dtype in BYTES}
         self.steps, self.warm, self.step_seconds = 0, None, None
 
     def _time_exchanges(self, dtype):

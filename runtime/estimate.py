@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import optim
+from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
 from runtime.scaling import accumulation_steps, batch_line, counted, ranks_per_shard_group, rule_rows
@@ -87,7 +88,9 @@ def estimate(config, model, world_size, strategy='ddp'):
         f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
     }
     if is_diloco:
-        outer = FP32 * (2 + (config['error_feedback'] and config['exchange_dtype'] != 'float32')) * trained
+        dtype = config['exchange_dtype']
+        keeps_error = dtype == 'top2bit' or (config['error_feedback'] and dtype != 'float32')
+        outer = FP32 * (2 + keeps_error) * trained
         outer += FP32 * trained // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if config['accumulate'] == 'unsharded' and micro_steps > 1:
@@ -389,8 +392,11 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
-    else:  # int8 and int4 come with an fp32 scale for each block of 256 numbers
-        of_number = {**BYTES, 'int8': 1 + FP32 / 256, 'int4': 0.5 + FP32 / 256}[config['exchange_dtype']]
+    elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
+        kept = trained * config['exchange_k'] / codec.CHUNK
+        sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
+    else:
+        of_number = codec.BYTES[dtype] + (codec.SCALES[dtype] / codec.BLOCKS[dtype] if dtype in codec.SCALES else 0)
         half = (replicas - 1) * of_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half

@@ -32,6 +32,11 @@ def ranks_from_environment():
     return int(os.environ['RANK']), int(os.environ['LOCAL_RANK']), int(os.environ['WORLD_SIZE'])
 
 
+def local_world_size():
+    """Ranks on this node."""
+    return int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+
+
 def signal_when_parent_dies(number):
     """Have Linux send this signal to this process."""
     if sys.platform == 'linux':
@@ -112,7 +117,7 @@ def choose_device(device, local_rank, must_exist=True):
     kind, _, index = device.partition(':')
     if kind != 'cuda' or not (index == '' or index.isdigit()):
         raise ValueError(f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    local_size = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    local_size = local_world_size()
     if index and local_size > 1 and must_exist:
         raise ValueError(f'device={device} puts {local_size} ranks on one GPU: --device=cuda gives each its own')
     gpus = torch.cuda.device_count()

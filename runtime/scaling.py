@@ -136,6 +136,15 @@ def check_rounds(config):
     if config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
         given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum'))
         raise ValueError(f'{given}: expected a rate above 0 and a momentum from 0 to below 1')
+    if config['exchange_dtype'] == 'top2bit' and config['outer_momentum']:
+        raise ValueError(
+            f'exchange_dtype=top2bit with outer_momentum={config["outer_momentum"]}: what it has not sent yet is its '
+            'momentum; use --outer_momentum=0 --outer_lr=1'
+        )
+    if not 1 <= config['exchange_k'] <= 4096:
+        raise ValueError(f'exchange_k={config["exchange_k"]}: expected 1 to 4096, the numbers of a chunk')
+    if config['error_decay'] is not None and not 0 <= config['error_decay'] <= 1:
+        raise ValueError(f'error_decay={config["error_decay"]}: expected 0 (nothing is kept) to 1')
 
 
 # --- RULES ------------------------------------------------------------------------------------------------------------

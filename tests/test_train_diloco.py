@@ -41,6 +41,8 @@ RUN = [
 ]
 STREAMING = ('--num_fragments=3', '--overlap_steps=1', '--fragment_mix=0.5')  # something is in flight at any checkpoint
 FEEDBACK = ('--exchange_dtype=int8', '--error_feedback')
+MUON = ('--optimizer=muon',)
+LARGEST = ('--exchange_dtype=top2bit', '--exchange_k=512', '--outer_momentum=0', '--outer_lr=1')
 
 
 def arguments(data_dir, out_dir, *more):
@@ -83,10 +85,38 @@ def assert_close_weights(out_dir, by_hand, step=STEPS):
     assert 0 < moved and error <= (1e-5**2) * moved, math.sqrt(error / moved)
 
 
-class ByHand:
-    """DiLoCo in one process, from its definition: torch's AdamW in each replica, torch's Nesterov SGD around them."""
+class Muon(torch.optim.Optimizer):
+    """As it is published, matrix by matrix in float32, with Moonlight's scale; of a fused matrix each third alone."""
 
-    def __init__(self, data_dir, replicas):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for theta in group['params']:
+                m = self.state[theta].setdefault('m', torch.zeros_like(theta))
+                m.mul_(0.95).add_(theta.grad, alpha=0.05)
+                u = 0.05 * theta.grad + 0.95 * m
+                rows, columns = theta.shape
+                parts = u.split(columns) if rows == 3 * columns else [u]  # q, k, v
+                update = torch.cat([0.2 * math.sqrt(max(x.shape)) * self.orthogonalise(x) for x in parts])
+                theta.mul_(1 - group['lr'] * group['weight_decay']).sub_(group['lr'] * update)
+
+    def orthogonalise(self, x):
+        if x.shape[0] > x.shape[1]:
+            return self.orthogonalise(x.T).T
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+        return x
+
+
+class ByHand:
+    """DiLoCo in one process, from its definition: torch's AdamW in each replica, torch's Nesterov SGD around them.
+
+    with_muon: matrices of the blocks train with Muon (MuLoCo).
+    """
+
+    def __init__(self, data_dir, replicas, with_muon=False):
+        self.with_muon = with_muon
         self.train = data.open_dataset(data_dir, 'tiny', 'train', 32)
         self.val = data.open_dataset(data_dir, 'tiny', 'val', 32)
         keys = {key: int(value) for key, value in (word.removeprefix('--').split('=') for word in TINY_MODEL)}
@@ -102,17 +132,22 @@ class ByHand:
 
     def go_on_as(self, replicas):
         """Go on from the outer parameters with so many replicas, each with the moments of one of those before."""
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        states = [[optimizer.state_dict() for optimizer in of_replica] for of_replica in self.optimizers]
         self.models = [copy.deepcopy(self.outer) for _ in range(replicas)]
         self.optimizers = []
         for number, model in enumerate(self.models):
             tables = {model.pos_embed.weight}  # the other table is the head, too
             decayed = [p for p in model.parameters() if p.dim() == 2 and p not in tables]
             others = [p for p in model.parameters() if p.dim() != 2 or p in tables]
+            hidden = [p for p in model.blocks.parameters() if p.dim() == 2] if self.with_muon else []
+            decayed = [p for p in decayed if not any(p is matrix for matrix in hidden)]
             groups = [{'params': decayed, 'weight_decay': 0.1}, {'params': others, 'weight_decay': 0.0}]
-            self.optimizers.append(torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95)))
+            self.optimizers.append([torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))])
+            if hidden:
+                self.optimizers[-1].append(Muon(hidden, {'lr': RATE, 'weight_decay': 0.1}))
             if states:
-                self.optimizers[-1].load_state_dict(copy.deepcopy(states[number % len(states)]))
+                for optimizer, state in zip(self.optimizers[-1], states[number % len(states)], strict=True):
+                    optimizer.load_state_dict(copy.deepcopy(state))
         return self
 
     def go_on_from_the_rounds_start(self, replicas):
@@ -132,10 +167,11 @@ class ByHand:
                 batches.close()
                 (loss_sum / (count * 32)).backward()
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-                for group in self.optimizers[number].param_groups:
-                    group['lr'] = optim.learning_rate_at(self.step, RATE, 'cosine', 5, STEPS, RATE / 10)
-                self.optimizers[number].step()
-                self.optimizers[number].zero_grad()
+                for optimizer in self.optimizers[number]:
+                    for group in optimizer.param_groups:
+                        group['lr'] = optim.learning_rate_at(self.step, RATE, 'cosine', 5, STEPS, RATE / 10)
+                    optimizer.step()
+                    optimizer.zero_grad()
                 of_step.append(ce_sum.item() / (count * 32))
             self.step += 1
             self.losses[self.step] = sum(of_step) / len(of_step)
@@ -229,6 +265,8 @@ def runs(tmp_path_factory, data_dir):
         run('1x2', 1),
         run('streaming', 2, *STREAMING),
         run('feedback', 2, *FEEDBACK),
+        run('largest', 2, *LARGEST),
+        run('muon', 2, *MUON),
         run('async', 2, '--async_checkpoint'),
         run('dropout', 2, '--dropout=0.1'),
         run('manual', 2, '--fsdp_impl=manual'),
@@ -241,6 +279,8 @@ def runs(tmp_path_factory, data_dir):
         run('2x2', 2, '--batch_size=1'),
         run('2x2_manual', 2, '--batch_size=1', '--fsdp_impl=manual'),
         run('4x1', 4, '--batch_size=1'),
+        run('muon_2x2', 2, '--batch_size=1', *MUON),
+        run('muon_2x2_manual', 2, '--batch_size=1', '--fsdp_impl=manual', *MUON),
     ]
     run_many(four, 4, folder)
     shutil.copytree(folder / 'stopped', folder / 'stopped_only')
@@ -277,6 +317,8 @@ def resumed(runs, data_dir):
         again('streaming', 12, 2, *STREAMING),
         again('feedback', 8, 2, *FEEDBACK),
         again('feedback', 12, 2, *FEEDBACK),
+        again('largest', 8, 2, *LARGEST),
+        again('muon', 8, 2, *MUON),
         again('async', 8, 2, '--async_checkpoint'),
         again('dropout', 8, 2, '--dropout=0.1'),
         again('manual', 8, 2, '--fsdp_impl=manual'),
@@ -298,6 +340,8 @@ def resumed(runs, data_dir):
         again('2x2', 8, 2, small),
         again('2x2', 12, 2, small),
         again('2x2_manual', 8, 2, small, '--fsdp_impl=manual'),
+        again('muon_2x2', 8, 2, small, *MUON),
+        again('muon_2x2_manual', 8, 2, small, '--fsdp_impl=manual', *MUON),
         again('4x1', 12, 2, small, on='2x2'),
         again('2x2', 12, 1, small, on='1x4'),
         again('2x1', 8, 4, small, on='4x1'),
@@ -342,6 +386,22 @@ def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_
             assert row['diloco/momentum_norm'] == pytest.approx(momentum, rel=1e-4) and row['diloco/bytes'] == 0
 
 
+@pytest.fixture(scope='module')
+def muloco(data_dir):
+    return ByHand(data_dir, 2, with_muon=True).run_to_the_end()
+
+
+@pytest.mark.parametrize('name', ['muon', 'muon_2x2', 'muon_2x2_manual'])
+def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, muloco, by_hand_to_the_end, name):
+    """MuLoCo, sharded by both implementations and not."""
+    assert largest_difference(column(runs / name, 'loss'), muloco.loss_curve()) <= 1e-6
+    assert largest_difference(muloco.loss_curve(), by_hand_to_the_end(2).loss_curve()) > 1e-3  # it is another optimizer
+    assert [row['step'] for row in health(runs / name)] == [6, 12, 18, 22]
+    for row in health(runs / name):
+        for key, value in muloco.rounds[row['step']].items():
+            assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (row['step'], key)
+
+
 def test_sharded_replicas_give_the_numbers_of_unsharded_ones(runs):
     for name, reference in (('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1')):
         for key in ('loss', 'val_loss', 'diloco/momentum_norm'):
@@ -360,10 +420,11 @@ def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_
     assert (runs / name / 'DONE').read_text().strip() == str(steps)
 
 
-def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, data_dir):
-    rows = {row['step']: row for row in metrics(runs / '2x1') if 'val_loss' in row}
+@pytest.mark.parametrize('name, replicas', [('2x1', 2), ('1x1', 1)])
+def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, data_dir, name, replicas):
+    rows = {row['step']: row for row in metrics(runs / name) if 'val_loss' in row}
     assert list(rows) == [4, 8, 12, 16, 20, 22]
-    by_hand = ByHand(data_dir, 2)
+    by_hand = ByHand(data_dir, replicas)
     for step, row in rows.items():
         by_hand.run(step)
         replicas = by_hand.val_loss(by_hand.models, batch_size=2)
@@ -375,9 +436,10 @@ def test_evaluated_are_the_outer_parameters_and_beside_them_the_replicas(runs, d
         assert abs(outer - replicas) > 1e-4 * outer, step  # the two are not the same by chance
 
 
-@pytest.mark.parametrize('name, step, of_weights', [('2x1', 22, 22), ('streaming', 8, 2)])
+@pytest.mark.parametrize('name, step, of_weights', [('2x1', 22, 22), ('streaming', 8, 2), ('1x1', 8, 6)])
 def test_what_was_evaluated_is_what_other_scripts_find(runs, data_dir, tmp_path, name, step, of_weights):
-    """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is of step 2."""
+    """At the end, and in the middle of a round, where the oldest fragment of the outer parameters is of step 2. And of
+    one replica its slow weights, not those that it trains."""
     shutil.copytree(runs / name / 'checkpoints' / f'step_{step:08}', tmp_path / 'checkpoints' / f'step_{step:08}')
     run_forked('train_ddp.py', *arguments(data_dir, tmp_path, '--eval_only'), log=tmp_path / 'log')
     (row,) = metrics(tmp_path)
@@ -400,6 +462,7 @@ def test_options_that_change_no_number_and_those_that_do(runs):
 
 
 def test_an_exchange_sends_what_its_formula_says(runs):
+    numbers = sum(weight.numel() for weight in weights_of(runs / '2x1').values())
     for name, at_most in (
         ('2x1', 1.01),
         ('feedback', 1.05),
@@ -407,6 +470,9 @@ def test_an_exchange_sends_what_its_formula_says(runs):
     ):  # int8: scales, and padding of a small model
         for row in health(runs / name):
             assert 1 <= row['diloco/bytes'] / row['diloco/bytes_formula'] <= at_most, (name, row)
+    for row in health(runs / 'largest'):  # 12.5% of the numbers in 14 bits; a table for each of 26 small tensors
+        assert row['diloco/bytes_formula'] < row['diloco/bytes'] < 1.05 * row['diloco/bytes_formula'] + 26 * 20
+        assert row['diloco/bytes_formula'] == pytest.approx(numbers * 512 / 4096 * 1.75, rel=0.02)
     quarter = health(runs / 'feedback')[0]['diloco/bytes'] / health(runs / '2x1')[0]['diloco/bytes']
     assert 0.25 <= quarter <= 0.27
 
@@ -423,6 +489,10 @@ def test_an_exchange_sends_what_its_formula_says(runs):
         ('streaming', 12),
         ('feedback', 8),
         ('feedback', 12),
+        ('largest', 8),
+        ('muon', 8),
+        ('muon_2x2', 8),
+        ('muon_2x2_manual', 8),
         ('async', 8),
         ('dropout', 8),
         ('manual', 8),
@@ -519,7 +589,9 @@ def test_sample_reads_what_replicas_saved(runs, monkeypatch, capsys):
 # --- --verify and --plan ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('more', [(), ('--exchange_dtype=int4', '--num_fragments=3')], ids=['float32', 'int4'])
+@pytest.mark.parametrize(
+    'more', [(), ('--exchange_dtype=int4', '--num_fragments=3'), LARGEST], ids=['float32', 'int4', 'top2bit']
+)
 def test_verify_passes_here(data_dir, tmp_path, more):
     keys = case(data_dir, tmp_path / 'out', 2, '--batch_size=1', '--verify', *more)['arguments']
     said = run_forked('train_diloco.py', *keys, nproc=4, log=tmp_path / 'log')
@@ -533,7 +605,7 @@ def test_plan_prints_a_table_and_compares_it_with_the_run(data_dir, tmp_path):
     keys = ('--plan', '--max_iters=130', '--log_interval=100', '--eval_interval=0', '--checkpoint_interval=0')
     keys = case(data_dir, tmp_path / 'out', 2, *keys)['arguments']
     table = run_forked('train_diloco.py', *keys, nproc=2, log=tmp_path / 'log').partition('plan: ')[2]
-    for dtype in ('float32', 'bfloat16', 'int8', 'int4'):
+    for dtype in ('float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'):
         (row,) = re.findall(rf' {dtype} +\d.*', table)
         shares = [float(share) for share in re.findall(r'([\d.]+)%', row)]
         assert len(shares) == 8 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100
@@ -594,6 +666,9 @@ def start_by_hand(ranks, script='train_diloco.py', local=None, world_size=None, 
         (2, ['--inner_steps=23'], ['inner_steps=23', 'max_iters=22']),
         (2, ['--num_fragments=3', '--overlap_steps=2'], ['overlap_steps=2', 'inner_steps / num_fragments = 2']),
         (2, ['--num_fragments=4'], ['num_fragments=4', '3']),  # the model has 3 blocks
+        (2, ['--exchange_dtype=top2bit'], ['outer_momentum=0.9', 'use --outer_momentum=0 --outer_lr=1']),
+        (2, [*LARGEST, '--exchange_k=5000'], ['exchange_k=5000', '4096']),
+        (2, [*FEEDBACK, '--error_decay=2.0'], ['error_decay=2.0', 'to 1']),
     ],
 )
 def test_keys_that_do_not_fit_are_refused_with_the_numbers(data_dir, tmp_path, ranks, keys, words):
@@ -601,6 +676,13 @@ def test_keys_that_do_not_fit_are_refused_with_the_numbers(data_dir, tmp_path, r
     lines = start_by_hand([of_each] * ranks)
     assert len(set(lines)) == 1
     assert all(word in lines[0] for word in words), lines[0]
+
+
+@pytest.mark.parametrize('config', ['snoo', 'sparseloco', 'diloco_muon'])
+def test_the_settings_of_the_papers_fit_on_top_of_a_run(data_dir, tmp_path, config):
+    keys = arguments(data_dir, tmp_path / 'out', '--dry_run', '--max_iters=100')
+    said = run_forked('train_diloco.py', f'config/{config}.py', *keys, nproc=2, log=tmp_path / 'log')
+    assert 'total on the device' in said and 'skipped' not in said
 
 
 def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir, tmp_path):

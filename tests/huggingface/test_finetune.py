@@ -16,6 +16,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 
 import data
 import fsdp_manual
+import optim
 from huggingface import finetune
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
@@ -201,6 +202,19 @@ def test_z_loss_is_of_the_square_of_logsumexp(models, kind):
         logits = model(x)[y >= 0].float()
     torch.testing.assert_close(ce_sum, F.cross_entropy(logits, y[y >= 0], reduction='sum'))
     torch.testing.assert_close(loss_sum, ce_sum + 0.01 * logits.logsumexp(-1).square().sum())
+
+
+@pytest.mark.parametrize('lora_rank', [0, 4])
+def test_muon_trains_whole_matrices_and_leaves_those_of_lora_to_adamw(models, lora_rank):
+    pretrained = finetune.Pretrained(models / 'llama', lora_rank=lora_rank)
+    with torch.device('meta'):
+        model = finetune.for_training(pretrained)
+    by_muon, *others = optim.make_optimizer(model, 'muon', 1e-3, 0.9, 0.95, 0.1).param_groups
+    assert len(by_muon['params']) == (0 if lora_rank else 3 * 7)  # q, k, v, o, gate, up, down of 3 blocks
+    assert {group['update'] for group in others} == {'adamw-decay'}
+    in_others = {id(parameter) for group in others for parameter in group['params']}
+    lora = [parameter for name, parameter in model.named_parameters() if '.lora_' in name]
+    assert len(lora) == (2 * 3 * 7 if lora_rank else 0) and all(id(parameter) in in_others for parameter in lora)
 
 
 def test_lora_begins_with_other_numbers_in_every_module_and_for_every_seed(models):

@@ -417,6 +417,47 @@ def test_frozen_parts_stay_to_the_bit_and_the_rest_trains_as_in_a_plain_loop(mod
         assert {key for key in stored if torch.equal(weights[key], stored[key])} == frozen, name
 
 
+DILOCO = {  # options -> replicas, what is trained
+    'one replica': ([f'--freeze={FREEZE}', '--outer_momentum=0.9'], 1, lambda name: not re.search(FREEZE, name)),
+    'lora': (['--lora_rank=4', '--optimizer=muon'], 2, lambda name: '.lora_' in name),
+    'lora sparse': (
+        ['--lora_rank=4', '--exchange_dtype=top2bit', '--outer_momentum=0', '--outer_lr=1'],
+        2,
+        lambda name: '.lora_' in name,
+    ),
+}
+
+
+@pytest.mark.parametrize('case', DILOCO)
+def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepared, tmp_path, case):
+    """4 outer steps, with a momentum that would move on what it holds."""
+    from safetensors.torch import load_file
+
+    options, replicas, is_trained = DILOCO[case]
+    keys = [*RUN, f'--data_dir={prepared}', f'--init_from={models / "llama"}', '--max_iters=8', '--inner_steps=2']
+    keys += [f'--num_replicas={replicas}', f'--out_dir={tmp_path / "out"}', *options]
+    start('train_diloco.py', *keys, nproc=2)
+    weights, stored = (
+        checkpoint.load_weights(newest(tmp_path / 'out'))[0],
+        load_file(models / 'llama/model.safetensors'),
+    )
+    trained = {name for name in weights if is_trained(name)}
+    assert trained and {name for name in stored if not torch.equal(weights[name], stored[name])} == trained & set(
+        stored
+    )
+    assert all(weights[name].any() for name in trained)
+    numbers = sum(weights[name].numel() for name in trained)
+    sent, formula = column(tmp_path / 'out', 'diloco/bytes'), column(tmp_path / 'out', 'diloco/bytes_formula')
+    assert len(sent) == 4
+    if replicas == 1:
+        assert not any(sent)
+    elif 'sparse' in case:  # of small matrices a table of 16 bytes for each is half of it
+        assert all(formula[0] < size < 0.1 * 4 * numbers for size in sent)
+    else:
+        assert formula == [4 * numbers] * 4  # 2 replicas send half of the adapters twice, in fp32
+        assert all(4 * numbers <= size <= 4 * numbers + 32 for size in sent)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,147 @@
+"""
+DiLoCo's relatives at equal tokens: which loss for how many bytes, each with the best learning rate of a grid.
+
+    python benchmarks/diloco_table.py --data_dir=data                                    # the table: some hours
+    python benchmarks/diloco_table.py --short --rates=1e-3 --seeds=1 --folder=out/short  # random tokens, 2 minutes
+
+Each method trains the model of config/quickstart.py on two ranks. Its learning rates are tried with the first seed, and
+the best one with the others. A line is added to results.jsonl in the folder when a run has ended, so the same command
+goes on where it was stopped. The folder is for one --steps and model: what differs goes into another.
+
+Bytes are those that both hosts' interfaces sent, headers included: the ranks are on two hosts with an unshaped cable
+between them, see slow_link.py. Where that cannot be had, the table has no bytes, and says why.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+
+from launch import TINY_SYNTHETIC, run_script
+from outputs import column
+
+from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
+
+NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/diloco.md: 0.6 for the 40 rounds of 800 steps
+TWO = ['--num_replicas=2', *NESTEROV]
+METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
+    'ddp': ('train_ddp.py', []),
+    'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
+    'snoo': ('train_diloco.py', ['--num_replicas=1', *NESTEROV]),  # one replica, sharded over both ranks
+    'diloco': ('train_diloco.py', TWO),
+    'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
+    'int4': ('train_diloco.py', [*TWO, '--exchange_dtype=int4', '--error_feedback']),
+    'int2': ('train_diloco.py', [*TWO, '--exchange_dtype=int2', '--error_feedback']),
+    'sparseloco': (
+        'train_diloco.py',
+        ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0', '--exchange_dtype=top2bit', '--exchange_k=128'],
+    ),
+}
+
+
+def train(method, rate, seed, arguments):
+    """One run: {'method', 'rate', 'seed', 'val_loss', 'wire': bytes that both hosts sent per step, or None}."""
+    script, keys = METHODS[method]
+    out_dir = Path(arguments.folder) / f'{method}_{rate:g}_{seed}'
+    shutil.rmtree(out_dir, ignore_errors=True)  # of a run that was stopped: its bytes are lost
+    H = arguments.inner_steps
+    keys = [
+        *(TINY_SYNTHETIC if arguments.short else ['config/quickstart.py', f'--data_dir={arguments.data_dir}']),
+        *keys,
+    ]
+    keys += [f'--learning_rate={rate}', f'--seed={seed}', f'--max_iters={arguments.steps}', f'--log_interval={H}']
+    keys += ['--eval_interval=0', '--eval_iters=110', '--keep_checkpoints=0', '--dtype=float32', f'--out_dir={out_dir}']
+    keys += [f'--inner_steps={H}'] if script == 'train_diloco.py' else []
+    wire = None
+    try:
+        with SlowLink(mbit=None) as link:
+            watch = RowWatch(link, out_dir)
+            link.run(script, *keys, timeout=7200, meanwhile=watch)
+        rounds = sorted(step for step in watch.seen if step % H == 0 and step < arguments.steps)  # the last evaluates
+        wire = 2 * watch.bytes_per_step(rounds[0], rounds[-1])  # of both hosts
+    except NoSlowLink as reason:
+        print(f'no bytes: {reason}')
+        run_script(script, *keys, nproc=2, timeout=7200)
+    row = {'method': method, 'rate': rate, 'seed': seed, 'val_loss': column(out_dir, 'val_loss')[-1], 'wire': wire}
+    shutil.rmtree(out_dir)
+    return row
+
+
+def table(results):
+    """Lines of text: the best rate of each method, its loss over the seeds, its bytes, and all rates of the grid."""
+    lines, of_ddp = [], None
+    lines.append(
+        f'{"":12}{"rate":>8}{"val loss":>10}{"min":>8}{"max":>8}{"seeds":>6}{"kB per step":>13}{"share":>8}  grid'
+    )
+    for method in METHODS:
+        rows = [row for row in results if row['method'] == method]
+        if not rows:
+            continue
+        best = best_rate(rows)
+        losses = [row['val_loss'] for row in rows if row['rate'] == best]
+        wire = [row['wire'] for row in rows if row['rate'] == best and row['wire']]
+        of_ddp = statistics.mean(wire) if method == 'ddp' and wire else of_ddp
+        sent = f'{statistics.mean(wire) / 1000:13.1f}' if wire else f'{"-":>13}'
+        share = f'{statistics.mean(wire) / of_ddp:8.2%}' if wire and of_ddp else f'{"-":>8}'
+        first = {row['rate']: row['val_loss'] for row in reversed(rows)}  # with the first seed
+        grid = ', '.join(f'{rate:g} {first[rate]:.3f}' for rate in sorted(first))
+        at_edge = len(first) > 1 and best in (min(first), max(first))
+        lines.append(
+            f'{method:12}{best:8g}{statistics.mean(losses):10.4f}{min(losses):8.4f}{max(losses):8.4f}{len(losses):6}'
+            f'{sent}{share}  {grid}' + (': the best is at the edge, try more --rates' if at_edge else '')
+        )
+    return lines
+
+
+def best_rate(rows):
+    """Of a method's rows, by the first seed, the one that all rates have."""
+    tried = [row for row in rows if row['seed'] == rows[0]['seed']]
+    return min(tried, key=lambda row: row['val_loss'])['rate']
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--folder', default='out/diloco_table', help='results.jsonl, and runs while they last')
+    parser.add_argument('--data_dir', default='data', help='where stdlib-bpe2048 is (python prepare_data.py)')
+    parser.add_argument('--methods', default=','.join(METHODS), help='those to run, of %(default)s')
+    parser.add_argument('--rates', default='1e-3,2e-3,4e-3,8e-3', help='learning rates, tried with the first seed')
+    parser.add_argument('--seeds', default='1,2,3')
+    parser.add_argument('--steps', type=int, default=800)
+    parser.add_argument('--inner_steps', type=int, default=20)
+    parser.add_argument('--short', action='store_true', help='a tiny model on random tokens for 24 steps: does it run?')
+    arguments = parser.parse_args()
+    if arguments.short:
+        arguments.steps, arguments.inner_steps = 24, 4
+    rates, seeds = (
+        [float(rate) for rate in arguments.rates.split(',')],
+        [int(seed) for seed in arguments.seeds.split(',')],
+    )
+    path = Path(arguments.folder) / 'results.jsonl'
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def results():
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def run(method, rate, seed):
+        if any((row['method'], row['rate'], row['seed']) == (method, rate, seed) for row in results()):
+            return
+        row = train(method, rate, seed, arguments)
+        print(json.dumps(row), flush=True)
+        with path.open('a') as file:
+            file.write(json.dumps(row) + '\n')
+
+    for method in arguments.methods.split(','):
+        for rate in rates:
+            run(method, rate, seeds[0])
+        for seed in seeds[1:]:
+            run(method, best_rate([row for row in results() if row['method'] == method]), seed)
+    print('\n'.join(table(results())))
+
+
+if __name__ == '__main__':
+    main()

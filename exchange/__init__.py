@@ -1,0 +1,1 @@
+"""What replicas of train_diloco.py send to each other."""

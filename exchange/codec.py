@@ -1,0 +1,184 @@
+"""
+Numbers to bytes and back: what an exchange of train_diloco.py sends.
+
+    float32, bfloat16   as they are                                                              4, 2 bytes per number
+    int8, int4          -127 to 127, -7 to 7 times a scale; one scale per 256                    1.016, 0.516
+    int2                one of 4 values, which 2048 numbers share: the statistical quantiser     0.258
+    top2bit             of each 4096 only the k largest: where (12 bits), one of 4 values        1.75 per number sent
+
+    payload = encode(numbers, 'int4')                       # dense: (rows, n) -> (rows, bytes)
+    numbers = decode(payload, 'int4')
+    payload = encode_top2bit(tensors, k=64)                 # sparse: [tensors] -> (bytes)
+    places, numbers = decode_top2bit(payload, shapes, k=64)
+
+The sizes of payloads depend on shapes alone. What is not finite decodes as NaN, with all that shares its scale.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5, 'int2': 0.25, 'top2bit': 1.75}  # per number, no scales
+LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
+BLOCKS = {'int8': 256, 'int4': 256, 'int2': 2048}  # numbers that share a scale (or a table of 4 values)
+SCALES = {'int8': 4, 'int4': 4, 'int2': 16}  # its bytes
+CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; of a matrix 64 x 64
+
+
+# --- dense ------------------------------------------------------------------------------------------------------------
+
+
+def encode(numbers, dtype):
+    """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCKS[dtype], of 4 for float32 and bfloat16.
+
+    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative. int2: see
+    two_bits(). Scales and tables come first.
+    """
+    if dtype == 'float32':
+        return numbers.contiguous().view(torch.uint8)
+    if dtype == 'bfloat16':
+        return numbers.bfloat16().view(torch.uint8)
+    rows = len(numbers)
+    if dtype == 'int2':
+        codes, table = two_bits(numbers.reshape(-1, BLOCKS[dtype]))
+        return torch.cat((table.view(rows, -1).view(torch.uint8), pack_codes(codes).view(rows, -1)), dim=1)
+    blocks = numbers.reshape(rows, -1, BLOCKS[dtype])
+    scales = blocks.abs().amax(dim=2) / LEVELS[dtype]  # (rows, blocks)
+    codes = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).round_()
+    codes = codes.clamp_(-LEVELS[dtype], LEVELS[dtype]).nan_to_num_().to(torch.int8).view(rows, -1)
+    if dtype == 'int4':
+        low, high = (codes + 8).view(torch.uint8).view(rows, -1, 2).unbind(dim=2)
+        codes = low | high << 4
+    return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
+
+
+def decode(payload, dtype):
+    """The inverse, up to rounding: uint8 (rows, bytes) -> fp32 (rows, n)."""
+    if dtype == 'float32':
+        return payload.view(torch.float32)
+    if dtype == 'bfloat16':
+        return payload.view(torch.bfloat16).float()
+    rows, size = payload.shape
+    n_blocks = size // int(BLOCKS[dtype] * BYTES[dtype] + SCALES[dtype])
+    scales = payload[:, : SCALES[dtype] * n_blocks].contiguous().view(torch.float32)
+    codes = payload[:, SCALES[dtype] * n_blocks :]
+    if dtype == 'int2':
+        codes = unpack_codes(codes.reshape(rows * n_blocks, -1))
+        return scales.view(-1, 4).gather(1, codes).view(rows, -1)
+    if dtype == 'int4':
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).view(torch.int8) - 8
+    else:
+        codes = codes.contiguous().view(torch.int8)
+    return (codes.reshape(rows, n_blocks, BLOCKS[dtype]) * scales[:, :, None]).view(rows, -1)
+
+
+# --- the statistical quantiser ----------------------------------------------------------------------------------------
+
+
+def two_bits(numbers):
+    """fp32 (rows, n) -> codes 0 to 3, uint8 (rows, n), and the values that they stand for in each row, fp32 (rows, 4).
+
+    A bin is 1.5 standard deviations of its row wide, bin 2 lies around the mean, and a code stands for the mean of all
+    numbers in its bin (SparseLoCo, arXiv 2508.15706):
+
+        code = clamp(round((x - mean) / (1.5 sigma)) + 2, 0, 3)
+    """
+    numbers = numbers.double()  # few bits are left, so it should not hang on rounding which they are
+    centred = numbers - numbers.mean(dim=1, keepdim=True)
+    width = 1.5 * centred.square().mean(dim=1, keepdim=True).sqrt()
+    codes = centred.div_(width.clamp(min=torch.finfo(torch.float32).tiny)).round_().add_(2).clamp_(0, 3)
+    codes = codes.nan_to_num_().to(torch.uint8)
+    table = []
+    for code in range(4):
+        is_in = codes == code
+        table.append((numbers * is_in).sum(dim=1) / is_in.sum(dim=1).clamp(min=1))  # inf * False is NaN: so are all 4
+    return codes, torch.stack(table, dim=1).float()
+
+
+def pack_codes(codes):
+    """uint8 (rows, n) of codes 0 to 3 -> (rows, n / 4), the first of four in the lowest bits."""
+    first, second, third, fourth = codes.view(len(codes), -1, 4).unbind(dim=2)
+    return first | second << 2 | third << 4 | fourth << 6
+
+
+def unpack_codes(packed):
+    """The inverse, as int64 (rows, n)."""
+    return torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1).long()
+
+
+# --- the k largest ----------------------------------------------------------------------------------------------------
+
+
+def grid(shape):
+    """(rows, columns, height, width): of a matrix and its chunks, 64 x 64; all else is one row, in chunks of 4096."""
+    return (*shape, SIDE, SIDE) if len(shape) == 2 else (1, math.prod(shape), 1, CHUNK)
+
+
+def kept(shape, k):
+    """How many numbers of each chunk are sent, int64 (chunks), row of chunks by row: k of a whole one. Of one at the
+    edge, which has fewer numbers, as large a share, rounded up."""
+    rows, columns, height, width = grid(shape)
+    heights = (rows - torch.arange(0, rows, height)).clamp(max=height)
+    widths = (columns - torch.arange(0, columns, width)).clamp(max=width)
+    return (k * heights[:, None] * widths + CHUNK - 1).flatten() // CHUNK
+
+
+def places_of(places_in_chunks, shape, k):
+    """The same places as indices into the flat tensor: int64 (numbers sent), in the order of chunks."""
+    _, columns, height, width = grid(shape)
+    counts = kept(shape, k)
+    chunk = torch.arange(len(counts)).repeat_interleave(counts).to(places_in_chunks.device, non_blocking=True)
+    per_row = -(-columns // width)
+    row = chunk // per_row * height + places_in_chunks // width
+    return row * columns + chunk % per_row * width + places_in_chunks % width
+
+
+def largest(tensor, k):
+    """Places in their chunks, int64 (numbers sent), of the kept() largest numbers of each chunk, chunk by chunk."""
+    rows, columns, height, width = grid(tensor.shape)
+    sizes = tensor.reshape(rows, columns).abs()
+    sizes = F.pad(sizes, (0, -columns % width, 0, -rows % height), value=-1.0)  # what hangs over is never chosen
+    chunks = sizes.view(-1, height, sizes.shape[1] // width, width).transpose(1, 2).reshape(-1, CHUNK)
+    is_kept = torch.arange(k) < kept(tensor.shape, k)[:, None]  # (chunks, k); on the host, which waits for nothing
+    chosen = is_kept.flatten().nonzero().flatten().to(tensor.device, non_blocking=True)
+    return chunks.topk(k, dim=1).indices.flatten()[chosen]
+
+
+def encode_top2bit(tensors, k):
+    """Of each chunk of fp32 tensors the k largest numbers -> uint8 (bytes). 1 <= k <= CHUNK; no tensor is empty.
+
+    Per tensor: the table of two_bits(), which its numbers share; their codes, four in a byte; their places in the
+    chunks, 12 bits each, two in 3 bytes.
+    """
+    payload = []
+    for tensor in tensors:
+        in_chunks = largest(tensor, k)
+        codes, table = two_bits(tensor.flatten()[places_of(in_chunks, tensor.shape, k)][None])
+        first, second = F.pad(in_chunks, (0, len(in_chunks) % 2)).view(-1, 2).unbind(dim=1)
+        places = torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), dim=1).to(torch.uint8)
+        packed = pack_codes(F.pad(codes, (0, -len(in_chunks) % 4)))
+        payload += [table.view(torch.uint8).flatten(), packed.flatten(), places.flatten()]
+    return torch.cat(payload)
+
+
+def decode_top2bit(payload, shapes, k):
+    """Places, int64 (numbers sent), in the tensors of these shapes laid end to end, and the numbers there, fp32. All
+    others are zero: flat[places] = numbers."""
+    parts = iter(payload.split([size for shape in shapes for size in sizes_of_parts(shape, k)]))
+    places, numbers, first = [], [], 0
+    for shape in shapes:
+        table, packed, triples = next(parts), next(parts), next(parts)
+        n = int(kept(shape, k).sum())
+        low, middle, high = triples.view(-1, 3).long().unbind(dim=1)
+        in_chunks = torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), dim=1).flatten()[:n]
+        places.append(first + places_of(in_chunks, shape, k))
+        numbers.append(table.clone().view(torch.float32)[unpack_codes(packed[None])[0, :n]])
+        first += math.prod(shape)
+    return torch.cat(places), torch.cat(numbers)
+
+
+def sizes_of_parts(shape, k):
+    """Bytes of table, codes and places in the payload of a tensor of this shape."""
+    n = int(kept(shape, k).sum())
+    return SCALES['int2'], -(-n // 4), 3 * -(-n // 2)
