@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,6 +41,7 @@ STRATEGIES = {
     'fsdp': ('train_fsdp.py', {}),
     'manual': ('train_fsdp.py', {'fsdp_impl': 'manual'}),
 }
+TIMED = dict(max_iters=30, log_interval=10, warmup_iters=5, trace_step=28)
 NUMBERS = ('step', 'loss', 'tokens_per_sec', 'mfu', 'time/total', 'time/update', 'mem/peak_gb', 'mem/reserved_gb')
 
 
@@ -54,6 +56,7 @@ class Bench:
         self.runs.mkdir(parents=True, exist_ok=True)
         self.ends = time.monotonic() + 60 * arguments.budget
         self.stage_ends = self.ends
+        self.output = []  # (second, line) as the latest check printed it
 
     def check(self, name, command, limit, read=lambda text: {}, environment=None):
         """The result of a command: {'seconds', 'error' or what read() finds in its output}, also of an earlier call."""
@@ -66,16 +69,20 @@ class Bench:
             return {'error': 'left out, no time'}
         began = time.monotonic()
         log = self.out / f'{path.stem}.log'
-        with log.open('w') as output:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, command)], cwd=REPO, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env=os.environ | {'PYTHONUNBUFFERED': '1'} | (environment or {}),
-            )  # fmt: skip
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                code = process.wait()
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, env=os.environ | {'PYTHONUNBUFFERED': '1'} | (environment or {}),
+            text=True, errors='replace',
+        )  # fmt: skip
+        self.output = []
+        reader = threading.Thread(target=copy_lines, args=(process.stdout, log, self.output), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            code = process.wait()
+        reader.join(timeout=10)  # a compiler's process that is left may hold the pipe
         result = {'seconds': round(time.monotonic() - began, 1)}
         text = log.read_text(errors='replace')
         if code:
@@ -107,6 +114,7 @@ class Bench:
             last = [row for row in rows if 'tokens_per_sec' in row][-1]
             found = {key.removeprefix('time/').removeprefix('mem/'): last[key] for key in NUMBERS if key in last}
             found |= {'losses': [row['loss'] for row in rows if 'loss' in row]}
+            found |= wall_clock(self.output, rows, keys.get('trace_step', math.inf))
             found |= (
                 {'recompilations': text.lower().count('recompiling')} if 'TORCH_LOGS' in (environment or {}) else {}
             )
@@ -124,6 +132,32 @@ class Bench:
 
     def size(self, name):
         return TINY | {'batch_size': 2} if self.tiny else SIZES[name]
+
+
+def copy_lines(stream, path, output):
+    """Into a file, and with the second at which each line came into a list."""
+    with path.open('w') as file:
+        for line in stream:
+            output.append((time.monotonic(), line))
+            file.write(line)
+            file.flush()
+
+
+def wall_clock(output, rows, trace_step=math.inf):
+    """
+    Tokens/s by wall clock, from the lines of the last two logged steps before the one that is traced.
+
+    tokens_per_sec counts the time from begin to end of each step. What the host does between two steps, so that the
+    GPU has nothing to do, is in this one alone.
+    """
+    tokens = {row['step']: row['tokens'] for row in rows if 'tokens' in row}
+    found = [(second, re.match(r'\S+ step +(\d+)/\d+ \| loss', line)) for second, line in output]
+    at = {int(match[1]): second for second, match in found if match}
+    at = {step: second for step, second in at.items() if step in tokens and step < trace_step}
+    if len(at) < 3:  # the first step compiles
+        return {}
+    before, after = sorted(at)[-2:]
+    return {'wall_tokens_per_sec': (tokens[after] - tokens[before]) / (at[after] - at[before])}
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -170,15 +204,14 @@ def speed(bench):
     """124M and Enoki under every strategy, with a traced step."""
     for size in ('124M', '124M gpt2', 'Enoki 8 heads'):
         for name, (script, keys) in STRATEGIES.items():
-            timed = bench.size(size) | dict(max_iters=30, log_interval=10, warmup_iters=5, trace_step=28)
-            bench.train(f'{size} {name}', script, timed | keys)
+            bench.train(f'{size} {name}', script, bench.size(size) | TIMED | keys)
     if bench.nanogpt:
         bench.inner('nanogpt', 150, f'--nanogpt={bench.nanogpt}')
 
 
 def large(bench):
     """Llama 1B under every strategy, beside the memory that --dry_run predicts; as one of four ranks; 8B with LoRA."""
-    timed = bench.size('Llama 1B') | dict(max_iters=20, log_interval=10, warmup_iters=5, trace_step=18)
+    timed = bench.size('Llama 1B') | TIMED
     for name, (script, keys) in STRATEGIES.items():
         bench.train(f'Llama 1B {name}', script, timed | keys)
         command = [script, '--dry_run=True', '--dataset=synthetic', '--vocab_size=50304', f'--device={bench.device}']
@@ -529,14 +562,16 @@ def page(bench):
         + ', '.join(f'{k} {v}' for k, v in versions.items() if k != 'seconds'),
     ]
     lines += ['', f'Checks passed: {len(results) - len(failed)} of {len(results)}.', *failed, '', '## Speed', '']
-    lines += ['| run | tokens/s | MFU | ms a step | peak GB | predicted | kernels | idle ms |', '|---' * 8 + '|']
+    lines += ['| run | tokens/s | by wall clock | MFU | ms a step | peak GB | predicted | kernels | idle ms |']
+    lines += ['|---' * 9 + '|']
     for name, result in results.items():
         if 'tokens_per_sec' in result and not name.startswith(('exact', 'compiled', 'one-step')):
             strategy = name.removeprefix('Llama-1B-')
             result['predicted'] = results.get(f'predicted-{strategy}', {}).get('GB', math.nan)
-            keys = ('tokens_per_sec', 'mfu', 'total', 'peak_gb', 'predicted', 'launches', 'idle_ms')
+            keys = 'tokens_per_sec wall_tokens_per_sec mfu total peak_gb predicted launches idle_ms'.split()
             cells = [name, *(f'{result.get(key, math.nan):.4g}'.replace('nan', '') for key in keys)]
             lines.append(f'| {" | ".join(cells)} |')
+    lines += ['', 'The wall clock also counts what the host does between two steps; tokens/s leave that out.']
     lines += [
         '',
         '## Where a step goes, in ms',

@@ -46,3 +46,24 @@ def test_kernels_of_a_trace_are_summed_by_kind_and_gaps_are_idle(tmp_path):
         found['traced_ms'] == pytest.approx(0.2) and found['idle_ms'] == pytest.approx(0.02) and found['launches'] == 3
     )
     assert (tmp_path / 'step.svg').read_text().count('<rect') == 3
+
+
+def test_tokens_per_second_by_wall_clock_hold_the_gaps_between_steps_and_neither_compiling_nor_the_trace():
+    rows = [{'step': step, 'tokens': 100 * step} for step in (1, 10, 20, 30)] + [{'step': 30, 'val_loss': 1.0}]
+    came = {1: 60.0, 10: 70.0, 20: 75.0, 30: 99.0}  # the host slept in each step, the meter's clock stood still
+    output = [(second, f'10:00:00 step {step:2}/30 | loss 3.1000 | 9,000 tok/s\n') for step, second in came.items()]
+    output.insert(3, (74.0, '10:00:00 step 19/30 | val loss 3.2\n'))
+    assert gpu.wall_clock(output, rows, trace_step=28) == {'wall_tokens_per_sec': 200}
+    assert gpu.wall_clock(output, rows) == {'wall_tokens_per_sec': pytest.approx(1000 / 24)}
+    assert gpu.wall_clock(output[:2], rows) == {}, 'between the first two compiles what the first has not'
+
+
+def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path):
+    bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
+    keys = gpu.TINY | dict(compile=False, max_iters=3, log_interval=1)
+    result = bench.train('tiny ddp', 'train_ddp.py', keys)
+    assert result['wall_tokens_per_sec'] > 0 and 'step 3/3' in (tmp_path / 'tiny-ddp.log').read_text()
+    rows = [
+        line.split(' | ') for line in gpu.page(bench).splitlines() if line.startswith(('| run | tok', '| tiny-ddp'))
+    ]
+    assert rows[0][2] == 'by wall clock' and float(rows[1][2]) == pytest.approx(result['wall_tokens_per_sec'], rel=1e-3)
