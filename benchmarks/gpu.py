@@ -595,6 +595,13 @@ def page(bench):
     return '\n'.join(lines) + '\n'
 
 
+def kept(path):
+    """The section of the page that no GPU is needed for, with an empty line before it; '' if there is none."""
+    text = path.read_text() if path.exists() else ''
+    section = re.search(r'^## What is proven without a GPU\n.*?(?=^## |\Z)', text, re.MULTILINE | re.DOTALL)
+    return f'\n{section[0].rstrip()}\n' if section else ''
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--stage', choices=STAGES, help='this one alone')
@@ -613,7 +620,7 @@ def main():
         bench.stage_ends = time.monotonic() + STAGE_SECONDS
         STAGES[name](bench)
         target = bench.out / 'gpu.md' if bench.tiny else REPO / 'docs' / 'gpu.md'
-        target.write_text(page(bench))
+        target.write_text(page(bench) + kept(target))
     print(f'written: {target}')
 
 
