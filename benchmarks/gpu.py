@@ -101,8 +101,12 @@ class Bench:
         )
         return result
 
-    def train(self, name, script, keys, limit=150, environment=None, keep=False):
-        """A check that trains: the last row of its metrics, and of a traced step where the time went."""
+    def train(self, name, script, keys, limit=150, environment=None, keep=False, inside=None):
+        """
+        A check that trains: the last row of its metrics, and of a traced step where the time went.
+
+        inside: an inner check that runs the script in its own process, and what that one found, too.
+        """
         run = self.runs / name.replace(' ', '-')
         if not keep:
             shutil.rmtree(run, ignore_errors=True)
@@ -118,20 +122,34 @@ class Bench:
             found |= (
                 {'recompilations': text.lower().count('recompiling')} if 'TORCH_LOGS' in (environment or {}) else {}
             )
+            found |= json.loads(text.splitlines()[-1]) if inside else {}
             trace = run / 'trace_rank0.json'
             return found | (summary_of_trace(trace, self.out / f'{run.name}.svg') if trace.exists() else {})
 
-        return self.check(
-            name, [script, *(f'--{key}={value}' for key, value in keys.items())], limit, read, environment
-        )
+        command = [script, *options(keys)]
+        if inside:
+            command = [*self.inner_command(inside), '--script', *command]
+        return self.check(name, command, limit, read, environment)
+
+    def predict(self, name, script, keys):
+        """A check that asks for the memory of a run, without running it."""
+        fixed = dict(dry_run=True, dataset='synthetic', vocab_size=50304, device=self.device)
+        return self.check(f'predicted {name}', [script, *options(fixed | keys)], 60, read_prediction)
 
     def inner(self, name, limit, *arguments, of=''):
         """A check that this file does itself, in a process of its own."""
-        command = ['benchmarks/gpu.py', f'--inner={name}', f'--device={self.device}', f'--out={self.out}', *arguments]
+        command = [*self.inner_command(name), *arguments]
         return self.check(f'{name} {of}'.strip(), command, limit, lambda text: json.loads(text.splitlines()[-1]))
+
+    def inner_command(self, name):
+        return ['benchmarks/gpu.py', f'--inner={name}', f'--device={self.device}', f'--out={self.out}']
 
     def size(self, name):
         return TINY | {'batch_size': 2} if self.tiny else SIZES[name]
+
+
+def options(keys):
+    return [f'--{key}={value}' for key, value in keys.items()]
 
 
 def copy_lines(stream, path, output):
@@ -214,9 +232,7 @@ def large(bench):
     timed = bench.size('Llama 1B') | TIMED
     for name, (script, keys) in STRATEGIES.items():
         bench.train(f'Llama 1B {name}', script, timed | keys)
-        command = [script, '--dry_run=True', '--dataset=synthetic', '--vocab_size=50304', f'--device={bench.device}']
-        command += [f'--{key}={value}' for key, value in (timed | keys).items()]
-        bench.check(f'predicted {name}', command, 60, read_prediction)
+        bench.predict(name, script, timed | keys)
     for impl in ('torch', 'manual'):
         size = 'tiny' if bench.tiny else 'Llama 1B'
         bench.inner('one of four ranks', 100, f'--size={size}', f'--impl={impl}', of=impl)
@@ -230,8 +246,9 @@ def large(bench):
 def read_prediction(text):
     lines = text.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith('memory per rank'))
-    line = next(line for line in lines[begin:] if 'total' in line)
-    return {'GB': float(line.split()[-1])}
+    totals = [line.split() for line in lines[begin:] if 'total on the' in line]
+    gb = {words[-2]: float(words[-1]) for words in totals}  # of 'device' and, where state is offloaded, of 'host'
+    return {'GB': gb['device']} | ({'host GB': gb['host']} if 'host' in gb else {})
 
 
 def offload(bench):
@@ -239,7 +256,9 @@ def offload(bench):
     keys = bench.size('Llama 1B') | dict(batch_size=2, max_iters=8, log_interval=4)
     for where in ('optimizer', 'params'):
         for impl in ('torch', 'manual'):
-            bench.train(f'offload {where} {impl}', 'train_fsdp.py', keys | dict(cpu_offload=where, fsdp_impl=impl))
+            offloaded = keys | dict(cpu_offload=where, fsdp_impl=impl)
+            bench.train(f'offload {where} {impl}', 'train_fsdp.py', offloaded, inside='page locked')
+        bench.predict(f'offload {where}', 'train_fsdp.py', offloaded)
     keys = TINY | dict(keep_checkpoints=2, checkpoint_interval=5, async_checkpoint=True, log_interval=1, max_iters=20)
     bench.train('saved', 'train_fsdp.py', keys | dict(fsdp_impl='manual'))
     bench.train('stopped', 'train_fsdp.py', keys | dict(fsdp_impl='manual', max_iters=10, lr_decay_iters=20))
@@ -317,7 +336,6 @@ def inner_loss(torch, device, arguments):
 
 def inner_syncs(torch, device, arguments):
     """Lines at which the host waits for the GPU, in ten steps of FSDP by hand of which two are logged."""
-    import runpy
     import warnings
 
     from runtime.meter import Meter
@@ -339,14 +357,31 @@ def inner_syncs(torch, device, arguments):
     keys = TINY | dict(dataset='synthetic', eval_iters=0, keep_checkpoints=0, device=arguments.device, max_iters=13)
     keys |= dict(fsdp_impl='manual', log_interval=5, compile=False, out_dir=Path(arguments.out) / 'runs/syncs')
     shutil.rmtree(keys['out_dir'], ignore_errors=True)
-    sys.argv = ['train_fsdp.py', *(f'--{key}={value}' for key, value in keys.items())]
-    leave, os._exit = os._exit, lambda code: (_ for _ in ()).throw(SystemExit(code))
-    try:
-        runpy.run_path(str(REPO / 'train_fsdp.py'), run_name='__main__')
-    except SystemExit:
-        pass
-    os._exit = leave
+    train_here(['train_fsdp.py', *options(keys)])
     return {'waits': lines}
+
+
+def inner_page_locked(torch, device, arguments):
+    """Trains, and says how much host memory was page-locked: its blocks are rounded up, so more than was asked for."""
+    train_here(arguments.script)
+    if device.type != 'cuda' or not hasattr(torch.cuda, 'host_memory_stats'):
+        return {}
+    return {'page_locked_gb': torch.cuda.host_memory_stats()['allocated_bytes.peak'] / 1e9}
+
+
+def train_here(command):
+    """Run a train script in this process, which it must not end. Raises SystemExit if it fails."""
+    import runpy
+
+    sys.argv = command
+    leave, os._exit = os._exit, lambda code: sys.exit(code)
+    try:
+        runpy.run_path(str(REPO / command[0]), run_name='__main__')
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        os._exit = leave
 
 
 def inner_one_of_four_ranks(torch, device, arguments):
@@ -582,6 +617,15 @@ def page(bench):
     for name, result in results.items():
         if 'kernels_ms' in result:
             lines.append(f'| {name} | {" | ".join(f"{ms:.2f}" for ms in result["kernels_ms"].values())} |')
+    lines += ['', '## Page-locked host memory, in GB', '', '| run | page-locked | predicted |', '|---|---|---|']
+    for name, result in results.items():
+        if name.startswith('offload-') and 'error' not in result:
+            predicted = results.get(f'predicted-{name.rpartition("-")[0]}', {}).get('host GB', math.nan)
+            cells = [
+                name,
+                *(f'{gb:.4g}'.replace('nan', '') for gb in (result.get('page_locked_gb', math.nan), predicted)),
+            ]
+            lines.append(f'| {" | ".join(cells)} |')
     lines += ['', '## Largest relative difference of the losses of 20 steps in fp32', '', '| | to ddp |', '|---|---|']
     reference = results.get('exact-ddp', {}).get('losses', [])
     for name, result in results.items():
@@ -611,6 +655,7 @@ def main():
     parser.add_argument('--nanogpt', metavar='FOLDER')
     for name in ('--inner', '--size', '--impl', '--folder'):
         parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument('--script', nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # and its options
     arguments = parser.parse_args()
     if arguments.inner:
         return inner(arguments)

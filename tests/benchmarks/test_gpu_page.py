@@ -81,3 +81,16 @@ def test_a_new_page_keeps_what_is_proven_without_a_gpu(tmp_path):
         assert 'Nobody has run it' not in page.read_text()
     page.write_text(f'# One\n\n{proven}\n## Another\n\nText.\n')
     assert gpu.kept(page) == f'\n{proven}' and gpu.kept(tmp_path / 'none.md') == ''
+
+
+def test_page_locked_memory_stands_beside_what_the_plan_says(tmp_path):
+    bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
+    keys = gpu.TINY | dict(compile=False, max_iters=1, cpu_offload='optimizer')
+    result = bench.train('offload optimizer torch', 'train_fsdp.py', keys, inside='page locked')
+    assert 'error' not in result and len(result['losses']) == 1 and 'page_locked_gb' not in result, 'nothing on a CPU'
+    assert gpu.Bench.train(bench, 'x', 'train_fsdp.py', keys | {'n_head': 3}, inside='page locked')['error']
+    predicted = bench.predict('offload optimizer', 'train_fsdp.py', keys)
+    weights = 12 * 128 * 128 * 3 // 4  # at least, of each of the optimizer's two moments
+    assert predicted['host GB'] > 2 * 4 * weights / 1e9
+    (tmp_path / 'offload-optimizer-torch.json').write_text(json.dumps(result | {'page_locked_gb': 0.25}))
+    assert f'| offload-optimizer-torch | 0.25 | {predicted["host GB"]:.4g} |' in gpu.page(bench)
