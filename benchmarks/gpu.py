@@ -219,12 +219,30 @@ def loss(bench):
 
 
 def speed(bench):
-    """124M and Enoki under every strategy, with a traced step."""
+    """124M and Enoki under every strategy, with a traced step; 124M on packed documents beside the plain stream."""
     for size in ('124M', '124M gpt2', 'Enoki 8 heads'):
         for name, (script, keys) in STRATEGIES.items():
             bench.train(f'{size} {name}', script, bench.size(size) | TIMED | keys)
+        if size == '124M':
+            packed = write_documents(bench.out / 'data', bench.size(size).get('vocab_size', 50304))
+            bench.train(f'{size} documents ddp', 'train_ddp.py', bench.size(size) | TIMED | packed)
     if bench.nanogpt:
         bench.inner('nanogpt', 150, f'--nanogpt={bench.nanogpt}')
+
+
+def write_documents(data_dir, vocab_size, tokens=2**22):
+    """The keys of a dataset of random documents of 400 tokens on average, which it writes."""
+    import numpy as np
+
+    folder, generator = data_dir / 'documents', np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    eot_token = vocab_size - 1
+    for split in ('train', 'val'):
+        text = generator.integers(0, eot_token, tokens, dtype=np.uint16)
+        text[generator.random(tokens) < 1 / 400] = eot_token
+        text.tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text(json.dumps({'vocab_size': vocab_size, 'eot_token': eot_token}))
+    return dict(data_dir=data_dir, dataset='documents', vocab_size=vocab_size, windows='documents')
 
 
 def large(bench):

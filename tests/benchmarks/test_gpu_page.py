@@ -8,6 +8,7 @@ import torch
 from launch import run_script
 
 from benchmarks import gpu
+from text.windows import open_dataset
 
 
 def test_a_stage_of_the_benchmark_leaves_results_and_a_page_and_repeats_nothing(tmp_path):
@@ -94,3 +95,22 @@ def test_page_locked_memory_stands_beside_what_the_plan_says(tmp_path):
     assert predicted['host GB'] > 2 * 4 * weights / 1e9
     (tmp_path / 'offload-optimizer-torch.json').write_text(json.dumps(result | {'page_locked_gb': 0.25}))
     assert f'| offload-optimizer-torch | 0.25 | {predicted["host GB"]:.4g} |' in gpu.page(bench)
+
+
+def test_documents_are_written_that_a_run_packs(tmp_path):
+    keys = gpu.write_documents(tmp_path, vocab_size=500, tokens=20_000)
+    dataset = open_dataset(tmp_path, keys['dataset'], 'train', 128, keys['vocab_size'], keys['windows'])
+    assert dataset.is_packed and dataset.n_tokens == 20_000
+    x, y, starts = dataset.read(range(dataset.n_windows))
+    documents = (starts < 128).sum(1)
+    assert documents.min() >= 1 and documents.max() > 1, 'some windows hold several'
+    assert (x == 499).any() and (y == 499).any(), 'with their end-of-text'
+
+
+def test_a_run_on_packed_documents_is_a_row_of_the_page(tmp_path):
+    bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
+    packed = gpu.write_documents(tmp_path / 'data', 500)
+    keys = bench.size('124M') | packed | dict(compile=False, max_iters=3, log_interval=1)
+    assert 'error' not in bench.train('124M documents ddp', 'train_ddp.py', keys)
+    assert '| 124M-documents-ddp | ' in gpu.page(bench)
+    assert 'windows=documents: ' in (tmp_path / '124M-documents-ddp.log').read_text()
