@@ -45,6 +45,7 @@ from exchange.codec import BLOCKS, BYTES, decode, decode_top2bit, encode, encode
 from exchange.collectives import all_to_all, gather
 
 BUCKET = 2**22  # numbers exchanged at a time: 16 MB of fp32
+OVERLAPPED_CTAS = 4  # of NCCL at most while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
 TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
 
 # A stretch of a fragment's numbers, first to end. pieces: [(parameter, first, end)], of which it consists; their sizes.
@@ -169,10 +170,14 @@ class Outer:
         # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
         # the exchange is in flight, and two threads that share a group may meet in another order on another rank.
         ranks = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        first, options = local(next(iter(self.parameters.values()))), None
+        if overlap_steps and first.is_cuda:  # NCCL's kernels spin while they wait for the slowest replica
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = OVERLAPPED_CTAS
+            options._timeout = timeout or options._timeout  # or torch warns that new_group()'s goes before it
+        self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, pg_options=options)
         self.replicas, self.replica = len(ranks), dist.get_rank(group)
         self.inner_steps, self.overlap_steps, self.mix, self.dtype = inner_steps, overlap_steps, mix, dtype
-        first = local(next(iter(self.parameters.values())))
         self.device, self.on_host = first.device, on_host and first.is_cuda
         self.on_cuda = self.device.type == 'cuda'
         # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Always one at a time

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from launch import run_function
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -1280,3 +1281,35 @@ def test_a_run_of_few_rounds_is_warned_of_its_momentum_with_values_that_pass():
     assert '100 rounds' in line and (momentum, steps) == ('0.8', '5')
     assert diloco_check.advice(2000, 20, float(momentum)) == diloco_check.advice(2000, int(steps), 0.9) == ''
     assert '--outer_momentum=0 --outer_lr=1' in diloco_check.advice(100, 25, 0.9)
+
+
+@pytest.mark.parametrize('place', ['cpu', 'cuda'])
+@pytest.mark.parametrize('overlap_steps', [0, 1])
+def test_nccl_may_keep_few_multiprocessors_busy_while_the_gpu_computes(monkeypatch, overlap_steps, place):
+    """As a fake GPU has neither streams nor NCCL, it is only looked at what the group would be made with."""
+
+    class Options:
+        def __init__(self):
+            self.config, self._timeout = SimpleNamespace(max_ctas=None), timedelta(minutes=10)
+
+    class Made(Exception):
+        pass
+
+    def new_group(ranks, timeout, use_local_synchronization, pg_options):
+        raise Made(pg_options)
+
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, 'ProcessGroupNCCL', SimpleNamespace(Options=Options), raising=False)
+        monkeypatch.setattr(dist, 'new_group', new_group)
+        with FakeTensorMode(), pytest.raises(Made) as made:
+            parameters = {'w': nn.Parameter(torch.zeros(4, device=place))}
+            timeout = timedelta(seconds=60)
+            diloco.Outer(parameters, average, dist.group.WORLD, 4, overlap_steps=overlap_steps, timeout=timeout)
+    finally:
+        dist.destroy_process_group()
+    options = made.value.args[0]
+    if overlap_steps and place == 'cuda':
+        assert options.config.max_ctas == diloco.OVERLAPPED_CTAS and options._timeout == timeout
+    else:
+        assert options is None
