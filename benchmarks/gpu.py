@@ -103,7 +103,7 @@ class Bench:
 
     def train(self, name, script, keys, limit=150, environment=None, keep=False, inside=None):
         """
-        A check that trains: the last row of its metrics, and of a traced step where the time went.
+        A check that trains: the last row of its metrics before the traced step, and of that one where the time went.
 
         inside: an inner check that runs the script in its own process, and what that one found, too.
         """
@@ -115,10 +115,11 @@ class Bench:
 
         def read(text):
             rows = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
-            last = [row for row in rows if 'tokens_per_sec' in row][-1]
+            trace_step = keys.get('trace_step', math.inf)
+            last = [row for row in rows if 'tokens_per_sec' in row and row['step'] < trace_step][-1]
             found = {key.removeprefix('time/').removeprefix('mem/'): last[key] for key in NUMBERS if key in last}
             found |= {'losses': [row['loss'] for row in rows if 'loss' in row]}
-            found |= wall_clock(self.output, rows, keys.get('trace_step', math.inf))
+            found |= wall_clock(self.output, rows, trace_step)
             found |= (
                 {'recompilations': text.lower().count('recompiling')} if 'TORCH_LOGS' in (environment or {}) else {}
             )

@@ -61,9 +61,10 @@ def test_tokens_per_second_by_wall_clock_hold_the_gaps_between_steps_and_neither
 
 def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path):
     bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
-    keys = gpu.TINY | dict(compile=False, max_iters=3, log_interval=1)
+    keys = gpu.TINY | dict(compile=False, max_iters=4, log_interval=1, trace_step=4)
     result = bench.train('tiny ddp', 'train_ddp.py', keys)
-    assert result['wall_tokens_per_sec'] > 0 and 'step 3/3' in (tmp_path / 'tiny-ddp.log').read_text()
+    assert result['step'] == 3 and result['launches'] > 0, 'both are of the steps before the one that is traced'
+    assert result['wall_tokens_per_sec'] > 0 and 'step 4/4' in (tmp_path / 'tiny-ddp.log').read_text()
     rows = [
         line.split(' | ') for line in gpu.page(bench).splitlines() if line.startswith(('| run | tok', '| tiny-ddp'))
     ]
