@@ -1,5 +1,7 @@
 """All blocks of a model share one graph for training and one for evaluation, and nothing is compiled again later."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import diloco
 import fsdp_manual
 from model import GPT, ModelConfig
 
@@ -17,8 +20,9 @@ SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
 
 @pytest.fixture
 def ranks(strategy):
-    """One of two, whose collectives do nothing; for DDP, which knows no such group, one of one."""
+    """One of two in each replica, whose collectives do nothing; for DDP, which knows no such group, one of one."""
     backend, store, world_size = ('gloo', dist.HashStore(), 1) if strategy == 'ddp' else ('fake', FakeStore(), 2)
+    world_size *= 2 if 'diloco' in strategy else 1
     dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
     with torch._dynamo.config.patch(optimize_ddp=False):  # as train_ddp.py sets it
         yield
@@ -29,8 +33,8 @@ def ranks(strategy):
 def wrap(model, strategy):
     if strategy == 'ddp':
         return DistributedDataParallel(model)
-    mesh = init_device_mesh('cpu', (2,))
-    if strategy == 'manual':
+    mesh = init_device_mesh('cpu', (dist.get_world_size() // 2, 2), mesh_dim_names=('replica', 'shard'))['shard']
+    if 'manual' in strategy:
         return fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -38,12 +42,17 @@ def wrap(model, strategy):
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp', 'manual'])
-@pytest.mark.parametrize(
-    ('arch', 'mode'),
-    [('gpt2', 'none'), ('enoki', 'none'), ('qwen3', 'none'), ('llama', 'selective'), ('enoki', 'full')],
-)
-def test_blocks_share_two_graphs_for_good(ranks, arch, strategy, mode):
+def outer_step(theta, delta, momentum):
+    theta.sub_(delta, alpha=0.7)
+
+
+MODELS = [('gpt2', 'none'), ('enoki', 'none'), ('qwen3', 'none'), ('llama', 'selective'), ('enoki', 'full')]
+CASES = [(strategy, *model) for strategy in ('ddp', 'fsdp', 'manual') for model in MODELS]
+CASES += [(strategy, 'llama', 'selective') for strategy in ('fsdp diloco', 'manual diloco')]
+
+
+@pytest.mark.parametrize(('strategy', 'arch', 'mode'), CASES)
+def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
     model = GPT(ModelConfig(arch=arch, **SHAPE), torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -53,6 +62,10 @@ def test_blocks_share_two_graphs_for_good(ranks, arch, strategy, mode):
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=counter)
     model = wrap(model, strategy)
+    outer = None
+    if 'diloco' in strategy:  # rounds of five steps; the outer parameters are evaluated
+        replicas = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replica', 'shard')).get_group('replica')
+        outer = diloco.Outer(dict(model.named_parameters()), outer_step, replicas, inner_steps=5)
     tokens = torch.randint(64, (2, 8))
     graphs = []
     for step in range(50):
@@ -60,11 +73,13 @@ def test_blocks_share_two_graphs_for_good(ranks, arch, strategy, mode):
         model.zero_grad()
         if step % 10 == 0:
             model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), outer.outer_parameters() if outer else contextlib.nullcontext():
                 model(tokens, tokens)
             model.train()
             for module in model.modules():
                 if hasattr(module, 'reshard'):
                     module.reshard()
+        for fragment in outer.to_send(step + 1) if outer else ():
+            outer.send(fragment, step + 1)
         graphs.append(counter.frame_count)
     assert graphs == [2] * 50  # the first evaluation comes right after the first step
