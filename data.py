@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from text.shuffle import sample_windows
-from text.tokenizer import as_argument, same_tokenizer
+from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 from text.windows import open_dataset
 
 LONGEST_TABLE = 10**6  # entries: shares of up to 6 decimals; it takes a second
@@ -292,6 +292,21 @@ def folder_of(keys, data_dir=None):
     names = names_of(stages_of({'dataset_stages': (), **keys}))
     folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
     return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
+
+
+def peek(dataset, data_dir, n_windows=8, n_tokens=256):
+    """Print the beginnings of a run's first windows, with their source and the borders of documents."""
+    keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
+    mixture = open_mixture({**keys, 'block_size': n_tokens, 'vocab_size': None}, 'train')
+    mixture.plan(1, n_windows)
+    decode = tokenizer_of(folder_of(keys)).decode
+    for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):
+        source = mixture.sources[number]
+        tokens = np.array(source.read([window])[0]).ravel()[:n_tokens]  # of conversations the inputs
+        parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
+        text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
+        where = f'window {window:,} of {source.n_windows:,}, {len(parts) - 1} documents end in it'
+        print(f'--- {mixture.names[number]}, {where}:\n{text}')
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,6 @@ LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does n
 SAVE_SECONDS = 10  # the work that a kill can cost
 UNITS_AHEAD = 64  # of a MB: they keep the workers busy for a third of a second, while a shard goes to disk
 EXAMPLE_TOKENS = 4096  # of the conversation that is printed
-PEEK_WINDOWS, PEEK_TOKENS = 8, 256  # what --peek prints
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
@@ -114,19 +113,8 @@ if config.verify:
     sys.exit()
 if config.peek:
     import data  # and torch
-    from text.tokenizer import tokenizer_of
 
-    keys = {'dataset': config.peek, 'data_dir': config.data_dir, 'dataset_stages': (), 'windows': 'stream'}
-    mixture = data.open_mixture({**keys, 'block_size': PEEK_TOKENS, 'vocab_size': None}, 'train')
-    mixture.plan(1, PEEK_WINDOWS)
-    decode = tokenizer_of(data.folder_of(keys)).decode
-    for number, window in zip(*mixture.locate(np.arange(PEEK_WINDOWS), seed=1337), strict=True):
-        source = mixture.sources[number]
-        tokens = np.array(source.read([window])[0]).ravel()[:PEEK_TOKENS]
-        parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
-        text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
-        where = f'window {window:,} of {source.n_windows:,}, {len(parts) - 1} documents end in it'
-        print(f'--- {mixture.names[number]}, {where}:\n{text}')
+    data.peek(config.peek, config.data_dir)
     sys.exit()
 if config.dataset == 'synthetic':
     print('synthetic: random tokens, made while training\nnext: python train_ddp.py --dataset=synthetic')
