@@ -39,6 +39,7 @@ import json
 import os
 import time
 import uuid
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -220,7 +221,7 @@ class Replica:
         parts = {'model': self.fragment.anchor.cpu(), 'momentum': self.fragment.momentum.cpu()}
         round, files, sha256 = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
         for kind, flat in parts.items():
-            sha256[kind] = self._write(f'outer/{files}_{kind}', flat.numpy().tobytes())
+            sha256[kind] = self._write(f'outer/{files}_{kind}', flat.view(torch.uint8).numpy().data)
         marker = {
             'files': files, 'ranks': self.ranks, 'sha256': sha256, 'state': self.state, 'ledger': self.ledger.state(),
             'parent': self.parent, 'members': sorted(self.members),
@@ -268,7 +269,11 @@ class Replica:
             if hashlib.sha256(data).hexdigest() != sha256[rank]:
                 return None, f'{name} is damaged ({len(data)} bytes)'
             self.bytes_read += len(data)
-            numbers = decode(torch.frombuffer(bytearray(data), dtype=torch.uint8)[None], dtype)[0]
+            with warnings.catch_warnings():
+                warnings.filterwarnings('ignore', message='The given buffer is not writable')  # nobody writes there
+                numbers = decode(torch.frombuffer(data, dtype=torch.uint8)[None], dtype)[0]
+            if len(files) == self.ranks:  # the same rows as here
+                return numbers[: len(mine)], None
             for first, end, target in pieces:
                 mine[target : target + end - first] = numbers[first:end]
         return mine, None
@@ -363,10 +368,10 @@ class Replica:
             )
         if self.error is not None:
             delta += self.error
-        padded = torch.nn.functional.pad(delta, (0, -len(delta) % BLOCK))
+        padded = torch.nn.functional.pad(delta, (0, -len(delta) % BLOCK)) if dtype != 'float32' else delta
         encoded = encode(padded[None], dtype)[0]
         decoded = decode(encoded[None], dtype)[0, : len(delta)]
-        sha256 = self._write(name, encoded.numpy().tobytes())
+        sha256 = self._write(name, encoded.numpy().data)
         marker = {
             'pool': self.pool, 'job': self.name, 'steps': steps, 'piece': self.ledger.piece(self.number),
             'leaves': leaves, 'state': self.state, 'dtype': dtype, 'sha256': sha256, **(facts or {}),
@@ -376,7 +381,7 @@ class Replica:
 
     def _wait(self):
         """The commit of this round, which somebody makes as soon as it is complete."""
-        pause = 0.01
+        pause, began, said = 0.01, time.monotonic(), False
         while True:
             commit, markers = on_rank_0(self._look)
             if commit is None and markers is not None:
@@ -385,6 +390,10 @@ class Replica:
             if commit is not None:
                 return commit
             self.waiting()
+            if not said and time.monotonic() - began > self.config.grace_s:
+                lacks = f'waits for {", ".join(sorted(self.watch.late)) or "a quorum"}' if self.rank == 0 else ''
+                self.say(f'round {self.ledger.round} {lacks}, since {self.config.grace_s:g} s')
+                said = True
             time.sleep(pause)  # short at first: a round is not to last longer for it
             pause = min(1.5 * pause, self.watch.pause)
 
@@ -409,7 +418,7 @@ class Replica:
                 rejected[number] = f'of another pool ({marker["pool"]})'
             elif marker['state'] != self.state:
                 rejected[number] = f'began from another outer state, {marker["state"]}'
-            elif not 0 < marker['steps'] <= end - first:
+            elif marker['steps'] not in range(1, end - first + 1):
                 rejected[number] = f'{marker["steps"]} steps of {end - first}'
         while True:
             counted = {number: marker for number, marker in sorted(markers.items()) if number not in rejected}

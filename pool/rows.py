@@ -6,6 +6,8 @@ checksum that does not depend on that number.
 import torch
 import torch.distributed as dist
 
+CHUNK, ODD = 2**16, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
+
 
 def rows_of(rows, ranks, rank):
     """(first, end) of the rows of a parameter that one of several ranks holds: those of DTensor's Shard(0)."""
@@ -31,15 +33,17 @@ def copies(shapes, mine, theirs):
 
 def checksum(flat, shapes, ranks, rank):
     """A number that depends on every bit of what all ranks hold together, and on its place, but not on how many ranks
-    hold it: sum over i of bits_i * (i * odd + 1) mod 2^64. flat: this rank's rows, fp32 on the host. Collective."""
-    total, here, before = torch.zeros((), dtype=torch.int64), 0, 0
+    hold it: sum over i of bits_i * (i * ODD + 1) mod 2^64. flat: this rank's rows, fp32 on the host. Collective."""
+    weights = torch.arange(CHUNK) * ODD
+    total, here, before = 0, 0, 0
     for rows, *others in shapes:
         width = torch.Size(others).numel()
         first, end = (row * width for row in rows_of(rows, ranks, rank))
-        for start in range(first, end, 2**20):
-            stop = min(start + 2**20, end)
-            places = torch.arange(before + start, before + stop) * -7046029254386353131 + 1  # odd; splitmix64's
-            total += (flat[here + start - first : here + stop - first].view(torch.int32).long() * places).sum()
+        for start in range(first, end, CHUNK):
+            stop = min(start + CHUNK, end)
+            bits = flat[here + start - first : here + stop - first].view(torch.int32).long()
+            total += (bits * weights[: stop - start]).sum().item() + ((before + start) * ODD + 1) * bits.sum().item()
         here, before = here + end - first, before + rows * width
+    total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around likewise
     dist.all_reduce(total)
     return f'{total.item() % 2**64:016x}'

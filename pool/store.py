@@ -196,7 +196,7 @@ class Bucket(Store):
         self.address, self.files, self.path = address.rstrip('/'), files, path.rstrip('/')
 
     def _create(self, name, data):
-        self.files.pipe_file(f'{self.path}/{name}', data, mode='create')
+        self.files.pipe_file(f'{self.path}/{name}', bytes(data), mode='create')
 
     def _replace(self, name, data):
         self.files.pipe_file(f'{self.path}/{name}', data)

@@ -4,6 +4,7 @@ What rank 0 of a job sees of the others, in a thread of its own while the job tr
 
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -31,11 +32,14 @@ class Watch:
             round, store = f'rounds/{self.round:06}', self.store
             self.is_committed = f'{self.round:06}.json' in store.list('commits')
             for name in store.list(round):
-                kind, _, number = name.removesuffix('.json').partition('_')
-                if kind == 'claim' and int(number) not in self.owners:
-                    self.owners[int(number)] = store.read(f'{round}/{name}').decode()
-                elif name.endswith('.json') and int(number) not in self.markers:
-                    self.markers[int(number)] = json.loads(store.read(f'{round}/{name}'))
+                found = re.fullmatch(r'(claim_|delta_)(\d+)(\.json)?', name)
+                number = int(found[2]) if found else self.pieces
+                if number >= self.pieces:  # the rows of a delta, or nothing of ours
+                    continue
+                if found[1] == 'claim_' and number not in self.owners:
+                    self.owners[number] = store.read(f'{round}/{name}').decode()
+                elif found[3] and number not in self.markers:
+                    self.markers[number] = self._parse(store.read(f'{round}/{name}'))
             now = time.monotonic()
             if self.enough_at is None and self.markers and len(self.markers) >= min(self.quorum, self.pieces):
                 self.enough_at = now
@@ -51,6 +55,13 @@ class Watch:
                 before, since = self.beats.get(job, (beat, now))
                 self.beats[job] = (beat, since if beat == before else now)
             self.late = {job for job in late if self.beats[job][0] != b'left' and not self._is_silent(job, now)}
+
+    def _parse(self, text):
+        """What a marker says, with None for what it lacks."""
+        marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'sha256'))
+        with contextlib.suppress(ValueError, TypeError):
+            marker |= json.loads(text)
+        return marker
 
     def _is_silent(self, job, now):
         return now - self.beats[job][1] > self.grace_s

@@ -174,7 +174,7 @@ def play(
     def unreliable(self, name, data):
         wait_before('write', self, name)
         if harm and fnmatch.fnmatch(name, harm[0]):
-            data = harm[1](data)
+            data = harm[1](bytes(data))
         seen[0] += bool(die and fnmatch.fnmatch(name, die[0]))
         dies = die[1] if die and fnmatch.fnmatch(name, die[0]) and seen[0] == die[2] else None
         if dies == 'before':

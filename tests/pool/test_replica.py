@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import random
+import time
 import uuid
 
 import pytest
@@ -96,7 +98,7 @@ def test_jobs_of_other_numbers_of_ranks_hold_the_same_bits_and_read_the_others_d
     one = [
         row['diloco/bytes'] for row in results['one']['rows']
     ]  # 47 numbers, on three ranks 21, 18 and 8; each file is padded to 256
-    assert {*one} == {(1 + 2 + 3) * 1024}
+    assert {*one} == {3 * 47 * 4}
     assert replay(jobs) == 'rounds 0 to 5 and 1 snapshots: equal to the bit'
 
 
@@ -167,6 +169,26 @@ class Arrival:
         return len([*self.folder.glob('arrived_*')]) == self.count
 
 
+def test_a_storm_of_kills_and_returns(tmp_path):
+    """Four jobs, one of them slow, are killed at random and started again, until the pool has trained all."""
+    jobs = Jobs(str(tmp_path / 'pool'), tmp_path, num_replicas=4, max_iters=160, grace_s=1.0, checkpoint_interval=8)
+    chance, kills, names = random.Random(1), 0, ['a', 'b', 'c', 'slow']
+    for name in names:
+        jobs.start(name, ranks=1 + (name == 'b'), pause=0.06 if name == 'slow' else 0.02)
+    while kills < 24:
+        time.sleep(chance.uniform(0.2, 1.0))
+        name = chance.choice(names)
+        if not all(process.is_alive() for process in jobs.running[name]):
+            break  # all is trained
+        jobs.kill(name)
+        kills += 1
+        jobs.start(name, ranks=chance.choice((1, 2)), pause=0.06 if name == 'slow' else 0.02)
+    results = jobs.wait(timeout=300)
+    commits = check(jobs, results)
+    assert kills >= 5 and len({delta['job'] for commit in commits for delta in commit['deltas']}) > 4
+    assert replay(jobs).endswith('equal to the bit')
+
+
 # --- what cannot be used ----------------------------------------------------------------------------------------------
 
 
@@ -195,11 +217,12 @@ def flipped(data):
 FIRST = 'rounds/000000/delta_*'
 HARM = {
     'no payload': ({'harm': (f'{FIRST}_0000', nothing)}, 'is missing'),
-    'truncated': ({'harm': (f'{FIRST}_0000', half)}, 'is damaged (512 bytes)'),
-    'one bit': ({'harm': (f'{FIRST}_0000', flipped)}, 'is damaged (1024 bytes)'),
+    'truncated': ({'harm': (f'{FIRST}_0000', half)}, 'is damaged (94 bytes)'),
+    'one bit': ({'harm': (f'{FIRST}_0000', flipped)}, 'is damaged (188 bytes)'),
     'not finite': ({'nan': True, 'notices': False}, 'not finite'),
     'another pool': ({'harm': (f'{FIRST}.json', Changed(pool='x'))}, 'of another pool (x)'),
     'another state': ({'harm': (f'{FIRST}.json', Changed(state='y'))}, 'began from another outer state, y'),
+    'no JSON': ({'harm': (f'{FIRST}.json', half)}, 'of another pool (None)'),
     'too many steps': ({'harm': (f'{FIRST}.json', Changed(steps=5))}, '5 steps of 4'),
 }
 
