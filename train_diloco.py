@@ -406,7 +406,7 @@ if pool:
     pool.say, pool.waiting = log.say, functools.partial(watchdog.at, 'outer', step)
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
 at = end = step  # whose data is next; in a pool, end of the piece that is being trained on
-looked_at = step  # the last step after which evaluations and checkpoints could be due
+looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due till then
 INTERVALS = config.eval_interval, config.checkpoint_interval, config.permanent_interval
 while (pool or step < config.max_iters) and not must_stop:
     # a pool: the next piece of the data that nobody has, the one of replica number `replica`
@@ -523,7 +523,7 @@ while (pool or step < config.max_iters) and not must_stop:
     if saving or must_stop:
         save()
 if pool:
-    if pool.ledger.is_complete and step < config.max_iters:  # others have ended it: this job's own copy
+    if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
         step = config.max_iters
         log.row(step, evaluate() if config.eval_iters else {})
         save()
