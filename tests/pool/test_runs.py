@@ -141,6 +141,9 @@ def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
     (first, *_, last) = journal(tmp_path / 'begun')
     assert [delta['piece'] for delta in first['deltas']] == [[0, 14, 20]] and last['deltas'][0]['piece'] == [0, 30, 34]
     assert column(tmp_path / 'begun', 'step') == list(range(1, STEPS + 1))
+    finish(start(data_dir, tmp_path, 'late', '--num_replicas=1'))  # which finds nothing to do
+    for name, value in weights_of(tmp_path / 'begun', STEPS).items():
+        assert value.equal(weights_of(tmp_path / 'late', STEPS)[name]), name
 
 
 @pytest.mark.parametrize(
