@@ -419,7 +419,7 @@ def test_a_full_disk_ends_jobs_in_one_line_and_those_that_come_later_go_on(tmp_p
     folder = tmp_path / 'disk'
     mount_small_disk(folder, megabytes=1)
     try:
-        jobs = Jobs(str(folder / 'pool'), tmp_path, max_iters=400, inner_steps=2, grace_s=1.0)
+        jobs = Jobs(str(folder / 'pool'), tmp_path, max_iters=160, inner_steps=2, grace_s=1.0)
         results = jobs.start('a').start('b', ranks=2).wait()
         assert any('No space left on device' in str(result) for result in results.values()), results
         for path in folder.glob('pool/**/*.json'):
