@@ -29,8 +29,7 @@ class Ledger:
         self.returned = [[k, step, end] for k in range(self.replicas)] if rest and step < self.steps else []
 
     @property
-    def pieces(self):
-        """How many can be claimed in this round."""
+    def pieces(self):  # how many can be claimed in this round
         return len(self.returned) + max(0, -(-self.steps // self.inner_steps) * self.replicas - self.issued)
 
     def piece(self, number):

@@ -196,8 +196,7 @@ class Replica:
         self.outer.restart_from_anchors()
         self.fragment.begin_at(self.ledger.step)
 
-    def _of_ranks(self, value):
-        """[value of rank 0, of rank 1, ...]"""
+    def _of_ranks(self, value):  # [that of rank 0, of rank 1, ...]
         values = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values

@@ -13,8 +13,7 @@ class Watch:
     def __init__(self, store, name, grace_s, quorum):
         self.store, self.name, self.grace_s, self.quorum = store, name, grace_s, quorum
         self.pause = min(max(grace_s / 20, 0.05), 5.0)
-        self.lock, self.closed, self.beats = threading.Lock(), threading.Event(), {}
-        self.count = 0
+        self.lock, self.closed, self.beats, self.count = threading.Lock(), threading.Event(), {}, 0
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, ledger, members):
@@ -54,16 +53,14 @@ class Watch:
             fresh = {job for job, (_, since) in self.beats.items() if now - since <= self.grace_s}
             self.late = {job for job in late & fresh if self.beats[job][0] != b'left'}
 
-    def _parse(self, text):
-        """What a marker says, with None for what it lacks."""
+    def _parse(self, text):  # what a marker says, with None for what it lacks
         marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'sha256'))
         with contextlib.suppress(ValueError, TypeError):
             marker |= json.loads(text)
         return marker
 
     @property
-    def waited_s(self):
-        """Seconds since a quorum has delivered; 0: not yet."""
+    def waited_s(self):  # seconds since a quorum has delivered; 0: not yet
         return 0.0 if self.enough_at is None else time.monotonic() - self.enough_at
 
     def beat(self, content=None):
