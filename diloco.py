@@ -373,6 +373,23 @@ class Outer:
                 delta.add_(theirs, alpha=1 / replicas)
         return Told(gram / replicas, (replicas - 1) * len(encoded), spans)  # health() adds up what all replicas know
 
+    # --- exchanged by somebody else (pool/replica.py) ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def pseudo_gradient(self, fragment):
+        """What this rank's rows have learned since the last outer step: anchor - theta, flat fp32, a new tensor."""
+        return fragment.anchor.to(self.device) - torch.cat([local(p).flatten() for p in fragment.parameters.values()])
+
+    @torch.no_grad()
+    def step_with(self, fragment, delta, step):
+        """Take an outer step with an average, flat fp32, on the host, where all jobs compute the same bits."""
+        anchor, momentum = fragment.anchor.cpu(), fragment.momentum.cpu()  # themselves, if they are there
+        self.update(anchor, delta, momentum)
+        fragment.anchor.copy_(anchor)
+        fragment.momentum.copy_(momentum)
+        fragment.begin_at(step)
+        self._go_on_from_anchors()
+
     # --- evaluate, save, load ---------------------------------------------------------------------------------------
 
     @contextmanager

@@ -4,6 +4,7 @@ have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sh
 
     torchrun --nproc_per_node=4 train_diloco.py config/diloco_quickstart.py --num_replicas=2    # 2 replicas x 2 shards
     sbatch --nodes=4 slurm/diloco.sh                          # one replica per node, no server process
+    torchrun ... train_diloco.py CONFIG --exchange=s3://bucket/run      # one of many jobs that come and go (pool/)
     torchrun ... train_diloco.py CONFIG --plan                # how slow may the link between the nodes be?
     torchrun ... train_diloco.py CONFIG --verify              # does it compute what it should, here?
     python train_diloco.py --help                             # every key with its default and meaning
@@ -117,7 +118,7 @@ class Config:
     blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
     prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
     # diloco
-    num_replicas: int | None = None  # copies of the model that train alone; None = one per node
+    num_replicas: int | None = None  # copies of the model that train alone; None = one per node; exchange: the pool's
     inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
     outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
@@ -129,6 +130,11 @@ class Config:
     error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
     error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
+    exchange = ''  # replicas are jobs that come and go, and share this folder, or s3://bucket/name; '' = all are here
+    quorum = 1  # exchange: deltas without which no round is closed
+    grace_s = 60.0  # exchange: a round with a quorum waits so long for others; a job silent for so long is dead
+    keep_deltas = False  # exchange: delete none, so that --replay can begin with the first round
+    replay = False  # exchange: compute the outer parameters again from what jobs gave, compare the bits, and stop
     plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
 
@@ -149,6 +155,7 @@ import optim
 from comparison import diloco_check
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
+from pool.replica import Replica, number_of_replicas
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
@@ -162,8 +169,13 @@ on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
 local_world_size = processes.local_world_size()
-num_replicas = config.num_replicas = scaling.number_of_replicas(config.num_replicas, world_size, local_world_size)
-shard_size = world_size // num_replicas  # ranks that hold one replica between them
+if config.exchange:  # this job is one of the replicas; its batches are as if all had as many ranks
+    num_replicas = config.num_replicas = number_of_replicas(config)
+    all_ranks = num_replicas * world_size
+else:
+    num_replicas = config.num_replicas = scaling.number_of_replicas(config.num_replicas, world_size, local_world_size)
+    all_ranks = world_size
+shard_size = all_ranks // num_replicas  # ranks that hold one replica between them
 pretrained = None
 start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
 if config.init_from != 'scratch' and not start_from:
@@ -173,23 +185,24 @@ if config.init_from != 'scratch' and not start_from:
 train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
+model_config, notes = setup.fill_in(config, explicit, all_ranks, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, all_ranks)
 tokens_per_step = global_batch_size * config.block_size
 scaling.check_rounds(vars(config))  # inner_steps, overlap_steps and the like fit together
 if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
-        print(estimate.report(vars(config), model_config.to_dict(), world_size, strategy='diloco'))
+        print(estimate.report(vars(config), model_config.to_dict(), all_ranks, strategy='diloco'))
     sys.exit()
 notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
 setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
 found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
-notes += diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
+if not config.exchange:
+    notes += diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
 diloco_check.refuse_differences(config, train_data, val_data)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
@@ -210,7 +223,7 @@ if config.compile and on_cuda:  # on a CPU the loss is faster as it is
 offloads = config.cpu_offload == 'params'
 if on_cuda and offloads and compute_dtype == torch.float16:
     raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
-whole_mesh = init_device_mesh(device.type, (num_replicas, shard_size), mesh_dim_names=('replica', 'shard'))
+whole_mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=('replica', 'shard'))
 mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
 shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
 processes.set_timeouts(whole_mesh, config.timeout_s)
@@ -280,6 +293,10 @@ if found is not None:
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
+pool = None
+if config.exchange and not config.eval_only:  # from here on step and outer parameters are those of the pool
+    pool = Replica(config, outer, identity, notes.append)
+    step = pool.ledger.step
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
 started_at = saved['step'] if found and (config.eval_only or config.verify) else step  # those two cut no rows
@@ -292,6 +309,10 @@ if pretrained:
     log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
 log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
+if config.replay:
+    log.say(f'replay: {pool.replay()}')
+    watchdog.close()
+    processes.leave()
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -315,8 +336,9 @@ def evaluate():
 
 def batches_from(at):
     """This rank's micro-batches from step `at` on."""
+    place = replica * shard_size + mesh.get_local_rank()
     first = at * global_batch_size
-    return data.batches(train_data, config.seed, first, global_batch_size, batch_size, rank, world_size, device)
+    return data.batches(train_data, config.seed, first, global_batch_size, batch_size, place, all_ranks, device)
 
 
 def targets_of(at):
@@ -349,7 +371,8 @@ saver = checkpoint.Saver(
     config.permanent_interval, config.save_errors,
 )  # fmt: skip
 tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
-meter = Meter(device, world_size, tokens_per_step, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
+own_tokens = tokens_per_step * world_size // all_ranks  # of a step of this job
+meter = Meter(device, world_size, own_tokens, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
 of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
 numbers = health.Numbers(
     config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good,
@@ -369,7 +392,7 @@ def save():
         saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
 
 
-if found is not None and step < saved['step']:
+if found is not None and step < saved['step'] and not pool:
     log.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save()
     saver.wait()
@@ -379,8 +402,22 @@ planner = diloco_check.Plan(outer, meter, log.say) if config.plan else None  # m
 journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
+if pool:
+    pool.say, pool.waiting = log.say, functools.partial(watchdog.at, 'outer', step)
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
-while step < config.max_iters and not must_stop:
+at = end = step  # whose data is next; in a pool, end of the piece that is being trained on
+looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due till then
+INTERVALS = config.eval_interval, config.checkpoint_interval, config.permanent_interval
+while (pool or step < config.max_iters) and not must_stop:
+    # a pool: the next piece of the data that nobody has, the one of replica number `replica`
+    if pool and at == end:
+        piece = pool.claim()
+        if piece is None:  # all is trained
+            break
+        train_batches.close()
+        replica, at, end = piece
+        first, step = at, pool.ledger.step
+        train_batches = batches_from(at)
     # the learning rate of this step
     lr = optim.learning_rate_at(
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
@@ -388,10 +425,10 @@ while step < config.max_iters and not must_stop:
     for group in opt.param_groups:
         group['lr'] = lr
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
-        torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
+        torch.manual_seed((config.seed * 1_000_003 + at) * all_ranks + replica * shard_size + mesh.get_local_rank())
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This
     # factor turns that into the mean over the replica's targets.
-    targets = targets_of(step)
+    targets = targets_of(at)
     loss_scale = shard_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -423,21 +460,33 @@ while step < config.max_iters and not must_stop:
         meter.measure_state(raw_model.parameters(), opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
-    step += 1
+    step, at = step + 1, at + 1
     meter.end_step()
 
+    # a pool: at the end of a piece, or when the others are done, give what was learned and take everybody's outer step
+    row, round_ends = {}, False
+    if pool:
+        must_stop = stop_request.agreed()
+        round_ends = must_stop or at == end or pool.round_is_over()
+        step = pool.step_after(at - first)
+        if round_ends:
+            with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):
+                row = pool.meet(at - first, leaves=must_stop)
+            at, step = end, pool.ledger.step
+
     # what is due after this step
-    last_step = step == config.max_iters
-    round_ends = last_step or step % config.inner_steps == 0
-    evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
-    saving = last_step or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
+    if not pool:
+        round_ends = step == config.max_iters or step % config.inner_steps == 0
+    last_step = step == config.max_iters and round_ends
+    due = [n for n in INTERVALS if n and step // n > looked_at // n and (round_ends or not pool)]
+    evaluating = config.eval_iters and (last_step or config.eval_interval in due)
+    saving = last_step or config.checkpoint_interval in due or config.permanent_interval in due
     # the replicas' own losses, each on its part of the text, before they meet
-    row = {}
     if evaluating and outer.is_mid_round(step):
         row['diloco/inner_val_loss'] = evaluate()['val_loss']
 
     # outer step: average over the replicas what each has learned, and restart them from the result
-    if outer.has_work(step, last_step):
+    if not pool and outer.has_work(step, last_step):
         with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):  # each message may take timeout_s
             for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
@@ -447,14 +496,14 @@ while step < config.max_iters and not must_stop:
         planner.after_step()
 
     # log: shown as it comes, written when the replicas meet
-    if step % config.log_interval == 0 or step == 1 or last_step:
+    if at % config.log_interval == 0 or at == 1 or last_step:
         row |= {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.item()
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
         if not (round_ends or evaluating or saving):
             journal.show(step, row)
-    if round_ends:
+    if round_ends and not pool:
         row.update(outer.health())
     # evaluate the outer parameters, which are what the run is for
     if evaluating:
@@ -466,11 +515,19 @@ while step < config.max_iters and not must_stop:
         journal.keep(step, {**read, **row, **skipped})
     if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
         journal.write()
-        must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
+        looked_at = step
+        if not pool:
+            must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
 
     # save: the outer parameters, and what each replica needs to go on
     if saving or must_stop:
         save()
+if pool:
+    if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
+        step = config.max_iters
+        log.row(step, evaluate() if config.eval_iters else {})
+        save()
+    pool.leave()
 
 # --- END --------------------------------------------------------------------------------------------------------------
 with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):

@@ -30,7 +30,7 @@ CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; 
 
 
 def encode(numbers, dtype):
-    """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCKS[dtype], of 4 for float32 and bfloat16.
+    """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCKS[dtype]; any for float32 and bfloat16.
 
     int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative. int2: see
     two_bits(). Scales and tables come first.
@@ -64,7 +64,7 @@ def decode(payload, dtype):
     scales = payload[:, : SCALES[dtype] * n_blocks].contiguous().view(torch.float32)
     codes = payload[:, SCALES[dtype] * n_blocks :]
     if dtype == 'int2':
-        codes = unpack_codes(codes.reshape(rows * n_blocks, -1))
+        codes = unpack_codes(codes.reshape(-1, BLOCKS[dtype] // 4))
         return scales.view(-1, 4).gather(1, codes).view(rows, -1)
     if dtype == 'int4':
         codes = torch.stack((codes & 15, codes >> 4), dim=2).view(torch.int8) - 8

@@ -414,6 +414,8 @@ def out_of_memory_advice(config, world_size):
     """
     keys_of = {'deepspeed': 'deepspeed_config', 'diloco': 'num_replicas', 'fsdp': 'fsdp_impl'}
     strategy = next((strategy for strategy, key in keys_of.items() if key in config), 'ddp')
+    if config.get('exchange'):  # this job is one of the replicas
+        world_size *= config['num_replicas']
     try:
         parts = estimate(config, empty_model(config), world_size, strategy)
     except (KeyError, TypeError, ValueError):  # not resolved yet

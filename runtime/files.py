@@ -8,7 +8,7 @@ import hashlib
 import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'benchmarks')
+ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool', 'benchmarks')
 FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code; .venv lies below ROOT, too
 
 

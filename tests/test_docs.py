@@ -16,7 +16,7 @@ NAMES = [page.name for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py']
-ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'benchmarks')
+ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool', 'benchmarks')
 
 # Files that the reader makes, or has from another project.
 THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
@@ -31,6 +31,7 @@ MISTAKES = {'batchsize'}  # shown with the error that it gives
 HANDED_ON = {
     'quickstart.sh': ['train_fsdp.py'],
     'diloco.sh': ['train_diloco.py'],
+    'diloco_jobs.sh': ['train_diloco.py'],
     'prepare_data.sh': ['prepare_data.py'],
 }
 

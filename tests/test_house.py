@@ -14,16 +14,23 @@ TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 LESSONS = {'fsdp_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 SHARED = {'data.py', 'optim.py'}
-ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange')
+ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room.
 # Of runtime/ two look above: estimate.py counts a model and its optimizer's groups, offload.py steps a part of them.
-FLOORS = [SCRIPTS, LESSONS, {'comparison'}, {'runtime/estimate.py', 'runtime/offload.py', 'runtime/setup.py'}, SHARED]
+FLOORS = [
+    SCRIPTS,
+    {'pool'},
+    LESSONS,
+    {'comparison'},
+    {'runtime/estimate.py', 'runtime/offload.py', 'runtime/setup.py'},
+    SHARED,
+]
 FLOORS += [{'text', 'huggingface', 'exchange'}, {'runtime'}, {'configurator.py', 'model.py'}]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
-LONGER = {'train_diloco.py': 483, 'optim.py': 653, 'fsdp_manual.py': 663, 'model.py': 640}
-LINES_IN_ALL = 16_000
+LONGER = {'train_diloco.py': 540, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 606, 'model.py': 640}
+LINES_IN_ALL = 16_600
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -180,7 +181,17 @@ def test_keys_that_decide_on_losses_are_in_the_name_of_a_run_and_no_others(proje
     longer = {'max_iters', 'num_epochs'}  # go on with the same run
     deciding = {key for key in knobs if key in MATHEMATICS or knobs[key].section == 'diloco'} - longer
     deciding |= {'batch_size', 'lr_rule', 'dtype', 'tf32', 'deepspeed_config'} & {*knobs}
-    deciding -= {'data_dir', 'outer_on_host', 'plan', 'verify'}
+    deciding -= {
+        'data_dir',
+        'outer_on_host',
+        'plan',
+        'verify',
+        'exchange',
+        'quorum',
+        'grace_s',
+        'keep_deltas',
+        'replay',
+    }
     command = f'source slurm/common.sh; SCRIPT=train_fsdp.py; for key in {" ".join(knobs)}; do run_name --$key=1; done'
     named = re.findall(r'^run,(\w+)=1$', bash(command, project).stdout, flags=re.MULTILINE)
     assert {*named} == deciding | {'out_dir'}  # which is never there: with it a run needs no name
@@ -416,7 +427,7 @@ def uninterrupted(cluster, project, submitted):
     return out_dir, wait_until_ended(cluster, project, job)
 
 
-@pytest.mark.parametrize('name', [*REQUESTS, 'prepare_data'])
+@pytest.mark.parametrize('name', [*REQUESTS, 'diloco_jobs', 'prepare_data'])
 def test_slurm_accepts_the_request_of_a_script_as_committed(cluster, project, name):
     result = bash(f'sbatch --test-only slurm/{name}.sh', project, **cluster)
     assert 'to start at' in result.stderr, result.stderr
@@ -488,6 +499,22 @@ def test_diloco_runs_a_replica_on_each_node(cluster, project, diloco):
     assert state == 'COMPLETED' and (out_dir / 'DONE').read_text().strip() == '6', log
     assert 'mesh: 2 replicas x 2 shards' in log
     assert len(column(out_dir, 'diloco/delta_norm')) == 2
+
+
+def test_jobs_of_an_array_are_replicas_of_one_pool(cluster, project):
+    results = project.parent / 'results'
+    keys = 'max_iters=8 inner_steps=4 batch_size=1 num_replicas=2 quorum=2 grace_s=120'
+    run = f'config/tiny.py --device=cpu --exchange={results}/pool --' + ' --'.join(keys.split())
+    job = submit(cluster, project, f'--array=1-2 slurm/diloco_jobs.sh {run}')
+    elements = wait_until_ended(cluster, project, job)
+    out_dirs = sorted(results.glob('tiny,train_diloco*/replica_*'))
+    assert [path.name for path in out_dirs] == ['replica_1', 'replica_2'], elements
+    for out_dir in out_dirs:
+        assert (out_dir / 'DONE').read_text().strip() == '8', elements
+    journals = [(out_dir / 'rounds.jsonl').read_text().splitlines() for out_dir in out_dirs]
+    digests = [[json.loads(row)['digest'] for row in journal] for journal in journals]
+    assert len(digests[0]) == 2 and digests[0] == digests[1]
+    assert [len(json.loads(row)['deltas']) for row in journals[0]] == [2, 2]
 
 
 def test_a_mistake_ends_the_chain_with_one_line(cluster, project):

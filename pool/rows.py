@@ -1,0 +1,53 @@
+"""Which rows of each parameter a rank holds, so that jobs of other numbers of ranks can read what it has written, and a
+checksum that does not depend on that number."""
+
+import torch
+import torch.distributed as dist
+
+CHUNK, ODD = 2**16, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
+
+
+def rows_of(rows, ranks, rank):
+    """(first, end) of the rows of a parameter that one of several ranks holds: those of DTensor's Shard(0)."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def shapes_of(shapes, ranks, rank):
+    """The shapes of what such a rank holds of each parameter, of those of which it holds anything."""
+    parts = [(rows_of(rows, ranks, rank), others) for rows, *others in shapes]
+    return [shape for (first, end), others in parts if (shape := torch.Size([end - first, *others])).numel()]
+
+
+def copies(shapes, mine, theirs):
+    """[(first, end, target)]: which numbers of what rank `theirs` holds are to be had, and where they go in `mine`.
+
+    shapes: of the parameters, whole; a rank's rows of all of them lie end to end. mine, theirs: (ranks, rank).
+    """
+    found, here, there = [], 0, 0
+    for rows, *others in shapes:
+        width = torch.Size(others).numel()
+        (a, b), (c, d) = rows_of(rows, *mine), rows_of(rows, *theirs)
+        first, end = max(a, c), min(b, d)
+        if first < end:
+            found.append((there + (first - c) * width, there + (end - c) * width, here + (first - a) * width))
+        here, there = here + (b - a) * width, there + (d - c) * width
+    return found
+
+
+def checksum(flat, shapes, ranks, rank):
+    """A number that depends on every bit of what all ranks hold together, and on its place, but not on how many ranks
+    hold it: sum over i of bits_i * (i * ODD + 1) mod 2^64. flat: this rank's rows, fp32 on the host. Collective."""
+    weights = torch.arange(CHUNK) * ODD
+    total, here, before = 0, 0, 0
+    for rows, *others in shapes:
+        width = torch.Size(others).numel()
+        first, end = (row * width for row in rows_of(rows, ranks, rank))
+        for start in range(first, end, CHUNK):
+            stop = min(start + CHUNK, end)
+            bits = flat[here + start - first : here + stop - first].view(torch.int32).long()
+            total += (bits * weights[: stop - start]).sum().item() + ((before + start) * ODD + 1) * bits.sum().item()
+        here, before = here + end - first, before + rows * width
+    total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around likewise
+    dist.all_reduce(total)
+    return f'{total.item() % 2**64:016x}'

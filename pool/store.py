@@ -1,0 +1,202 @@
+"""
+A place that all jobs of a pool see: a folder, or a bucket that fsspec reaches. All it must be able to do is to create
+an object if there is none of that name, so that of several writers exactly one wins.
+
+    store = open_store('/project/pool')      # or 's3://bucket/pool', 'gs://...', with that file system's package
+    store.probe()                            # refuses one that cannot do it
+    store.create('commits/000007', data)     # True: it is ours; False: somebody else's is there
+
+An object appears whole or not at all, and never changes; only what replace() writes, signs of life, does.
+
+A folder: written under another name, fsync, link(), which fails where the name is taken. NFS may report that failure
+although its server has made the link; a bucket may answer 412 to a repetition of what it had done. So after a failure
+the object is read: if it is what was to be written, it is ours. Callers put a name of their own into what they create.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import os
+import time
+import uuid
+
+# Repeating does not help: the disk is full, nobody may write there, it is no folder, it is too large.
+FINAL = {getattr(errno, name) for name in 'ENOSPC EDQUOT EACCES EPERM EROFS ENOTDIR EFBIG ENAMETOOLONG'.split()}
+PAUSES_S = (0.1, 0.5, 2.0, 8.0)  # between attempts: a server that restarts, a stale handle
+LARGEST_SKEW_S = 3600.0  # of this machine's clock and the store's
+
+
+def open_store(address):
+    """A Folder or Bucket. Raises ValueError where the package for such an address is missing, or in a run's out_dir."""
+    if '://' not in address:
+        path = os.path.abspath(address)
+        while path != os.path.dirname(path):
+            if os.path.isdir(os.path.join(path, 'checkpoints')) and os.path.exists(os.path.join(path, 'train.log')):
+                raise ValueError(f'exchange={address} is inside of {path}, the out_dir of a run: use another')
+            path = os.path.dirname(path)
+        return Folder(address)
+    try:
+        import fsspec
+
+        return Bucket(address, *fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True))
+    except ImportError as error:
+        package = {'s3': 's3fs', 'gs': 'gcsfs', 'az': 'adlfs'}.get(address.partition('://')[0], 'its package')
+        raise ValueError(f'exchange={address} needs a package ({error}): pip install {package}') from None
+    except ValueError as error:
+        raise ValueError(f'exchange={address}: {error}; expected a folder, or s3://bucket/name') from None
+
+
+class Store:
+    """What a Folder and a Bucket have in common. Names are relative, with at most one folder.
+
+    Methods raise FileNotFoundError, or OSError in one line once repeating has not helped.
+    """
+
+    def create(self, name, data):
+        """Whether `name` now is an object with this content that we have made; False if another one has the name."""
+        try:
+            self._retry('write', name, lambda: self._create(name, data))
+            return True
+        except FileExistsError:
+            return self.read(name) == data
+
+    def replace(self, name, data):
+        """Write an object that may be there already, and that a reader may meet half written."""
+        self._retry('write', name, lambda: self._replace(name, data))
+
+    def read(self, name):
+        return self._retry('read', name, lambda: self._read(name))
+
+    def list(self, folder):
+        """Names in a folder, sorted; none if there is no such folder. Never out of a cache."""
+        names = []
+        with contextlib.suppress(FileNotFoundError):
+            names = self._retry('list', folder, lambda: self._list(folder))
+        return sorted(name for name in names if not name.endswith('.tmp'))
+
+    def remove(self, folder, names):
+        """Delete objects of a folder; it is no error if another replica has been quicker."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._retry('delete', f'{folder}/{name}', lambda name=name: self._remove(f'{folder}/{name}'))
+
+    def probe(self):
+        """Raises ValueError for a store that does not keep the promise of create(), or with another time than ours."""
+        folder, racers = f'probe_{uuid.uuid4().hex[:12]}', 4
+        contents = [f'{number} {folder}'.encode() for number in range(racers)]
+        try:
+            with concurrent.futures.ThreadPoolExecutor(racers) as threads:
+                won = list(threads.map(lambda content: self.create(f'{folder}/race', content), contents))
+            survivor = self.read(f'{folder}/race')
+            again = self.create(f'{folder}/race', b'another')
+            if won != [content == survivor for content in contents] or again or self.read(f'{folder}/race') != survivor:
+                raise ValueError(
+                    f'exchange={self.address}: of {racers} writers that were to create the same object {sum(won)} were '
+                    'told that it is theirs: this store ignores conditions on writes; use a folder or another store'
+                )
+            skew = time.time() - self._time_of(f'{folder}/race')
+            if abs(skew) > LARGEST_SKEW_S:
+                where = 'ahead of' if skew > 0 else 'behind'
+                raise ValueError(
+                    f'the clock of this machine is {abs(skew) / 3600:.1f} h {where} that of exchange={self.address}: '
+                    'set it, with `timedatectl set-ntp true` or the like'
+                )
+        finally:
+            with contextlib.suppress(OSError):
+                self.remove(folder, self.list(folder))
+                self.remove_folder(folder)
+
+    def _retry(self, what, name, action):
+        for pause in (*PAUSES_S, None):
+            try:
+                return action()
+            except Exception as error:  # packages have their own: botocore's are no OSErrors
+                is_an_answer = isinstance(error, FileNotFoundError) and what != 'write'
+                if is_an_answer or isinstance(error, FileExistsError):
+                    raise
+                is_final = getattr(error, 'errno', None) in FINAL or isinstance(error, PermissionError)
+                if pause is None or is_final:
+                    reason = getattr(error, 'strerror', None) or ' '.join(str(error).split())[:200]
+                    raise OSError(f'cannot {what} {self.address}/{name}: {reason}') from error
+                time.sleep(pause)
+
+
+class Folder(Store):
+    """A folder on a disk or a network file system."""
+
+    def __init__(self, path):
+        self.address = path
+
+    def _path(self, name):
+        return os.path.join(self.address, name)
+
+    def _create(self, name, data):
+        path = self._path(name)
+        unfinished = f'{path}.{uuid.uuid4().hex[:12]}.tmp'
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            with open(unfinished, 'wb') as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(unfinished, path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(unfinished)
+        folder = os.open(os.path.dirname(path), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def _replace(self, name, data):  # in place: NFS would show a renamed file's predecessor for a while
+        os.makedirs(os.path.dirname(self._path(name)), exist_ok=True)
+        with open(self._path(name), 'wb') as file:
+            file.write(data)
+
+    def _read(self, name):
+        with open(self._path(name), 'rb') as file:
+            return file.read()
+
+    def _list(self, folder):
+        return os.listdir(self._path(folder))
+
+    def _remove(self, name):
+        os.remove(self._path(name))
+
+    def remove_folder(self, folder):
+        """Delete a folder, with what killed writers have left in it."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._path(folder)):
+                os.remove(self._path(f'{folder}/{name}'))
+            os.rmdir(self._path(folder))
+
+    def _time_of(self, name):
+        return os.stat(self._path(name)).st_mtime
+
+
+class Bucket(Store):
+    """An object store that fsspec reaches."""
+
+    def __init__(self, address, files, path):
+        self.address, self.files, self.path = address.rstrip('/'), files, path.rstrip('/')
+
+    def _create(self, name, data):
+        self.files.pipe_file(f'{self.path}/{name}', bytes(data), mode='create')
+
+    def _replace(self, name, data):
+        self.files.pipe_file(f'{self.path}/{name}', data)
+
+    def _read(self, name):
+        return self.files.cat_file(f'{self.path}/{name}')
+
+    def _list(self, folder):
+        self.files.invalidate_cache()
+        return [path.rpartition('/')[2] for path in self.files.ls(f'{self.path}/{folder}', detail=False)]
+
+    def _remove(self, name):
+        self.files.rm_file(f'{self.path}/{name}')
+
+    def remove_folder(self, folder):
+        """A bucket has no folders."""
+
+    def _time_of(self, name):
+        return self.files.modified(f'{self.path}/{name}').timestamp()

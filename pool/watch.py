@@ -1,0 +1,80 @@
+"""What rank 0 of a job sees of the others, in a thread of its own while the job trains."""
+
+import contextlib
+import json
+import re
+import threading
+import time
+
+
+class Watch:
+    """What there is of a round, and which jobs live. A thread looks now and then, and gives this job's sign of life."""
+
+    def __init__(self, store, name, grace_s, quorum):
+        self.store, self.name, self.grace_s, self.quorum = store, name, grace_s, quorum
+        self.pause = min(max(grace_s / 20, 0.05), 5.0)
+        self.lock, self.closed, self.beats, self.count = threading.Lock(), threading.Event(), {}, 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self, ledger, members):
+        """A new round. members: the jobs whose deltas were in the last one, and that have not left."""
+        with self.lock:
+            self.round, self.pieces, self.members = ledger.round, ledger.pieces, members
+            self.owners, self.markers, self.enough_at, self.is_committed = {}, {}, None, False
+
+    def look(self):
+        """Look at the round again. Afterwards owners: {number: job}, markers: {number: what the delta's marker says},
+        late: jobs that are waited for, is_committed."""
+        with self.lock:
+            round, store = f'rounds/{self.round:06}', self.store
+            self.is_committed = f'{self.round:06}.json' in store.list('commits')
+            for name in store.list(round):
+                found = re.fullmatch(r'(claim_|delta_)(\d+)(\.json)?', name)
+                number = int(found[2]) if found else self.pieces
+                if number >= self.pieces:  # the rows of a delta, or nothing of ours
+                    continue
+                if found[1] == 'claim_' and number not in self.owners:
+                    self.owners[number] = store.read(f'{round}/{name}').decode()
+                elif found[3] and number not in self.markers:
+                    self.markers[number] = self._parse(store.read(f'{round}/{name}'))
+            now = time.monotonic()
+            if self.enough_at is None and self.markers and len(self.markers) >= min(self.quorum, self.pieces):
+                self.enough_at = now
+            expected = {*self.owners.values()}
+            if len(self.owners) < self.pieces:  # there is still something to claim
+                expected |= self.members
+            late = expected - {marker['job'] for marker in self.markers.values()} - {self.name}
+            for job in late:
+                beat = None
+                with contextlib.suppress(FileNotFoundError):
+                    beat = store.read(f'alive/{job}')
+                before, since = self.beats.get(job, (beat, now))
+                self.beats[job] = (beat, since if beat == before else now)
+            fresh = {job for job, (_, since) in self.beats.items() if now - since <= self.grace_s}
+            self.late = {job for job in late & fresh if self.beats[job][0] != b'left'}
+
+    def _parse(self, text):  # what a marker says, with None for what it lacks
+        marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'sha256'))
+        with contextlib.suppress(ValueError, TypeError):
+            marker |= json.loads(text)
+        return marker
+
+    @property
+    def waited_s(self):  # seconds since a quorum has delivered; 0: not yet
+        return 0.0 if self.enough_at is None else time.monotonic() - self.enough_at
+
+    def beat(self, content=None):
+        self.count += 1
+        self.store.replace(f'alive/{self.name}', content or f'{self.count}'.encode())
+
+    def _run(self):
+        while not self.closed.wait(self.pause):
+            with contextlib.suppress(OSError, ValueError):  # the store is away for a moment: who needs it will say so
+                self.beat()
+                self.look()
+
+    def close(self):
+        self.closed.set()
+        self.thread.join()
+        with contextlib.suppress(OSError):
+            self.beat(b'left')

@@ -1,0 +1,432 @@
+"""The protocol of a pool, with processes that are slow, killed, deaf or broken: on a folder and on an S3 server."""
+
+import itertools
+import json
+import os
+import random
+import time
+import uuid
+
+import pytest
+import torch
+from faults import mount, mount_small_disk, undo
+from pool_jobs import MOMENTUM, RATE, Jobs, inner_step, journal, s3_server, whole_matrices
+
+from exchange import codec
+from pool.ledger import Ledger
+from pool.store import open_store
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+    pytest.importorskip('s3fs', reason='pip install s3fs "moto[server]"')
+    pytest.importorskip('moto', reason='pip install s3fs "moto[server]"')
+    with s3_server(tmp_path_factory.mktemp('moto')) as env:
+        yield env
+
+
+# Those that hang on what a store promises are run on both in CI, too; all others with --full.
+BOTH = pytest.mark.parametrize('pool_of', ['folder', 's3'], indirect=True)
+
+
+@pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.slow)])
+def pool_of(request, tmp_path, monkeypatch):
+    """Function of keys: the Jobs of a new pool."""
+    env = request.getfixturevalue('server') if request.param == 's3' else {}
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    address = f's3://bucket/{uuid.uuid4().hex}' if env else str(tmp_path / 'pool')
+    return lambda **keys: Jobs(address, tmp_path, env, **keys)
+
+
+def commits_of(jobs):
+    store = open_store(jobs.address)
+    return [json.loads(store.read(f'commits/{name}')) for name in store.list('commits')]
+
+
+def check(jobs, results):
+    """All is trained, each share once; all jobs hold the same bits; these are what the journal gives by hand, and by a
+    replay. Returns the commits."""
+    keys, commits = jobs.keys, commits_of(jobs)
+    ledger, shares = Ledger(keys['max_iters'], keys['inner_steps'], keys['num_replicas']), []
+    weights = whole_matrices()
+    momentum = {name: torch.zeros_like(value) for name, value in weights.items()}
+    for commit in commits:
+        assert commit['round'] == ledger.round
+        deltas, average = commit['deltas'], {name: torch.zeros_like(value) for name, value in weights.items()}
+        for delta in deltas:
+            k, first, end = ledger.piece(delta['number'])
+            assert delta['piece'] == [k, first, end]
+            shares += [(k, first + step) for step in range(delta['steps'])]
+            theirs = {name: value.clone() for name, value in weights.items()}
+            for step in range(delta['steps']):
+                inner_step(theirs, k, first + step)
+            for name in average:
+                weight = delta['steps'] / sum(other['steps'] for other in deltas)
+                average[name] += weight * (weights[name] - theirs[name])
+        for name in weights if deltas else ():
+            momentum[name] = MOMENTUM * momentum[name] + average[name]
+            weights[name] = weights[name] - RATE * (average[name] + MOMENTUM * momentum[name])
+        ledger.advance(commit)
+    assert ledger.is_complete and ledger.step == keys['max_iters']
+    assert sorted(shares) == sorted(itertools.product(range(keys['num_replicas']), range(keys['max_iters'])))
+    finished = {
+        name: result for name, result in results.items() if isinstance(result, dict) and result['step'] == ledger.step
+    }
+    assert finished and len({result['state'] for result in finished.values()}) == 1
+    for name, result in finished.items():
+        for key, value in weights.items():
+            assert torch.allclose(result['weights'][key], value, atol=1e-5), (name, key)
+        rows = journal(jobs.folder / name)
+        assert [row['round'] for row in rows] == list(range(len(commits)))
+        assert rows[-1].get('digest', result['state']) == result['state']
+        for row, following in itertools.pairwise(rows):  # bit-equal after every round
+            assert row.get('digest', following['state']) == following['state']
+    return commits
+
+
+def replay(jobs):
+    again = Jobs(jobs.address, jobs.folder, jobs.env, **{**jobs.keys, 'replay': True})
+    return again.start('replay', ranks=2).wait('replay')['replay']
+
+
+# --- no faults --------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_jobs_of_other_numbers_of_ranks_hold_the_same_bits_and_read_the_others_deltas_once(pool_of):
+    jobs = pool_of(num_replicas=3, quorum=3).start('one').start('two', ranks=2).start('three', ranks=3)
+    results = jobs.wait()
+    commits = check(jobs, results)
+    assert [len(commit['deltas']) for commit in commits] == [3] * 6
+    for result in results.values():  # each keeps to its replica's data
+        assert len({k for _, k, _, _ in result['trained']}) == 1
+    rows = results['one']['rows'][:-1]  # who closes the last round writes a snapshot, too
+    assert {row['diloco/bytes'] for row in rows} == {3 * 47 * 4}  # 47 numbers, its own and of two
+    assert replay(jobs) == 'rounds 0 to 5 and 1 snapshots: equal to the bit'
+
+
+ROUNDED = {'bfloat16': 0.01, 'int8': 0.02, 'int4': 0.2, 'int2': 0.7, 'top2bit': 0.7}
+
+
+@pytest.mark.parametrize('dtype', ROUNDED)
+def test_what_travels_may_be_rounded_and_all_round_alike(tmp_path, dtype):
+    feedback = dtype != 'bfloat16'
+    jobs = Jobs(str(tmp_path / 'pool'), tmp_path, exchange_dtype=dtype, error_feedback=feedback, quorum=2)
+    results = jobs.start('one').start('two', ranks=2).wait()
+    assert results['one']['state'] == results['two']['state']
+    exact = Jobs(str(tmp_path / 'exact'), tmp_path, quorum=2).start('a').start('b').wait()
+    moved = {name: value - exact['a']['weights'][name] for name, value in whole_matrices().items()}
+    for name, value in exact['a']['weights'].items():
+        difference = (results['one']['weights'][name] - value).norm() / moved[name].norm()
+        assert 0 < difference < ROUNDED[dtype], (name, difference)
+    assert replay(jobs).endswith('equal to the bit')
+
+
+@pytest.mark.parametrize('dtype', ['int4', 'int2', 'top2bit'])
+def test_what_rounding_cost_is_sent_the_next_time(tmp_path, dtype):
+    """a = error_decay * e + delta;   D = Q(a);   e = a - D;   and the outer step is taken with D"""
+    keys = {'num_replicas': 1, 'exchange_dtype': dtype, 'error_feedback': True, 'error_decay': 0.5}
+    result = Jobs(str(tmp_path / 'pool'), tmp_path, **keys).start('one').wait()['one']
+    anchor = flattened(whole_matrices())
+    error, momentum = torch.zeros_like(anchor), torch.zeros_like(anchor)
+    for first in range(0, 24, 4):
+        theirs = {name: value.clone() for name, value in matrices_of(anchor).items()}
+        for step in range(first, first + 4):
+            inner_step(theirs, 0, step)
+        a = 0.5 * error + anchor - flattened(theirs)
+        if dtype == 'top2bit':
+            payload = codec.encode_top2bit([*matrices_of(a).values()], k=2048)
+            places, numbers = codec.decode_top2bit(payload, [value.shape for value in theirs.values()], k=2048)
+            sent = torch.zeros_like(a).index_put((places,), numbers)
+        else:
+            padded = torch.nn.functional.pad(a, (0, -len(a) % codec.BLOCKS[dtype]))
+            sent = codec.decode(codec.encode(padded[None], dtype), dtype)[0, : len(a)]
+        error, momentum = a - sent, MOMENTUM * momentum + sent
+        anchor = anchor - RATE * (sent + MOMENTUM * momentum)
+    assert error.norm() > 0 and torch.allclose(flattened(result['weights']), anchor, atol=1e-5)
+
+
+def flattened(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def matrices_of(flat):
+    whole = whole_matrices()
+    parts = flat.split([value.numel() for value in whole.values()])
+    return {name: part.view(whole[name].shape) for name, part in zip(whole, parts, strict=True)}
+
+
+def test_more_jobs_than_replicas_and_fewer(pool_of):
+    jobs = pool_of(num_replicas=2, quorum=4, max_iters=26)  # the last pieces have 2 steps
+    results = jobs.start('a').start('b').start('c').start('d').wait()
+    commits = check(jobs, results)
+    assert [len(commit['deltas']) for commit in commits] == [4, 4, 4, 2]
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+PLACES = ['*/claim_*', '*/delta_??_0000', '*/delta_??.json', 'commits/*', 'outer/*_model_0000', 'outer/*.json']
+
+
+def test_killed_at_every_write_one_after_another(pool_of):
+    """Each job is alone, so what it had begun is for the next one to find."""
+    jobs = pool_of(grace_s=0.5, max_iters=80, checkpoint_interval=4)
+    results = {}
+    for number, (place, when) in enumerate(itertools.product(PLACES, ('before', 'after'))):
+        name = f'{number}'
+        results |= jobs.start(name, die=(place, when, 2 if number else 1)).wait(name)
+        assert results[name] == -9, (place, when, results[name])
+    results |= jobs.start('last').wait('last')
+    commits = check(jobs, results)
+    assert sum(commit['claims'] - len(commit['deltas']) for commit in commits) == 4  # claimed, and never delivered
+    assert replay(jobs).endswith('equal to the bit')
+
+
+def test_killed_between_writing_a_file_and_giving_it_its_name(tmp_path):
+    jobs = Jobs(str(tmp_path / 'pool'), tmp_path, grace_s=0.5)
+    results = jobs.start('dead', die=('*/delta_00.json', 'within', 1)).wait()
+    assert results['dead'] == -9 and [*tmp_path.glob('pool/rounds/000000/delta_00.json.*.tmp')]
+    check(jobs, jobs.start('a').wait())
+
+
+@BOTH
+def test_two_jobs_close_the_same_round(pool_of):
+    """Both are about to create commit 0 before either does."""
+    jobs = pool_of(quorum=2)
+    for name in 'ab':
+        jobs.start(name, wait=('write', 'commits/000000.json', Arrival(jobs.folder, name, 2)))
+    results = jobs.wait()
+    commits = check(jobs, results)
+    assert len(commits) == 6 and {path.name for path in jobs.folder.glob('arrived_*')} == {'arrived_a', 'arrived_b'}
+
+
+class Arrival:
+    """A condition that is true once so many jobs have asked for it."""
+
+    def __init__(self, folder, name, count):
+        self.folder, self.name, self.count = folder, name, count
+
+    def __call__(self, store):
+        (self.folder / f'arrived_{self.name}').touch()
+        return len([*self.folder.glob('arrived_*')]) == self.count
+
+
+@pytest.mark.slow
+def test_a_storm_of_kills_and_returns(tmp_path):
+    """Four jobs, one of them slow, are killed at random and started again, until the pool has trained all."""
+    jobs = Jobs(str(tmp_path / 'pool'), tmp_path, num_replicas=4, max_iters=160, grace_s=1.0, checkpoint_interval=8)
+    chance, kills, names = random.Random(1), 0, ['a', 'b', 'c', 'slow']
+    for name in names:
+        jobs.start(name, ranks=1 + (name == 'b'), pause=0.06 if name == 'slow' else 0.02)
+    while kills < 24:
+        time.sleep(chance.uniform(0.2, 1.0))
+        name = chance.choice(names)
+        if not all(process.is_alive() for process in jobs.running[name]):
+            break  # all is trained
+        jobs.kill(name)
+        kills += 1
+        jobs.start(name, ranks=chance.choice((1, 2)), pause=0.06 if name == 'slow' else 0.02)
+    check(jobs, jobs.wait())
+    assert replay(jobs).endswith('equal to the bit')
+
+
+# --- what cannot be used ----------------------------------------------------------------------------------------------
+
+
+class Changed:
+    """What is written instead of a marker: the same with other values."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def __call__(self, data):
+        return json.dumps({**json.loads(data), **self.values}).encode()
+
+
+def nothing(data):
+    return None
+
+
+def half(data):
+    return data[: len(data) // 2]
+
+
+def flipped(data):
+    return data[:9] + bytes([data[9] ^ 1]) + data[10:]
+
+
+FIRST = 'rounds/000000/delta_*'
+HARM = {
+    'no payload': ({'harm': (f'{FIRST}_0000', nothing)}, 'is missing'),
+    'truncated': ({'harm': (f'{FIRST}_0000', half)}, 'is damaged (94 bytes)'),
+    'one bit': ({'harm': (f'{FIRST}_0000', flipped)}, 'is damaged (188 bytes)'),
+    'not finite': ({'nan': True, 'notices': False}, 'not finite'),
+    'another pool': ({'harm': (f'{FIRST}.json', Changed(pool='x'))}, 'of another pool (x)'),
+    'another state': ({'harm': (f'{FIRST}.json', Changed(state='y'))}, 'began from another outer state, y'),
+    'no JSON': ({'harm': (f'{FIRST}.json', half)}, 'of another pool (None)'),
+    'too many steps': ({'harm': (f'{FIRST}.json', Changed(steps=5))}, '5 steps of 4'),
+}
+
+
+@pytest.mark.parametrize('harm', HARM)
+def test_a_delta_that_cannot_be_used_does_not_count_and_its_data_is_read_again(pool_of, harm):
+    """The bad one waits for the good one to have closed the round: it would take its own file for good."""
+    job, why = HARM[harm]
+    jobs = pool_of(quorum=2, grace_s=1.0).start('good')  # without its marker, 'bad' is waited for
+    jobs.start('bad', wait=('write', 'commits/000000.json', is_closed), **job)
+    results = jobs.wait()
+    commits = check(jobs, results)
+    (rejected,) = commits[0]['rejected']
+    assert why in rejected['why'] and len(commits[0]['deltas']) == 1
+    assert not any(commit['rejected'] for commit in commits[1:])
+
+
+def is_closed(store):
+    return '000000.json' in store.list('commits')
+
+
+@BOTH
+def test_answers_that_are_lost_after_the_store_has_done_what_was_asked(pool_of):
+    jobs = pool_of(quorum=2)
+    results = jobs.start('a', deaf=12).start('b', deaf=7).wait()
+    commits = check(jobs, results)
+    assert len(commits) == 6 and all(commit['claims'] == len(commit['deltas']) == 2 for commit in commits)
+
+
+# --- come and go ------------------------------------------------------------------------------------------------------
+
+
+def test_all_leave_in_mid_round_and_one_returns(pool_of):
+    jobs = pool_of(quorum=2)
+    results = jobs.start('a', leave_after=6).start('b', leave_after=7).wait()
+    assert [results[name]['step'] for name in 'ab'] == [4, 4]
+    jobs.keys['quorum'] = 1
+    results |= jobs.start('c').wait()
+    commits = check(jobs, results)
+    # What they gave on leaving counts, by its steps, and the rest of their pieces comes first in the next round.
+    assert sorted(delta['steps'] for delta in commits[1]['deltas']) == [2, 3, 4]
+    assert sorted(delta['leaves'] for delta in commits[1]['deltas']) == [False, True, True]
+    assert sorted(results['c']['trained'][1:3]) == sorted(
+        (number, k, 4 + steps, 4 - steps)
+        for number, (k, steps) in enumerate(
+            [(delta['piece'][0], delta['steps']) for delta in commits[1]['deltas'] if delta['leaves']], start=2
+        )
+    )
+
+
+def test_from_four_jobs_to_one_to_three(pool_of):
+    jobs = pool_of(num_replicas=4, quorum=4, max_iters=40, grace_s=2.0)
+    for name in 'abc':
+        jobs.start(name, leave_after=12)
+    results = jobs.start('d', leave_after=14).wait()
+    jobs.keys['quorum'] = 1
+    results |= jobs.start('alone', leave_after=10).wait()
+    jobs.keys['quorum'] = 3
+    results |= jobs.start('x').start('y', ranks=2).start('z').wait()
+    commits = check(jobs, results)
+    assert [len(commit['deltas']) for commit in commits[:3]] == [4, 4, 4]
+    assert max(len(commit['deltas']) for commit in commits[-4:-1]) == 3
+    assert replay(jobs).endswith('equal to the bit')
+
+
+def test_a_slow_job_gives_what_it_has(pool_of):
+    """It is told when the others have been done for half of grace_s. How often that is, and whether its round still
+    waits for it, it is for the clock to say; either way all is counted once."""
+    jobs = pool_of(grace_s=1.0, max_iters=40)
+    check(jobs, jobs.start('fast').start('slow', pause=0.4).wait())
+    assert replay(jobs).endswith('equal to the bit')
+
+
+def test_a_job_joins_while_a_round_is_being_closed(pool_of):
+    """Its claim comes between the closer's last look and the commit: it is not in it, and its piece is had again."""
+    jobs = pool_of(max_iters=16)
+    jobs.start('closer', wait=('write', 'commits/000000.json', has_another_claim))
+    results = jobs.start('joins').wait()
+    commits = check(jobs, results)
+    assert commits[0]['claims'] == 1 or len(commits[0]['deltas']) == 2
+
+
+def has_another_claim(store):
+    return len([name for name in store.list('rounds/000000') if name.startswith('claim')]) == 2
+
+
+def test_files_are_deleted_while_somebody_reads_them(pool_of):
+    """A joining job has chosen the first snapshot; before it reads it, it and its deltas are gone."""
+    jobs = pool_of(keep_deltas=False, checkpoint_interval=4, max_iters=48, grace_s=2.0)
+    jobs.start('old', leave_after=9).wait()
+    store = open_store(jobs.address)
+    assert '000000.json' in store.list('outer')
+    jobs.start('reads', wait=('read', 'outer/*_model_0000', is_deleted))
+    results = jobs.start('trains', leave_after=80).wait('trains')
+    results |= jobs.wait('reads')
+    assert store.list('rounds')[0] > '000000' and len([n for n in store.list('outer') if n.endswith('.json')]) == 2
+    check(jobs, {name: result for name, result in results.items() if name == 'reads'})
+
+
+def is_deleted(store):
+    return '000000.json' not in store.list('outer')
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def everything(store):
+    return {folder: store.list(folder) for folder in ('', 'rounds', 'commits', 'outer', 'rounds/000000')}
+
+
+def test_what_a_job_finds_that_is_not_its_own_is_refused_in_one_line_on_every_rank(pool_of, tmp_path):
+    jobs = pool_of()
+    jobs.start('first').wait()
+    store = open_store(jobs.address)
+    before = everything(store)
+
+    def refused(job=None, ranks=1, address=jobs.address, **keys):
+        other = Jobs(address, tmp_path, jobs.env, **{**jobs.keys, **keys})
+        (said,) = other.start('other', ranks=ranks, **(job or {})).wait().values()
+        assert isinstance(said, str) and '\n' not in said, said
+        for rank in range(ranks):
+            assert (tmp_path / 'other' / f'result_{rank}').exists()
+        return said
+
+    assert f'exchange={jobs.address}: the pool has max_iters=24, this job has 30: ' in refused(max_iters=30, ranks=2)
+    assert 'the pool has seed=1, this job has 2: start all jobs with the same keys' in refused(seed=2)
+    assert 'clock of this machine is 3.0 h ahead of' in refused({'skew': 3 * 3600.0})
+    assert 'clock of this machine is 2.5 h behind' in refused({'skew': -2.5 * 3600})
+    assert everything(store) == before
+    store.create('elsewhere/file', b'')
+    assert 'holds file and no pool.json' in refused(address=f'{jobs.address}/elsewhere')
+    if '://' in jobs.address:
+        assert 's3://nowhere' in refused(address='s3://nowhere/pool')
+    else:
+        (tmp_path / 'a_file').touch()
+        assert 'a_file' in refused(address=str(tmp_path / 'a_file' / 'pool'))
+        (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
+        (tmp_path / 'run' / 'train.log').touch()
+        assert 'inside of' in refused(address=str(tmp_path / 'run' / 'pool'))
+        assert not (tmp_path / 'run' / 'pool').exists()
+
+
+def test_a_job_that_has_learned_no_numbers_gives_nothing(pool_of):
+    jobs = pool_of()
+    results = jobs.start('a', ranks=2, nan=True).wait()
+    assert 'numbers that are not finite: nothing is given to the pool' in results['a']
+    assert open_store(jobs.address).list('rounds/000000') == ['claim_00']
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root may mount a small disk')
+def test_a_full_disk_ends_jobs_in_one_line_and_those_that_come_later_go_on(tmp_path):
+    folder = tmp_path / 'disk'
+    mount_small_disk(folder, megabytes=1)
+    try:
+        jobs = Jobs(str(folder / 'pool'), tmp_path, max_iters=160, inner_steps=2, grace_s=1.0)
+        results = jobs.start('a').start('b', ranks=2).wait()
+        assert any('No space left on device' in str(result) for result in results.values()), results
+        for path in folder.glob('pool/**/*.json'):
+            json.loads(path.read_text())
+        assert not [*folder.glob('pool/**/*.tmp')]
+        mount('-o', 'remount,size=64m', str(folder))
+        results = jobs.start('c').wait()
+        check(jobs, results)
+    finally:
+        undo(folder)

@@ -1,0 +1,180 @@
+"""train_diloco.py --exchange as users run it: against the collectives, sharded, interrupted, misused."""
+
+import pytest
+from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
+from outputs import column, metrics, weights_of
+from pool_jobs import journal
+
+H, STEPS, BATCH = 10, 34, 12  # the last round has 4 steps
+RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--max_iters={STEPS}', f'--inner_steps={H}']
+RUN += [f'--global_batch_size={BATCH}', '--eval_interval=10', '--checkpoint_interval=20', '--outer_momentum=0.6']
+TOGETHER = 120  # seconds of grace: nobody is left behind, however busy the machine is
+
+
+def arguments(data_dir, out_dir, *more):
+    return [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', *more]
+
+
+def start(data_dir, folder, name, *more, nproc=1, fault=None):
+    keys = [f'--exchange={folder / "pool"}', '--num_replicas=2', f'--grace_s={TOGETHER}', *more]
+    return Job('train_diloco.py', arguments(data_dir, folder / name, *keys), nproc, folder / f'{name}.log', fault)
+
+
+def largest_difference(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def finish(job):
+    assert set(job.wait(600)) == {0}, job.text()
+
+
+@pytest.fixture(scope='module')
+def collectives(data_dir, tmp_path_factory):
+    """Function of (replicas, more keys): such a run of today, in one job."""
+    runs = {}
+
+    def run(replicas, *more):
+        if (replicas, *more) not in runs:
+            out_dir = tmp_path_factory.mktemp('collectives')
+            keys = arguments(data_dir, out_dir, f'--num_replicas={replicas}', *more)
+            run_forked('train_diloco.py', *keys, nproc=replicas, log=out_dir / 'log')
+            runs[(replicas, *more)] = out_dir
+        return runs[(replicas, *more)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    'replicas, ranks, more',
+    [
+        (1, [1], []),
+        (2, [1, 1], []),
+        (2, [2, 2], ['--batch_size=1']),
+        (2, [1, 2], ['--batch_size=1', '--fsdp_impl=manual']),
+        (3, [1, 1, 1], ['--optimizer=muon']),
+    ],
+    ids=['1x1', '2x1', '2x2', '1+2 manual', '3x1 muon'],
+)
+def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, replicas, ranks, more):
+    keys = [f'--num_replicas={replicas}', f'--quorum={replicas}', *more]
+    jobs = [start(data_dir, tmp_path, f'{n}', *keys, nproc=nproc) for n, nproc in enumerate(ranks)]
+    for job in jobs:
+        finish(job)
+    reference = collectives(replicas, *[key for key in more if 'optimizer' in key])
+    of_jobs = [column(tmp_path / f'{n}', 'loss') for n in range(replicas)]
+    losses = [sum(of_step) / replicas for of_step in zip(*of_jobs, strict=True)]
+    assert largest_difference(losses, column(reference, 'loss')) <= 1e-6
+    for n in range(replicas):
+        out_dir = tmp_path / f'{n}'
+        assert column(out_dir, 'step') == list(range(1, STEPS + 1))
+        assert largest_difference(column(out_dir, 'val_loss'), column(reference, 'val_loss')) <= 1e-6
+        assert (out_dir / 'DONE').read_text().strip() == f'{STEPS}'
+        rows = journal(out_dir)
+        assert [len(row['deltas']) for row in rows] == [replicas] * 4
+        assert [row['digest'] for row in rows] == [row['digest'] for row in journal(tmp_path / '0')]
+        assert [row['diloco/momentum_norm'] for row in metrics(out_dir) if 'pool/round' in row] == pytest.approx(
+            column(reference, 'diloco/momentum_norm'), rel=1e-4
+        )
+        ours, theirs = weights_of(out_dir, STEPS), weights_of(reference, STEPS)
+        error = sum((ours[name] - value).square().sum() for name, value in theirs.items())
+        assert error <= 1e-5**2 * sum(value.square().sum() for value in theirs.values())
+
+
+def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_its_round(data_dir, tmp_path):
+    """Then both are started again; what the pool ends with, --replay computes again. No round is closed without both,
+    and each begins with a pause: so neither has trained all before the other one is there, or the test looks."""
+    keys = [
+        '--batch_size=1',
+        '--max_iters=60',
+        '--grace_s=2',
+        '--quorum=2',
+        '--keep_deltas',
+        '--eval_interval=30',
+        '--checkpoint_interval=30',
+    ]
+    pause = {'kind': 'slow', 'rank': 0, 'step': 2, 'seconds': 3.0}
+    jobs = [start(data_dir, tmp_path, name, *keys, fault=pause) for name in ('stopped', 'killed')]
+    for job, name in zip(jobs, ('stopped', 'killed'), strict=True):
+        job.wait_for(lambda name=name: (tmp_path / name / 'rounds.jsonl').exists())
+    (tmp_path / 'stopped' / 'STOP').touch()
+    finish(jobs[0])
+    jobs[1].end()
+    assert (tmp_path / 'stopped' / 'PREEMPTED').exists() and 'the same command goes on' in jobs[0].text()
+    again = [start(data_dir, tmp_path, name, *keys, nproc=nproc) for name, nproc in (('stopped', 1), ('killed', 2))]
+    for job, name in zip(again, ('stopped', 'killed'), strict=True):
+        finish(job)
+        assert (tmp_path / name / 'DONE').read_text().strip() == '60'
+        assert column(tmp_path / name, 'step') == sorted({*column(tmp_path / name, 'step')})
+    assert_counted_once(journal(tmp_path / 'stopped'), steps=60, replicas=2)
+    ends = [journal(tmp_path / name)[-1]['digest'] for name in ('stopped', 'killed')]
+    assert ends[0] == ends[1]
+    said = run_forked('train_diloco.py', *again_keys(data_dir, tmp_path, keys), '--replay', log=tmp_path / 'replay.log')
+    assert 'replay: rounds 0 to' in said and 'snapshots: equal to the bit' in said
+    for name, value in weights_of(tmp_path / 'stopped', 60).items():
+        assert value.equal(weights_of(tmp_path / 'killed', 60)[name]), name
+
+
+def again_keys(data_dir, folder, keys):
+    return arguments(data_dir, folder / 'replay', f'--exchange={folder / "pool"}', *keys)
+
+
+def assert_counted_once(rows, steps, replicas):
+    """Every share of the data is in one delta of the journal."""
+    shares = [
+        (delta['piece'][0], delta['piece'][1] + step)
+        for row in rows
+        for delta in row['deltas']
+        for step in range(delta['steps'])
+    ]
+    assert sorted(shares) == [(k, step) for k in range(replicas) for step in range(steps)]
+
+
+def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
+    """From the middle of a round: the first pieces of the pool are shorter."""
+    keys = arguments(data_dir, tmp_path / 'begun', '--lr_decay_iters=34', '--max_iters=14', '--eval_interval=7')
+    run_forked(
+        'train_ddp.py', *[key for key in keys if 'inner' not in key and 'outer' not in key], log=tmp_path / 'ddp'
+    )
+    job = start(data_dir, tmp_path, 'begun', '--num_replicas=1')
+    finish(job)
+    (first, *_, last) = journal(tmp_path / 'begun')
+    assert [delta['piece'] for delta in first['deltas']] == [[0, 14, 20]] and last['deltas'][0]['piece'] == [0, 30, 34]
+    assert column(tmp_path / 'begun', 'step') == list(range(1, STEPS + 1))
+    finish(start(data_dir, tmp_path, 'late', '--num_replicas=1'))  # which finds nothing to do
+    for name, value in weights_of(tmp_path / 'begun', STEPS).items():
+        assert value.equal(weights_of(tmp_path / 'late', STEPS)[name]), name
+
+
+@pytest.mark.parametrize(
+    'keys, words',
+    [
+        (['--num_fragments=3'], ['num_fragments=1']),
+        (['--plan'], ['without --plan']),
+        (['--quorum=0'], ['quorum=0']),
+        (['--learning_rate=2e-3'], ['the pool has learning_rate=0.003, this job has 0.002']),
+        (['--n_layer=2'], ['the pool has n_layer=3, this job has 2']),
+        (['--num_replicas=3'], ['the pool has num_replicas=2, this job has 3']),
+        (['--exchange={folder}/other', '--num_replicas=0'], ['--num_replicas=8']),
+        (['--exchange={folder}/first/pool'], ['inside of', 'first, the out_dir of a run']),
+        (['--exchange=nowhere://bucket'], ['exchange=nowhere://bucket: ', 'expected a folder']),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_mistakes_are_one_line_on_every_rank_and_leave_the_pool_as_it_was(data_dir, tmp_path, a_pool, keys, words):
+    before = sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path))
+    keys = [key.format(folder=a_pool.parent) for key in keys]
+    keys = arguments(data_dir, tmp_path / 'out', f'--exchange={a_pool}', '--num_replicas=2', '--batch_size=1', *keys)
+    for rank, ended in enumerate(run_ranks([['train_diloco.py', *keys]] * 2)):
+        output = ended.stdout + ended.stderr
+        assert ended.returncode == 1 and 'Traceback' not in output, output
+        (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]
+        assert all(word in line for word in words), line
+    assert sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path)) == before
+
+
+@pytest.fixture(scope='module')
+def a_pool(data_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('pool')
+    finish(start(data_dir, folder, 'first', '--max_iters=34'))
+    return folder / 'pool'

@@ -1,0 +1,244 @@
+"""
+Jobs of a pool without a model: two matrices that each inner step moves by what its data says. Real processes, real
+stores; a job can be slow, be killed at any write, write damaged deltas, or lose the store's answers.
+"""
+
+import contextlib
+import fnmatch
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+from launch import fork, free_ports
+
+SHAPES = {'0.weight': (7, 3), '1.weight': (5, 4), 'bias': (6,)}
+RATE, MOMENTUM = 0.7, 0.6  # of the outer step
+KEYS = {
+    'max_iters': 24, 'inner_steps': 4, 'num_replicas': 2, 'exchange_dtype': 'float32', 'error_feedback': False,
+    'error_decay': None, 'exchange_k': 2048,
+    'grace_s': 60.0, 'quorum': 1, 'checkpoint_interval': 0, 'keep_deltas': True, 'replay': False, 'seed': 1,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def s3_server(folder):
+    """The environment with which s3fs reaches moto's server, a process of its own; its bucket is s3://bucket."""
+    (port,) = free_ports(1)
+    endpoint = f'http://127.0.0.1:{port}'
+    with open(Path(folder, 'moto.log'), 'w') as log:
+        command = [sys.executable, '-m', 'moto.server', '-p', str(port)]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                urlopen(endpoint).read()
+                break
+            assert server.poll() is None, Path(folder, 'moto.log').read_text()
+            time.sleep(0.05)
+        env = {'AWS_ENDPOINT_URL': endpoint, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test'}
+        env |= {'AWS_DEFAULT_REGION': 'us-east-1'}
+        import boto3
+
+        boto3.client(
+            's3', endpoint_url=endpoint, aws_access_key_id='test', aws_secret_access_key='test', region_name='us-east-1'
+        ).create_bucket(Bucket='bucket')
+        yield env
+    finally:
+        server.kill()
+        server.wait()
+
+
+class Jobs:
+    """Jobs of one pool, each of one or more forked ranks; what they returned is in results()."""
+
+    def __init__(self, address, folder, env=None, **keys):
+        self.address, self.folder, self.env, self.keys = address, Path(folder), env or {}, {**KEYS, **keys}
+        self.running, self.count = {}, 0
+
+    def start(self, name, ranks=1, **job):
+        """job: of play()."""
+        out_dir = self.folder / name
+        out_dir.mkdir(exist_ok=True)
+        self.count += 1
+        meeting = self.folder / f'{name}_{self.count}'
+        keys = {**self.keys, 'exchange': self.address, 'out_dir': str(out_dir)}
+        pickled = pickle.dumps((keys, job))
+        self.running[name] = [
+            fork(be_rank, rank, ranks, str(meeting), str(out_dir / f'result_{rank}'), self.env, pickled)
+            for rank in range(ranks)
+        ]
+        return self
+
+    def wait(self, *names, timeout=900):
+        """{name: what its rank 0 returned, or the text of its error, or minus the signal that killed it}."""
+        deadline, results = time.monotonic() + timeout, {}
+        for name in names or [*self.running]:
+            processes = self.running.pop(name)
+            for process in processes:
+                process.join(max(0, deadline - time.monotonic()))
+                if process.is_alive():
+                    for other in [process, *(p for of_job in self.running.values() for p in of_job), *processes]:
+                        other.kill()
+                    raise AssertionError(f'{name} still runs after {timeout} s: {self.text(name)}')
+            codes = [process.exitcode for process in processes]
+            path = self.folder / name / 'result_0'
+            results[name] = pickle.loads(path.read_bytes()) if codes[0] == 0 else codes[0]
+        return results
+
+    def text(self, name):
+        return (self.folder / name / 'log').read_text()
+
+    def kill(self, name):
+        for process in self.running.pop(name):
+            process.kill()
+            process.join()
+
+
+def be_rank(rank, ranks, meeting, result, env, pickled):
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(env, GLOO_SOCKET_IFNAME='lo')
+    torch.set_num_threads(1)
+    keys, job = pickle.loads(pickled)
+    log = os.open(os.path.join(keys['out_dir'], 'log'), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    dist.init_process_group('gloo', init_method=f'file://{meeting}', rank=rank, world_size=ranks)
+    try:
+        outcome = play(SimpleNamespace(**keys), **job)
+    except (ValueError, OSError) as error:
+        outcome = f'{type(error).__name__}: {error}'
+    Path(result).write_bytes(pickle.dumps(outcome))
+    os._exit(0)
+
+
+def whole_matrices():
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def matrices():
+    """This rank's rows of the parameters, as FSDP would shard them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+    return {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole_matrices().items()}
+
+
+def inner_step(tensors, k, step):
+    """What the data of replica k in this step does to the parameters."""
+    for tensor in tensors.values():
+        tensor.mul_(0.99).add_(0.01 * (1 + k) * math.sin(7 * step + k + 1))
+
+
+def play(
+    config, pause=0.0, leave_after=None, die=None, harm=None, deaf=0, wait=None, nan=False, notices=True, skew=0.0
+):  # fmt: skip
+    """
+    Be a job of a pool until all is trained; {'state', 'trained': [(round, k, first, steps)], 'rows', 'weights', ...}.
+
+    pause: seconds per inner step. leave_after: inner steps, then leave. die: (pattern, before, within or after, n):
+    SIGKILL at the n-th write of such a name. harm: (pattern, function of the bytes): what is written instead; of None,
+    nothing. deaf: so many answers to writes are lost, after the store has done what was asked. wait: ('write' or
+    'read', pattern, function of the store): before the first such call, until that is true. nan: its first round
+    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead.
+    """
+    import torch.distributed as dist
+
+    import diloco
+    from pool import replica as replicas
+    from pool import store
+
+    create = {kind: kind._create for kind in (store.Folder, store.Bucket)}
+    read = {kind: kind._read for kind in create}
+    lost, seen, waiting = [deaf], [0], [wait]
+
+    def wait_before(kind, self, name):
+        if waiting[0] and waiting[0][0] == kind and fnmatch.fnmatch(name, waiting[0][1]):
+            (_, _, condition), waiting[0] = waiting[0], None
+            while not condition(self):
+                time.sleep(0.01)
+
+    def unreliable(self, name, data):
+        wait_before('write', self, name)
+        if harm and fnmatch.fnmatch(name, harm[0]):
+            data = harm[1](bytes(data))
+        seen[0] += bool(die and fnmatch.fnmatch(name, die[0]))
+        dies = die[1] if die and fnmatch.fnmatch(name, die[0]) and seen[0] == die[2] else None
+        if dies == 'before':
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dies == 'within':  # the file is written, and has not got its name yet
+            sys.addaudithook(lambda event, _: event == 'os.link' and os.kill(os.getpid(), signal.SIGKILL))
+        if data is not None:
+            create[type(self)](self, name, data)
+        if dies == 'after':
+            os.kill(os.getpid(), signal.SIGKILL)
+        if lost[0] and 'probe' not in name:
+            lost[0] -= 1
+            raise ConnectionError('the answer is lost')
+
+    def read_when(self, name):
+        wait_before('read', self, name)
+        return read[type(self)](self, name)
+
+    for kind in create:
+        kind._create, kind._read = unreliable, read_when
+    if not notices:
+        replicas.is_finite = lambda tensor: True
+    if skew:
+        now = time.time
+        time.time = lambda: now() + skew
+
+    parameters = matrices()
+
+    def nesterov(theta, delta, momentum):
+        momentum.mul_(MOMENTUM).add_(delta)
+        theta.sub_(delta, alpha=RATE).sub_(momentum, alpha=RATE * MOMENTUM)
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    outer = diloco.Outer(
+        parameters, nesterov, alone, config.inner_steps, dtype=config.exchange_dtype, error_decay=config.error_decay
+    )
+    replica = replicas.Replica(config, outer, {'model': SHAPES}, lambda line: print(line, flush=True))
+    if config.replay:
+        return replica.replay()
+    trained, rows, steps_done = [], [], 0
+    while piece := replica.claim():
+        k, first, end = piece
+        steps, leaves = 0, False
+        while first + steps < end and not leaves:
+            inner_step({name: tensor.to_local() for name, tensor in parameters.items()}, k, first + steps)
+            if nan and not rows:
+                parameters['bias'].to_local()[:] = float('nan')
+            time.sleep(pause)
+            steps, steps_done = steps + 1, steps_done + 1
+            leaves = leave_after == steps_done
+            if replica.round_is_over():
+                break
+        trained.append((replica.ledger.round, k, first, steps))
+        rows.append(replica.meet(steps, leaves))
+        if leaves:
+            break
+    replica.leave()
+    weights = {name: tensor.full_tensor().clone() for name, tensor in parameters.items()}
+    return {
+        'state': replica.state, 'trained': trained, 'rows': rows, 'name': replica.name, 'step': replica.ledger.step,
+        'weights': weights,
+    }  # fmt: skip
+
+
+def journal(folder):
+    return [json.loads(line) for line in Path(folder, 'rounds.jsonl').read_text().splitlines()]
