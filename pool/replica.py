@@ -165,6 +165,8 @@ class Replica:
                 self._read_snapshot(newest[0])
                 self.state = self.digest()
                 self._catch_up()
+                if self.rank == 0 and self.ledger.round and not self.config.replay:
+                    self._note_rounds()
                 if self.rank == 0 and self.watch:
                     self.watch.begin(self.ledger, self.members)
                 return
@@ -505,7 +507,7 @@ class Replica:
         self.number = self.own = self.average = None
         self.state = self.digest()
         if self.rank == 0 and not self.config.replay:
-            self._note({**commit, 'digest': self.state, 'applied': time.time()})
+            self._note_rounds({**commit, 'digest': self.state, 'applied': time.time()})
             if self.watch:
                 self.watch.begin(self.ledger, self.members)
 
@@ -546,8 +548,9 @@ class Replica:
 
     # --- the journal -------------------------------------------------------------------------------------------------
 
-    def _note(self, row):
-        """Append a round to out_dir/rounds.jsonl, in which each stands once, in order, also those before this job."""
+    def _note_rounds(self, last=None):
+        """Append the rounds up to now to out_dir/rounds.jsonl, where each stands once, in order, also those before this
+        job joined. last: what to write of the last one."""
         path = os.path.join(self.config.out_dir, 'rounds.jsonl')
         if self.noted is None:
             lines = open(path, encoding='utf-8').read().split('\n')[:-1] if os.path.exists(path) else []
@@ -555,7 +558,7 @@ class Replica:
             write_file(path, ''.join(line + '\n' for line in lines))
             self.noted = len(lines)
         with open(path, 'a', encoding='utf-8') as file:
-            while self.noted <= row['round']:
-                each = row if self.noted == row['round'] else self._read_json(f'commits/{self.noted:06}.json')
-                file.write(json.dumps(each) + '\n')
-                self.noted += 1
+            for round in range(self.noted, self.ledger.round):
+                row = last if last and last['round'] == round else self._read_json(f'commits/{round:06}.json')
+                file.write(json.dumps(row) + '\n')
+                self.noted = round + 1

@@ -342,9 +342,18 @@ def test_a_job_joins_while_a_round_is_being_closed(pool_of):
     """Its claim comes between the closer's last look and the commit: it is not in it, and its piece is had again."""
     jobs = pool_of(max_iters=16)
     jobs.start('closer', wait=('write', 'commits/000000.json', has_another_claim))
+    store = open_store(jobs.address)
+    while 'claim_00' not in store.list('rounds/000000'):
+        time.sleep(0.05)
     results = jobs.start('joins').wait()
     commits = check(jobs, results)
     assert commits[0]['claims'] == 1 or len(commits[0]['deltas']) == 2
+
+
+def test_a_job_that_joins_when_all_is_trained_has_the_whole_journal(pool_of):
+    jobs = pool_of()
+    results = jobs.start('trains').wait()
+    check(jobs, results | jobs.start('late').wait())
 
 
 def has_another_claim(store):
