@@ -403,20 +403,20 @@ journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
 if pool:
-    pool.say, pool.waiting = log.say, functools.partial(watchdog.at, 'outer', step)
+    pool.say, pool.waiting = log.say, lambda: watchdog.at('outer', step) or stop_request.agreed()
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
-at = end = step  # whose data is next; in a pool, end of the piece that is being trained on
+at = end = step  # whose data is next; in a pool, end of the part that is being trained on
 looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due till then
 INTERVALS = config.eval_interval, config.checkpoint_interval, config.permanent_interval
 while (pool or step < config.max_iters) and not must_stop:
-    # a pool: the next piece of the data that nobody has, the one of replica number `replica`
+    # a pool: the next part of the data that nobody has, the one of replica number `replica`
     if pool and at == end:
-        piece = pool.claim()
-        if piece is None:  # all is trained
+        part = pool.claim()
+        if part is None:  # all is trained
             break
         train_batches.close()
-        replica, at, end = piece
-        first, step = at, pool.ledger.step
+        replica, at, end = part
+        step = pool.step
         train_batches = batches_from(at)
     # the learning rate of this step
     lr = optim.learning_rate_at(
@@ -467,12 +467,12 @@ while (pool or step < config.max_iters) and not must_stop:
     row, round_ends = {}, False
     if pool:
         must_stop = stop_request.agreed()
-        round_ends = must_stop or at == end or pool.round_is_over()
-        step = pool.step_after(at - first)
+        round_ends = pool.round_is_over() or must_stop
         if round_ends:
             with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):
-                row = pool.meet(at - first, leaves=must_stop)
-            at, step = end, pool.ledger.step
+                row = pool.meet(leaves=must_stop, facts={'tokens': pool.steps * own_tokens})
+            at, must_stop = end, stop_request.agreed()  # or while it waited
+        step = pool.step
 
     # what is due after this step
     if not pool:

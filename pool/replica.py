@@ -2,9 +2,9 @@
 One job's part in a pool: DiLoCo among jobs that share a folder or a bucket, and nothing else.
 
     replica = Replica(config, outer, identity, shapes, say)   # joins: the newest outer state, within one round
-    while piece := replica.claim():                            # whose data: as replica k, steps first to end - 1
-        ...                                                    # inner steps, until replica.round_is_over()
-        replica.meet(steps)                                    # gives the delta, waits for the others, outer step
+    while part := replica.claim():                             # whose data: as replica k, steps first to end - 1
+        ...                                                    # inner steps; after each, if replica.round_is_over():
+        replica.meet()                                         # gives the delta, waits for the others, outer step
 
 What lies in a pool. All but alive/ is made by create-if-absent (store.py) and never changes:
 
@@ -24,9 +24,9 @@ What lies in a pool. All but alive/ is made by create-if-absent (store.py) and n
 
 A round is complete when every job that is expected has delivered: those that hold a claim, and those whose deltas
 were in the last round. Or when quorum deltas have been there for grace_s, by the clock of the one that looks; who is
-still training sees the first deltas, too, and gives after half that time what it has. A job whose alive/ID has not
-changed for grace_s is not waited for. What counts is decided in one place, so no window of data counts twice: a delta
-that no commit lists never was, and the next ledger returns its piece.
+still training sees the first deltas, too, and gives after half that time what it has, or at once if it has joined in
+this round. A job whose alive/ID has not changed for grace_s is not waited for. What counts is decided in one place, so
+no window of data counts twice: a delta that no commit lists never was, and the next ledger returns its piece.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
 outer step: so all hold the same bits, however many ranks each has. A delta names the digest of the state that it began
@@ -89,7 +89,7 @@ class Replica:
 
     config: the keys of train_diloco.py. outer: a diloco.Outer of this job alone, in one fragment. identity: of
     setup.identity_of(), what data and model are. say: function called on rank 0 with a line. waiting: function called
-    on every rank now and then while the job waits for others.
+    on every rank now and then while the job waits for others; if it is true there, it waits no longer.
     Raises ValueError in one line, on every rank, where the pool is of another run, or the store not fit for one.
     """
 
@@ -104,6 +104,7 @@ class Replica:
         feeds_back = {'top2bit': True, 'float32': False}.get(config.exchange_dtype, config.error_feedback)
         self.error = torch.zeros_like(self.fragment.anchor, device='cpu') if feeds_back else None
         self.number, self.k, self.own, self.average, self.members = None, None, None, None, set()
+        self.parts, self.steps, self.began = [], 0, None  # of the piece: what is left to begin, inner steps done, since
         self.parent, self.is_odd, self.watch, self.noted = None, False, None, None
         self.bytes_read = self.bytes_written = 0
         self.store = open_store(config.exchange)
@@ -288,17 +289,21 @@ class Replica:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def claim(self):
-        """(k, first, end): read what replica k does, in steps first to end - 1. None: all is trained. Waits."""
-        while not self.ledger.is_complete:
+        """(k, first, end): read what replica k does, in steps first to end - 1. Of the piece that this job has, or else
+        it claims one, and waits for it. None: all is trained."""
+        while not self.parts and not self.ledger.is_complete:
             number = on_rank_0(self._claim)
             if number is not None:
                 self.number = number
                 self.asked[1].wait()
                 self._ask()  # what was asked before is of the last round
-                self.k, first, end = self.ledger.piece(number)
-                return self.k, first, end
-            self._apply(self._wait())
-        return None
+                self.parts, self.began = self.ledger.piece(number), time.time()
+                self.k = self.parts[0][0]
+            elif commit := self._wait():
+                self._apply(commit)
+            else:
+                break
+        return self.parts.pop(0) if self.parts else None
 
     def _claim(self):
         """The number of a piece that is now this job's, or None: there is none left in this round, or it is over."""
@@ -306,7 +311,7 @@ class Replica:
         if self.watch.is_committed:
             return None
         # As replica k once more, if nobody has to stand back for that: its optimizer has seen that data's like.
-        again = [n for n in range(min(len(self.members), self.ledger.pieces)) if self.ledger.piece(n)[0] == self.k]
+        again = [n for n in range(min(len(self.members), self.ledger.pieces)) if self.ledger.piece(n)[0][0] == self.k]
         for number in [*again, *range(self.ledger.pieces)]:
             claim = f'rounds/{self.ledger.round:06}/claim_{number:02}'
             if number not in self.watch.owners and self.store.create(claim, self.name.encode()):
@@ -317,33 +322,37 @@ class Replica:
         """Start to ask rank 0 whether the round is over, which round_is_over() answers a step later."""
         is_over = False
         if self.rank == 0:
-            is_over = self.watch.is_committed or self.watch.waited_s > self.config.grace_s / 2
+            patience = self.config.grace_s / 2 if self.name in self.members or not self.members else 0.0
+            is_over = self.watch.is_committed or self.watch.waited_s > patience
         flag = torch.tensor([float(is_over)])
         self.asked = flag, dist.broadcast(flag, 0, async_op=True)
 
     def round_is_over(self):
-        """Whether to end this round's inner steps now, because the others are done. As rank 0 saw it a step ago."""
+        """After each inner step: whether to end this round's now, because the piece is done, or the others are, as
+        rank 0 saw it a step ago."""
+        self.steps += 1
         flag, work = self.asked
         work.wait()
         self._ask()
-        return bool(flag.item())
+        return bool(flag.item()) or self.steps == sum(end - first for _, first, end in self.ledger.piece(self.number))
 
-    def step_after(self, inner_steps):
-        """The step of the run after so many inner steps of this round, if it goes at the pace of the last one."""
-        return self.ledger.step + int(inner_steps * self.ledger.pace)
+    @property
+    def step(self):
+        """The step of the run after the inner steps of this round so far, if it goes at the pace of the last one."""
+        return self.ledger.step + int(self.steps * self.ledger.pace)
 
-    def meet(self, steps, leaves=False, facts=None):
-        """Give what `steps` inner steps have changed, wait until the round is closed, and take its outer step.
+    def meet(self, leaves=False, facts=None):
+        """Give what the inner steps have changed, wait until the round is closed, and take its outer step.
 
         leaves: give it and wait for nobody. facts: JSON-able, for the journal. Returns metrics of the round.
         """
         began = time.perf_counter()
         self.bytes_read = self.bytes_written = 0
-        if steps and not on_rank_0(lambda: self.watch.look() or self.watch.is_committed):
-            self._deliver(steps, leaves, facts)
+        if self.steps and not on_rank_0(lambda: self.watch.look() or self.watch.is_committed):
+            self._deliver(leaves, facts)
+        self.parts, self.steps = [], 0
         delivered = closed = time.perf_counter()
-        if not leaves:
-            commit = self._wait()
+        if not leaves and (commit := self._wait()):
             closed = time.perf_counter()
             self._apply(commit)
         return {
@@ -360,7 +369,7 @@ class Replica:
         dist.all_reduce(square)
         return square.sqrt().item()
 
-    def _deliver(self, steps, leaves, facts):
+    def _deliver(self, leaves, facts):
         """Write this rank's rows of the pseudo-gradient, and when all ranks have, the marker."""
         dtype, name = self.config.exchange_dtype, f'rounds/{self.ledger.round:06}/delta_{self.number:02}'
         delta = self.outer.pseudo_gradient(self.fragment).cpu()
@@ -375,15 +384,16 @@ class Replica:
         decoded = self._decode(encoded, dtype, self.ranks, self.rank)[: len(delta)]
         sha256 = self._write(name, encoded.numpy().data)
         marker = {
-            'pool': self.pool, 'job': self.name, 'steps': steps, 'piece': self.ledger.piece(self.number),
+            'pool': self.pool, 'job': self.name, 'steps': self.steps, 'piece': self.ledger.piece(self.number),
             'leaves': leaves, 'state': self.state, 'dtype': dtype, 'sha256': sha256, **(facts or {}),
+            'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
         self.own = name, decoded, None if self.error is None else delta - decoded
 
     def _wait(self):
-        """The commit of this round, which somebody makes as soon as it is complete."""
-        pause, began, said = 0.01, time.monotonic(), False
+        """The commit of this round, which somebody makes as soon as it is complete; None if waiting() ends it."""
+        pause, began, patience = 0.01, time.monotonic(), self.config.grace_s
         while True:
             commit, markers = on_rank_0(self._look)
             if commit is None and markers is not None:
@@ -391,13 +401,20 @@ class Replica:
                 commit = on_rank_0(self._commit, counted, rejected)
             if commit is not None:
                 return commit
-            self.waiting()
-            if not said and time.monotonic() - began > self.config.grace_s:
-                lacks = f'waits for {", ".join(sorted(self.watch.late)) or "a quorum"}' if self.rank == 0 else ''
-                self.say(f'round {self.ledger.round} {lacks}, since {self.config.grace_s:g} s')
-                said = True
+            if self.waiting():
+                return None
+            if time.monotonic() - began > patience:
+                self.say(f'round {self.ledger.round} {on_rank_0(self._lacks)}, since {patience:.0f} s')
+                patience *= 2
             time.sleep(pause)  # short at first: a round is not to last longer for it
             pause = min(1.5 * pause, self.watch.pause)
+
+    def _lacks(self):
+        watch = self.watch
+        if watch.enough_at is None:
+            has = f'has {len(watch.markers)} of quorum={watch.quorum} deltas'
+            return f'{has}, and waits for more: start jobs, or this one again with a smaller --quorum'
+        return f'waits for {", ".join(sorted(watch.late))}'
 
     def _look(self):
         """(the commit, None), (None, {number: marker} of what can be closed), or (None, None): to be waited for."""
@@ -415,13 +432,13 @@ class Replica:
         """Keep the mean of deltas by steps as self.average; ({number: marker} that count, {number: why not})."""
         rejected = {}
         for number, marker in markers.items():
-            k, first, end = self.ledger.piece(number)
+            shares = sum(end - first for _, first, end in self.ledger.piece(number))
             if marker['pool'] != self.pool or marker['dtype'] != self.config.exchange_dtype:
                 rejected[number] = f'of another pool ({marker["pool"]})'
             elif marker['state'] != self.state:
                 rejected[number] = f'began from another outer state, {marker["state"]}'
-            elif marker['steps'] not in range(1, end - first + 1):
-                rejected[number] = f'{marker["steps"]} steps of {end - first}'
+            elif marker['steps'] not in range(1, shares + 1):
+                rejected[number] = f'{marker["steps"]} steps of {shares}'
         while True:
             counted = {number: marker for number, marker in sorted(markers.items()) if number not in rejected}
             total = sum(marker['steps'] for marker in counted.values())

@@ -216,20 +216,21 @@ def play(
     if config.replay:
         return replica.replay()
     trained, rows, steps_done = [], [], 0
-    while piece := replica.claim():
-        k, first, end = piece
-        steps, leaves = 0, False
-        while first + steps < end and not leaves:
-            inner_step({name: tensor.to_local() for name, tensor in parameters.items()}, k, first + steps)
+    while part := replica.claim():
+        k, first, end = part
+        for step in range(first, end):
+            inner_step({name: tensor.to_local() for name, tensor in parameters.items()}, k, step)
             if nan and not rows:
                 parameters['bias'].to_local()[:] = float('nan')
             time.sleep(pause)
-            steps, steps_done = steps + 1, steps_done + 1
+            steps_done += 1
             leaves = leave_after == steps_done
-            if replica.round_is_over():
+            is_over = replica.round_is_over() or leaves
+            if is_over:
                 break
-        trained.append((replica.ledger.round, k, first, steps))
-        rows.append(replica.meet(steps, leaves))
+        trained.append((replica.ledger.round, k, first, step + 1 - first))
+        if is_over:
+            rows.append(replica.meet(leaves))
         if leaves:
             break
     replica.leave()

@@ -55,12 +55,12 @@ def check(jobs, results):
         assert commit['round'] == ledger.round
         deltas, average = commit['deltas'], {name: torch.zeros_like(value) for name, value in weights.items()}
         for delta in deltas:
-            k, first, end = ledger.piece(delta['number'])
-            assert delta['piece'] == [k, first, end]
-            shares += [(k, first + step) for step in range(delta['steps'])]
+            piece = [(k, step) for k, first, end in ledger.piece(delta['number']) for step in range(first, end)]
+            assert piece == [(k, step) for k, first, end in delta['piece'] for step in range(first, end)]
             theirs = {name: value.clone() for name, value in weights.items()}
-            for step in range(delta['steps']):
-                inner_step(theirs, k, first + step)
+            for k, step in piece[: delta['steps']]:
+                inner_step(theirs, k, step)
+            shares += piece[: delta['steps']]
             for name in average:
                 weight = delta['steps'] / sum(other['steps'] for other in deltas)
                 average[name] += weight * (weights[name] - theirs[name])
@@ -304,15 +304,20 @@ def test_all_leave_in_mid_round_and_one_returns(pool_of):
     jobs.keys['quorum'] = 1
     results |= jobs.start('c').wait()
     commits = check(jobs, results)
-    # What they gave on leaving counts, by its steps, and the rest of their pieces comes first in the next round.
-    assert sorted(delta['steps'] for delta in commits[1]['deltas']) == [2, 3, 4]
+    # What they gave on leaving counts, by its steps; c, which joins when they have done so, gives after its first. Of
+    # the rest, 2 + 1 + 3 steps, 4 are the next piece, and 2 come last.
+    assert sorted(delta['steps'] for delta in commits[1]['deltas']) == [1, 2, 3]
     assert sorted(delta['leaves'] for delta in commits[1]['deltas']) == [False, True, True]
-    assert sorted(results['c']['trained'][1:3]) == sorted(
-        (number, k, 4 + steps, 4 - steps)
-        for number, (k, steps) in enumerate(
-            [(delta['piece'][0], delta['steps']) for delta in commits[1]['deltas'] if delta['leaves']], start=2
-        )
-    )
+    rest = [
+        (part[0], step)
+        for delta in commits[1]['deltas']
+        for part in delta['piece']
+        for step in range(part[1] + delta['steps'], part[2])
+    ]
+    of_round = {number: [] for number in range(len(commits))}
+    for number, k, first, steps in results['c']['trained']:
+        of_round[number] += [(k, step) for step in range(first, first + steps)]
+    assert of_round[2] == rest[:4] and of_round[len(commits) - 1] == rest[4:]
 
 
 def test_from_four_jobs_to_one_to_three(pool_of):
