@@ -117,6 +117,9 @@ class Replica:
             self.watch.begin(self.ledger, self.members)
             self.watch.beat()
             self.watch.thread.start()
+        self.say(
+            f'this is job {self.name} of pool {self.pool}: {self.ledger.round} rounds, {self.ledger.step} steps done'
+        )
         self._ask()
 
     def _enter(self, identity):

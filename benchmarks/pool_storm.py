@@ -1,0 +1,250 @@
+"""
+Kill, stop and restart the jobs of a pool of DiLoCo replicas at random, and check that nothing is lost.
+
+    python benchmarks/pool_storm.py --kills=200 --seeds=3       # about 10 minutes per seed on 2 cores
+    python benchmarks/pool_storm.py --goodput                   # against the formula of pool/goodput.py: 20 minutes
+
+The storm: four jobs of train_diloco.py --exchange with a tiny model, one of them at 0.3 times the speed of the others.
+In the end the run has ended, each share of the data has been counted once, all jobs had the same bits after every round
+and so has --replay, and the validation loss is within 2% of that of the same pool undisturbed. Printed: who was hit
+when, and what it cost.
+
+The goodput: eight jobs that sleep instead of training live and are away for random times. Inner steps that counted, per
+second, are compared with those of jobs that never stop.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+
+from faults import send
+from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_script
+from outputs import assert_same_weights, column, metrics
+from pool_jobs import Jobs, journal
+
+from pool.goodput import goodput
+from pool.ledger import Ledger
+from pool.store import open_store
+
+REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
+STEPS_PER_KILL = 12  # of the run: so it is not over before all have been killed
+NAMES = ['a', 'b', 'c', 'slow']
+RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
+RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
+RUN += ['--max_failures=0', '--keep_deltas', '--log_interval=10', f'--checkpoint_interval={20 * H}']
+HITS = {'SIGKILL': 0.6, 'SIGTERM': 0.2, 'STOP': 0.2}
+MOMENTS = ('starts', 'trains', 'waits', 'steps')  # no claim yet; has a claim; has given its delta; between two rounds
+
+
+def prepare(folder):
+    """A data_dir with the dataset 'tiny': modules of the standard library as bytes."""
+    text = Path(folder, 'text')
+    text.mkdir()
+    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:40]):
+        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:20000])
+    data_dir = Path(folder, 'data')
+    keys = f'--dataset={text} --tokenizer=bytes --data_dir={data_dir} --name=tiny --val_fraction=0.1'
+    run_script('prepare_data.py', *keys.split())
+    return data_dir
+
+
+class Pool:
+    """Jobs of train_diloco.py that come and go, each with an out_dir of its own."""
+
+    def __init__(self, folder, data_dir, max_iters, *keys):
+        self.folder, self.address, self.jobs, self.starts = Path(folder), Path(folder, 'pool'), {}, Counter()
+        self.folder.mkdir()
+        self.store = open_store(str(self.address))
+        self.keys = [*RUN, f'--data_dir={data_dir}', f'--max_iters={max_iters}', f'--exchange={self.address}', *keys]
+
+    def start(self, name, fault=None):
+        self.starts[name] += 1
+        log = self.folder / f'{name}_{self.starts[name]}.log'
+        keys = [*self.keys, f'--out_dir={self.folder / name}']
+        self.jobs[name] = Job('train_diloco.py', keys, 1, log, fault)
+
+    def moment(self, name):
+        """What a job is doing; of MOMENTS."""
+        said = re.search(r'this is job (\S+) of pool', self.jobs[name].text())
+        rounds = self.store.list('rounds')
+        if not said or not rounds:
+            return 'starts'
+        for file in self.store.list(f'rounds/{rounds[-1]}'):
+            if file.startswith('claim_') and self.store.read(f'rounds/{rounds[-1]}/{file}').decode() == said[1]:
+                has_given = f'delta_{file[6:]}.json' in self.store.list(f'rounds/{rounds[-1]}')
+                return 'waits' if has_given else 'trains'
+        return 'steps'
+
+    def commits(self):
+        return [json.loads(self.store.read(f'commits/{name}')) for name in self.store.list('commits')]
+
+
+def finish(pool, figures):
+    for job in pool.jobs.values():
+        assert job.wait(900) == [0], job.text()
+    for name in pool.jobs:
+        assert (pool.folder / name / 'DONE').exists(), pool.jobs[name].text()
+    figures['rounds'] = len(pool.commits())
+
+
+def undisturbed(folder, data_dir, seed, max_iters):
+    """(val_loss of the pool without faults, seconds of an inner step)."""
+    pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={REPLICAS}', '--grace_s=60')
+    for name in NAMES:
+        pool.start(name)
+    finish(pool, Counter())
+    check(pool, max_iters, Counter())
+    times = [row['time/total'] / 1000 for row in metrics(pool.folder / 'a') if 'time/total' in row]
+    return column(pool.folder / 'a', 'val_loss')[-1], statistics.median(times)
+
+
+def storm(folder, data_dir, kills, seed=1, pause=1.0, down=1.0, grace_s=1.0, compare=True, say=print):
+    """Hit the jobs of a pool `kills` times, and check what is left; returns a Counter of what happened.
+
+    pause, down: mean seconds between two hits, and until a job that was hit is started again. Raises AssertionError
+    where anything has been lost.
+    """
+    chance, figures, began = random.Random(seed), Counter(), time.monotonic()
+    max_iters = STEPS_PER_KILL * kills + 10 * H
+    loss, step_s = undisturbed(Path(folder, f'quiet_{seed}'), data_dir, seed, max_iters) if compare else (None, 0.02)
+    slow = {'kind': 'slow', 'rank': 0, 'step': 1, 'count': 10**9, 'seconds': (1 / SPEED - 1) * step_s}
+    figures['seconds undisturbed'] = round(time.monotonic() - began)
+    pool = Pool(Path(folder, f'storm_{seed}'), data_dir, max_iters, f'--seed={seed}', f'--grace_s={grace_s}')
+    for name in NAMES:
+        pool.start(name, slow if name == 'slow' else None)
+    away, next_hit, done = {}, time.monotonic() + 2, 0  # away: when a job is to be started again, None: it still ends
+    while done < kills:
+        time.sleep(0.02)
+        for name, job in pool.jobs.items():
+            if job.is_running():
+                continue
+            is_done = (pool.folder / name / 'DONE').exists()
+            if name not in away:
+                assert is_done and job.wait() == [0], job.text()  # nobody has hit it
+            elif away[name] is None:
+                codes = job.wait()
+                assert codes in ([0], [-signal.SIGTERM]), job.text()  # it had not come so far as to listen
+                figures['stopped in order'] += codes == [0]
+                away[name] = time.monotonic() + chance.expovariate(1 / down)
+            elif time.monotonic() > away[name] and not is_done:
+                del away[name]
+                pool.start(name, slow if name == 'slow' else None)
+        up = [name for name, job in pool.jobs.items() if name not in away and job.is_running()]
+        if any((pool.folder / name / 'DONE').exists() for name in NAMES):
+            break  # all is trained
+        if time.monotonic() < next_hit or not up:
+            continue
+        next_hit += chance.expovariate(1 / pause)
+        name, (kind,) = chance.choice(up), chance.choices([*HITS], [*HITS.values()])
+        moment = pool.moment(name)
+        ranks = pool.jobs[name].ranks()
+        if kind == 'STOP':
+            (pool.folder / name).mkdir(exist_ok=True)
+            (pool.folder / name / 'STOP').touch()
+        else:
+            for rank in ranks:
+                send(rank, getattr(signal, kind))
+        away[name] = None
+        if kind == 'SIGKILL':
+            pool.jobs[name].end()
+            away[name] = time.monotonic() + chance.expovariate(1 / down)
+        done += 1
+        figures.update({'hits': 1, (moment, kind): 1, f'hits: {moment}': 1, f'hits of {name}': 1})
+    figures['seconds of storm'] = round(time.monotonic() - began - figures['seconds undisturbed'])
+    for name in NAMES:
+        if name in away:
+            pool.jobs[name].wait()
+            (pool.folder / name / 'STOP').unlink(missing_ok=True)
+            pool.start(name, slow if name == 'slow' else None)
+    finish(pool, figures)
+    check(pool, max_iters, figures)
+    figures['starts'] = pool.starts.total()
+    figures['seconds'] = round(time.monotonic() - began)
+    if compare:
+        in_storm = column(pool.folder / 'a', 'val_loss')[-1]
+        figures['loss'], figures['loss undisturbed'] = in_storm, loss
+        assert abs(in_storm / loss - 1) <= 0.02, f'val_loss {in_storm} in the storm, {loss} undisturbed'
+    say(f'seed {seed}: {figures["hits"]} hits, {figures["rounds"]} rounds, {figures["seconds"]} s')
+    return figures
+
+
+def check(pool, max_iters, figures):
+    """That each share of the data has been counted once, and that all jobs and a replay have the same bits."""
+    commits, ledger, shares = pool.commits(), Ledger(max_iters, H, REPLICAS), []
+    for number, commit in enumerate(commits):
+        assert commit['round'] == ledger.round == number
+        claimed = [share for claim in range(commit['claims']) for share in shares_of(ledger.piece(claim))]
+        figures['shares claimed'] += len(claimed)
+        for delta in commit['deltas']:
+            piece = shares_of(ledger.piece(delta['number']))
+            assert piece == shares_of(delta['piece']) and delta['steps'] <= len(piece)
+            shares += piece[: delta['steps']]
+            figures['deltas of fewer steps than claimed'] += delta['steps'] < len(piece)
+        figures['deltas'] += len(commit['deltas'])
+        figures['pieces claimed, and nothing given'] += commit['claims'] - len(commit['deltas'])
+        figures['deltas rejected'] += len(commit['rejected'])
+        figures['deltas by jobs that left'] += sum(delta['leaves'] for delta in commit['deltas'])
+        ledger.advance(commit)
+    assert ledger.is_complete and not ledger.returned
+    assert sorted(shares) == sorted(itertools.product(range(REPLICAS), range(max_iters))), 'a share is missing or twice'
+    figures['shares counted'] = len(shares)
+    figures['shares claimed again'] = figures['shares claimed'] - len(shares)
+    ends = {}
+    for name in NAMES:
+        rows = journal(pool.folder / name)
+        assert [row['round'] for row in rows] == list(range(len(commits))), f'the journal of {name} has gaps'
+        for row, following in itertools.zip_longest(rows, commits[1:]):
+            if 'digest' in row:
+                assert ends.setdefault(row['round'], row['digest']) == row['digest'], f'{name}, round {row["round"]}'
+                assert following is None or row['digest'] == following['state']
+        figures['digests compared'] += sum('digest' in row for row in rows)
+        assert_same_weights(pool.folder / name, pool.folder / NAMES[0], max_iters)
+        assert column(pool.folder / name, 'val_loss')[-1] == column(pool.folder / NAMES[0], 'val_loss')[-1]
+    keys = [*pool.keys, f'--out_dir={pool.folder / "replay"}', '--replay']
+    said = run_forked('train_diloco.py', *keys, log=pool.folder / 'replay.log')
+    assert f'replay: rounds 0 to {len(commits) - 1} and' in said and 'equal to the bit' in said, said
+
+
+def shares_of(piece):
+    return [(k, step) for k, first, end in piece for step in range(first, end)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--kills', type=int, default=200, help='hits per seed: SIGKILL, SIGTERM or STOP (%(default)s)')
+    parser.add_argument('--seeds', type=int, default=3)
+    parser.add_argument('--first_seed', type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir, figures = prepare(folder), Counter()
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            of_seed = storm(folder, data_dir, given.kills, seed)
+            say_figures(of_seed)
+
+
+def say_figures(figures):
+    print(f'{"hit while it":14}' + ''.join(f'{kind:>9}' for kind in HITS) + f'{"all":>9}')
+    for moment in MOMENTS:
+        row = [*(figures[moment, kind] for kind in HITS), figures[f'hits: {moment}']]
+        print(f'{moment:14}' + ''.join(f'{count:9}' for count in row))
+    for key, count in figures.items():
+        if isinstance(key, str) and not key.startswith('hits'):
+            print(f'{key}: {count}')
+    sys.stdout.flush()
+
+
+if __name__ == '__main__':
+    main()
