@@ -16,6 +16,7 @@ second, are compared with those of jobs that never stop.
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -40,7 +41,7 @@ from pool.ledger import Ledger
 from pool.store import open_store
 
 REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
-STEPS_PER_KILL = 12  # of the run: so it is not over before all have been killed
+STEPS_PER_KILL = 8  # of the run: so it is not over before all have been hit
 NAMES = ['a', 'b', 'c', 'slow']
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
 RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
@@ -222,20 +223,87 @@ def shares_of(piece):
     return [(k, step) for k, first, end in piece for step in range(first, end)]
 
 
+# --- goodput ----------------------------------------------------------------------------------------------------------
+
+JOBS, STEP_S = 8, 0.2
+UP_S = (80, 40, 20, 10)  # means of the lives, and a quarter of it away; a round takes 2 seconds
+
+
+def compare_goodput(folder, seconds):
+    """Print goodput measured and by the formula. Raises AssertionError where they are 10% apart."""
+    print(f'{JOBS} jobs, {H} inner steps a round; seconds:')
+    print('    up   down  start  inner  round   rounds  lives   measured  formula  joins and counts at rounds only')
+    for number, up_s in enumerate(UP_S):
+        times, measured, rounds, lives = come_and_go(Path(folder, f'{number}'), up_s, up_s / 4, seconds, seed=number)
+        up, down, start, round, inner = times
+        expected = goodput(*times)
+        at_rounds = up / (up + down) * math.exp(-(start + round) / up) * inner / round
+        print(
+            f'{up:6.1f} {down:6.1f} {start:6.2f} {inner:6.2f} {round:6.2f} {rounds:8} {lives:6}'
+            f' {measured:10.3f} {expected:8.3f} {at_rounds:8.3f}',
+            flush=True,
+        )
+        assert abs(measured / expected - 1) < 0.1, f'{measured} is 10% away from {expected}'
+
+
+def come_and_go(folder, up_s, down_s, seconds, seed):
+    """(times as measured, of goodput(); goodput measured; rounds; lives) of jobs that are killed and come back."""
+    folder.mkdir()
+    keys = {'num_replicas': JOBS, 'max_iters': 10**7, 'inner_steps': H, 'checkpoint_interval': 2 * H}
+    jobs = Jobs(str(folder / 'pool'), folder, **keys, keep_deltas=False, grace_s=1.0)
+    chance, names, starts = random.Random(seed), [f'{n}' for n in range(JOBS)], {}
+    begins, ends = time.time() + 15, time.time() + 15 + seconds  # the first round begins before all are there
+    changes, spent, count = {name: time.time() for name in names}, Counter(), Counter()
+    while (now := time.time()) < ends:
+        name = min(changes, key=changes.get)
+        if (pause := changes[name] - now) > 0:
+            time.sleep(min(pause, ends - now))
+            continue
+        state = 'down' if name in jobs.running else 'up'
+        if state == 'up':
+            starts.setdefault(str(folder / name), []).append(time.time())
+            jobs.start(name, pause=STEP_S)
+        else:
+            jobs.kill(name)
+        length = chance.expovariate(1 / (up_s if state == 'up' else down_s))
+        changes[name] += length
+        first, last = (min(max(at, begins), ends) for at in (changes[name] - length, changes[name]))
+        spent[state] += last - first
+        count[state] += begins <= changes[name] < ends
+    for name in [*jobs.running]:
+        jobs.kill(name)
+    store = open_store(jobs.address)
+    commits = [json.loads(store.read(f'commits/{name}')) for name in store.list('commits')]
+    commits = [commit for commit in commits if begins <= commit['time'] <= ends]
+    deltas = [delta for commit in commits[1:] for delta in commit['deltas']]
+    first = {}  # when a job has begun its first piece
+    for delta in deltas:
+        first.setdefault(delta['job'], (delta['began'], delta['out_dir']))
+    start_s = [began - max(at for at in starts[out_dir] if at <= began) for began, out_dir in first.values()]
+    step_s = statistics.fmean((delta['gave'] - delta['began']) / delta['steps'] for delta in deltas)
+    took = commits[-1]['time'] - commits[0]['time']
+    times = spent['up'] / count['up'], spent['down'] / count['down'], statistics.median(start_s)
+    times += took / (len(commits) - 1), H * step_s
+    return times, sum(delta['steps'] for delta in deltas) * step_s / (took * JOBS), len(commits) - 1, count['up']
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=200, help='hits per seed: SIGKILL, SIGTERM or STOP (%(default)s)')
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--first_seed', type=int, default=1)
+    parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
+    parser.add_argument('--seconds', type=float, default=300, help='of each such measurement (%(default)s)')
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        data_dir, figures = prepare(folder), Counter()
+        if given.goodput:
+            return compare_goodput(folder, given.seconds)
+        data_dir = prepare(folder)
         for seed in range(given.first_seed, given.first_seed + given.seeds):
-            of_seed = storm(folder, data_dir, given.kills, seed)
-            say_figures(of_seed)
+            report(storm(folder, data_dir, given.kills, seed))
 
 
-def say_figures(figures):
+def report(figures):
     print(f'{"hit while it":14}' + ''.join(f'{kind:>9}' for kind in HITS) + f'{"all":>9}')
     for moment in MOMENTS:
         row = [*(figures[moment, kind] for kind in HITS), figures[f'hits: {moment}']]
