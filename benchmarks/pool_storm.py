@@ -112,20 +112,22 @@ def undisturbed(folder, data_dir, seed, max_iters):
     return column(pool.folder / 'a', 'val_loss')[-1], statistics.median(times)
 
 
-def storm(folder, data_dir, kills, seed=1, pause=1.0, down=1.0, grace_s=1.0, compare=True, say=print):
+def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, say=print):
     """Hit the jobs of a pool `kills` times, and check what is left; returns a Counter of what happened.
 
-    pause, down: mean seconds between two hits, and until a job that was hit is started again. Raises AssertionError
-    where anything has been lost.
+    pause: mean seconds between two hits, and until a job that was hit is started again. step_s: by so much each inner
+    step is longer. compare: with the same pool undisturbed. Raises AssertionError where anything has been lost.
     """
     chance, figures, began = random.Random(seed), Counter(), time.monotonic()
     max_iters = STEPS_PER_KILL * kills + 10 * H
-    loss, step_s = undisturbed(Path(folder, f'quiet_{seed}'), data_dir, seed, max_iters) if compare else (None, 0.02)
-    slow = {'kind': 'slow', 'rank': 0, 'step': 1, 'count': 10**9, 'seconds': (1 / SPEED - 1) * step_s}
+    loss, own_s = undisturbed(Path(folder, f'quiet_{seed}'), data_dir, seed, max_iters) if compare else (None, 0.02)
+    faults = {name: {'kind': 'slow', 'rank': 0, 'step': 1, 'count': 10**9, 'seconds': step_s} for name in NAMES}
+    faults['slow']['seconds'] = (own_s + step_s) / SPEED - own_s
+    grace_s = 1 + 2 * step_s / SPEED
     figures['seconds undisturbed'] = round(time.monotonic() - began)
     pool = Pool(Path(folder, f'storm_{seed}'), data_dir, max_iters, f'--seed={seed}', f'--grace_s={grace_s}')
     for name in NAMES:
-        pool.start(name, slow if name == 'slow' else None)
+        pool.start(name, faults[name])
     away, next_hit, done = {}, time.monotonic() + 2, 0  # away: when a job is to be started again, None: it still ends
     while done < kills:
         time.sleep(0.02)
@@ -139,10 +141,10 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, down=1.0, grace_s=1.0, com
                 codes = job.wait()
                 assert codes in ([0], [-signal.SIGTERM]), job.text()  # it had not come so far as to listen
                 figures['stopped in order'] += codes == [0]
-                away[name] = time.monotonic() + chance.expovariate(1 / down)
+                away[name] = time.monotonic() + chance.expovariate(1 / pause)
             elif time.monotonic() > away[name] and not is_done:
                 del away[name]
-                pool.start(name, slow if name == 'slow' else None)
+                pool.start(name, faults[name])
         up = [name for name, job in pool.jobs.items() if name not in away and job.is_running()]
         if any((pool.folder / name / 'DONE').exists() for name in NAMES):
             break  # all is trained
@@ -161,7 +163,7 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, down=1.0, grace_s=1.0, com
         away[name] = None
         if kind == 'SIGKILL':
             pool.jobs[name].end()
-            away[name] = time.monotonic() + chance.expovariate(1 / down)
+            away[name] = time.monotonic() + chance.expovariate(1 / pause)
         done += 1
         figures.update({'hits': 1, (moment, kind): 1, f'hits: {moment}': 1, f'hits of {name}': 1})
     figures['seconds of storm'] = round(time.monotonic() - began - figures['seconds undisturbed'])
@@ -169,7 +171,7 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, down=1.0, grace_s=1.0, com
         if name in away:
             pool.jobs[name].wait()
             (pool.folder / name / 'STOP').unlink(missing_ok=True)
-            pool.start(name, slow if name == 'slow' else None)
+            pool.start(name, faults[name])
     finish(pool, figures)
     check(pool, max_iters, figures)
     figures['starts'] = pool.starts.total()
@@ -292,15 +294,20 @@ def main():
     parser.add_argument('--kills', type=int, default=200, help='hits per seed: SIGKILL, SIGTERM or STOP (%(default)s)')
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--first_seed', type=int, default=1)
+    parser.add_argument('--pause', type=float, default=1.0, help='mean seconds between hits (%(default)s)')
+    parser.add_argument('--step_s', type=float, default=0.0, help='seconds by which an inner step is longer')
+    parser.add_argument('--folder', help='keep what the jobs leave there, for benchmarks/draw_pool.py')
     parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
     parser.add_argument('--seconds', type=float, default=300, help='of each such measurement (%(default)s)')
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         if given.goodput:
-            return compare_goodput(folder, given.seconds)
+            return compare_goodput(temporary, given.seconds)
+        folder = Path(given.folder or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         data_dir = prepare(folder)
         for seed in range(given.first_seed, given.first_seed + given.seeds):
-            report(storm(folder, data_dir, given.kills, seed))
+            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s))
 
 
 def report(figures):

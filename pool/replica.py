@@ -479,6 +479,7 @@ class Replica:
             'closer': self.name, 'claims': 1 + max([*self.watch.owners, *counted], default=-1),
             'deltas': [{'number': number, **marker} for number, marker in counted.items()],
             'rejected': [{'number': number, 'why': why} for number, why in rejected.items()],
+            'lost': [{'number': n, 'job': job} for n, job in self.watch.owners.items() if n not in counted],
             'time': time.time(),
         }  # fmt: skip
         name = f'commits/{self.ledger.round:06}.json'
