@@ -41,7 +41,7 @@ from pool.ledger import Ledger
 from pool.store import open_store
 
 REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
-STEPS_PER_KILL = 8  # of the run: so it is not over before all have been hit
+STEPS_PER_KILL = 5  # of the run: so it is not over before all have been hit
 NAMES = ['a', 'b', 'c', 'slow']
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
 RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
@@ -103,7 +103,7 @@ def finish(pool, figures):
 
 def undisturbed(folder, data_dir, seed, max_iters):
     """(val_loss of the pool without faults, seconds of an inner step)."""
-    pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={REPLICAS}', '--grace_s=60')
+    pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={REPLICAS}', '--grace_s=5')
     for name in NAMES:
         pool.start(name)
     finish(pool, Counter())
@@ -228,15 +228,15 @@ def shares_of(piece):
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
 JOBS, STEP_S = 8, 0.2
-UP_S = (80, 40, 20, 10)  # means of the lives, and a quarter of it away; a round takes 2 seconds
+UP_S = (80, 40, 20, 10)  # means of the lives; away for a quarter of it, in the mean; a round takes 2 seconds
 
 
-def compare_goodput(folder, seconds):
+def compare_goodput(folder, seconds, lives):
     """Print goodput measured and by the formula. Raises AssertionError where they are 10% apart."""
     print(f'{JOBS} jobs, {H} inner steps a round; seconds:')
     print('    up   down  start  inner  round   rounds  lives   measured  formula  joins and counts at rounds only')
-    for number, up_s in enumerate(UP_S):
-        times, measured, rounds, lives = come_and_go(Path(folder, f'{number}'), up_s, up_s / 4, seconds, seed=number)
+    for up_s in lives:
+        times, measured, rounds, lives = come_and_go(Path(folder, f'{up_s}'), up_s, up_s / 4, seconds, seed=1)
         up, down, start, round, inner = times
         expected = goodput(*times)
         at_rounds = up / (up + down) * math.exp(-(start + round) / up) * inner / round
@@ -298,11 +298,12 @@ def main():
     parser.add_argument('--step_s', type=float, default=0.0, help='seconds by which an inner step is longer')
     parser.add_argument('--folder', help='keep what the jobs leave there, for benchmarks/draw_pool.py')
     parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
+    parser.add_argument('--up_s', type=float, nargs='*', help=f'only these mean lives, in seconds, of {UP_S}')
     parser.add_argument('--seconds', type=float, default=300, help='of each such measurement (%(default)s)')
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if given.goodput:
-            return compare_goodput(temporary, given.seconds)
+            return compare_goodput(temporary, given.seconds, given.up_s or UP_S)
         folder = Path(given.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         data_dir = prepare(folder)
