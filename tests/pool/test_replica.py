@@ -180,6 +180,7 @@ def test_killed_at_every_write_one_after_another(pool_of):
     results |= jobs.start('last').wait('last')
     commits = check(jobs, results)
     assert sum(commit['claims'] - len(commit['deltas']) for commit in commits) == 4  # claimed, and never delivered
+    assert sum(len(commit['lost']) for commit in commits) == 4
     assert replay(jobs).endswith('equal to the bit')
 
 

@@ -1,9 +1,14 @@
 """train_diloco.py --exchange as users run it: against the collectives, sharded, interrupted, misused."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import journal
+
+from benchmarks import draw_pool, pool_storm
 
 H, STEPS, BATCH = 10, 34, 12  # the last round has 4 steps
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--max_iters={STEPS}', f'--inner_steps={H}']
@@ -113,6 +118,33 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
     assert 'replay: rounds 0 to' in said and 'snapshots: equal to the bit' in said
     for name, value in weights_of(tmp_path / 'stopped', 60).items():
         assert value.equal(weights_of(tmp_path / 'killed', 60)[name]), name
+
+
+def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(data_dir, tmp_path):
+    job = start(data_dir, tmp_path, 'alone', '--quorum=2', '--grace_s=0.5')
+    job.wait_for(lambda: 'has 1 of quorum=2 deltas, and waits for more: start jobs, or this one again' in job.text())
+    (tmp_path / 'alone' / 'STOP').touch()
+    finish(job)
+    assert (tmp_path / 'alone' / 'PREEMPTED').exists() and 'the same command goes on' in job.text()
+    finish(start(data_dir, tmp_path, 'alone', '--grace_s=0.5'))  # what it had given counts
+    rows = journal(tmp_path / 'alone')
+    assert_counted_once(rows, steps=STEPS, replicas=2)
+    assert len({delta['job'] for delta in rows[0]['deltas']}) == 2 or len(rows[0]['deltas']) == 1
+
+
+def test_a_storm_and_its_picture(data_dir, tmp_path):
+    """Jobs are killed, stopped and started again; storm() checks what is counted and that all hold the same bits."""
+    figures = pool_storm.storm(tmp_path, data_dir, kills=6, compare=False)
+    assert figures['shares counted'] == 4 * (6 * pool_storm.STEPS_PER_KILL + 10 * pool_storm.H)
+    assert figures['starts'] >= 4 and figures['digests compared'] == 4 * figures['rounds']
+    rounds = draw_pool.read_journal(tmp_path.glob('storm_1/*'))
+    lanes, _ = draw_pool.lanes_of(rounds)
+    assert [Path(place).name for place in lanes] == sorted(pool_storm.NAMES)
+    assert sum(len(lane['trained']) for lane in lanes.values()) == figures['deltas']
+    assert sum(len(lane['left']) for lane in lanes.values()) == figures['deltas by jobs that left']
+    for lane in lanes.values():  # a row shows one thing at a time
+        bars = sorted(bar for kind in draw_pool.COLOURS for bar in lane[kind] if bar[1] > bar[0])
+        assert all(end <= first + 1e-6 for (_, end), (first, _) in itertools.pairwise(bars)), bars
 
 
 def again_keys(data_dir, folder, keys):
