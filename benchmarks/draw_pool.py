@@ -27,13 +27,14 @@ def read_journal(out_dirs):
 def lanes_of(rounds):
     """{out_dir: {kind: [(from, to), ...], mark: [when, ...]}}, in seconds since the pool's first claim.
 
-    Between what a job gave and its next claim it waited. A job that held a claim in a round and gave nothing is drawn
-    as lost from its last outer step to that round's; nobody knows when it died. From there to its next claim, the
-    out_dir was away.
+    Between what a job gave and its next claim it waited. A job that held a claim in a round and gave nothing in time is
+    drawn as lost from the outer step before to that round's: nobody knows since when. It has been killed if no round
+    tells of it afterwards. From there to the claim of the next job in that out_dir, it was away.
     """
     zero = min(delta['began'] for commit in rounds for delta in commit['deltas'])
     place_of = {delta['job']: delta['out_dir'] for commit in rounds for delta in commit['deltas']}
     lanes = {place: {kind: [] for kind in (*COLOURS, *MARKS)} for place in sorted({*place_of.values()})}
+    lasts = {entry['job']: commit['round'] for commit in rounds for entry in (*commit['deltas'], *commit['lost'])}
     seen, busy_until, before = set(), {}, 0.0  # jobs; of each out_dir, until when its row is drawn
     for commit in rounds:
         closed = commit['time'] - zero
@@ -41,11 +42,9 @@ def lanes_of(rounds):
             began, gave = delta['began'] - zero, delta['gave'] - zero
             place, lane = delta['out_dir'], lanes[delta['out_dir']]
             if delta['job'] not in seen:
-                seen.add(delta['job'])
                 lane['joined'].append(began)
-                lane['away'].append((busy_until.get(place, 0.0), began))
-            else:
-                lane['waited'].append((busy_until[place], began))
+            lane['waited' if delta['job'] in seen else 'away'].append((busy_until.get(place, began), began))
+            seen.add(delta['job'])
             lane['trained'].append((began, gave))
             busy_until[place] = gave
             if delta['leaves']:
@@ -54,17 +53,18 @@ def lanes_of(rounds):
             place = place_of.get(lost['job'])
             if place is None:
                 continue  # it never gave anything
-            lane = lanes[place]
-            if lost['job'] in seen:
-                lane['waited'].append((busy_until[place], before))
-                busy_until[place] = before
-            lane['lost'].append((max(before, busy_until.get(place, before)), closed))
-            lane['killed'].append(closed)
+            lane, began = lanes[place], max(before, busy_until.get(place, before))
+            if lost['job'] not in seen:
+                lane['joined'].append(began)
+            lane['waited' if lost['job'] in seen else 'away'].append((busy_until.get(place, began), began))
+            seen.add(lost['job'])
+            lane['lost'].append((began, closed))
+            if (
+                lasts[lost['job']] == commit['round'] < len(rounds) - 2
+            ):  # in the last ones, not all have something to do
+                lane['killed'].append(closed)
             busy_until[place] = closed
         before = closed
-    for lane, place in ((lanes[place], place) for place in lanes):
-        last = [delta for delta in rounds[-1]['deltas'] if delta['out_dir'] == place]
-        lane['waited' if last else 'away'].append((busy_until[place], before))
     return lanes, zero
 
 

@@ -24,8 +24,8 @@ What lies in a pool. All but alive/ is made by create-if-absent (store.py) and n
 
 A round is complete when every job that is expected has delivered: those that hold a claim, and those whose deltas
 were in the last round. Or when quorum deltas have been there for grace_s, by the clock of the one that looks; who is
-still training sees the first deltas, too, and gives after half that time what it has, or at once if it has joined in
-this round. A job whose alive/ID has not changed for grace_s is not waited for. What counts is decided in one place, so
+still training sees the first deltas, too, and gives by half that time what it has, or at once if it has joined in this
+round. A job whose alive/ID has not changed for grace_s is not waited for. What counts is decided in one place, so
 no window of data counts twice: a delta that no commit lists never was, and the next ledger returns its piece.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
@@ -326,7 +326,9 @@ class Replica:
         is_over = False
         if self.rank == 0:
             patience = self.config.grace_s / 2 if self.name in self.members or not self.members else 0.0
-            is_over = self.watch.is_committed or self.watch.waited_s > patience
+            if self.steps:  # the answer comes after one more step, and what began before that has to end: two steps
+                patience -= 2 * (time.time() - self.began) / self.steps
+            is_over = self.watch.is_committed or self.watch.waited_s > max(0.0, patience)
         flag = torch.tensor([float(is_over)])
         self.asked = flag, dist.broadcast(flag, 0, async_op=True)
 
