@@ -227,8 +227,8 @@ def shares_of(piece):
 
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
-JOBS, STEP_S = 8, 0.2
-UP_S = (80, 40, 20, 10)  # means of the lives; away for a quarter of it, in the mean; a round takes 2 seconds
+JOBS, STEP_S = 8, 0.5
+UP_S = (60, 30, 15)  # means of the lives; away for a quarter of it, in the mean; inner steps of a round take 5 seconds
 
 
 def compare_goodput(folder, seconds, lives):
