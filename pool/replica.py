@@ -117,9 +117,7 @@ class Replica:
             self.watch.begin(self.ledger, self.members)
             self.watch.beat()
             self.watch.thread.start()
-        self.say(
-            f'this is job {self.name} of pool {self.pool}: {self.ledger.round} rounds, {self.ledger.step} steps done'
-        )
+        self.say(f'this is job {self.name} of pool {self.pool}, which has done {self.ledger.round} rounds')
         self._ask()
 
     def _enter(self, identity):
@@ -408,13 +406,13 @@ class Replica:
                 return commit
             if self.waiting():
                 return None
-            if time.monotonic() - began > patience:
-                self.say(f'round {self.ledger.round} {on_rank_0(self._lacks)}, since {patience:.0f} s')
+            if self.rank == 0 and time.monotonic() - began > patience:
+                self.say(f'round {self.ledger.round} {self._lacks()}, since {patience:.0f} s')
                 patience *= 2
             time.sleep(pause)  # short at first: a round is not to last longer for it
             pause = min(1.5 * pause, self.watch.pause)
 
-    def _lacks(self):
+    def _lacks(self):  # on rank 0
         watch = self.watch
         if watch.enough_at is None:
             has = f'has {len(watch.markers)} of quorum={watch.quorum} deltas'
