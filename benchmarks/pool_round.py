@@ -40,7 +40,7 @@ def give_as_another(replica, number):
     replica.store.create(name.replace('delta', 'claim'), job.encode())
     marker = {'pool': replica.pool, 'job': job, 'steps': 1, 'leaves': True, 'state': replica.state}
     payload = replica._encode(delta).numpy().data
-    marker |= {'dtype': replica.config.exchange_dtype, 'sha256': replica._write(name, payload)}
+    marker |= {'dtype': replica.config.exchange_dtype, 'xxh128': replica._write(name, payload)}
     replica.store.create(f'{name}.json', json.dumps(marker).encode())
 
 

@@ -12,7 +12,7 @@ What lies in a pool. All but alive/ is made by create-if-absent (store.py) and n
     alive/ID                    content that changes while job ID lives
     rounds/000007/claim_02      ID: the job that trains on piece 2 of this round (ledger.py)
     rounds/000007/delta_02_0000 anchor - theta, the rows of rank 0 of that job, as exchange_dtype encodes them
-    rounds/000007/delta_02.json last: which job, how many steps, sha256 of the files, digest of the state it began from
+    rounds/000007/delta_02.json last: which job, how many steps, xxh128 of the files, digest of the state it began from
     commits/000007.json         which deltas count, in which order: this one decides, and is all of the pool's history
     outer/000010.json           last: a snapshot of the outer parameters and momentum before round 10,
     outer/000010_ID_0000        as the ranks of job ID wrote them
@@ -43,6 +43,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_128_hexdigest
 
 from exchange.codec import BLOCKS, decode, decode_top2bit, encode, encode_top2bit
 from pool.ledger import Ledger
@@ -183,7 +184,7 @@ class Replica:
             raise Damaged(f'outer/{name} is gone')
         for kind, flat in (('model', self.fragment.anchor), ('momentum', self.fragment.momentum)):
             files = [f'outer/{marker["files"]}_{kind}_{rank:04}' for rank in range(marker['ranks'])]
-            numbers, problem = self._read_rows(files, marker['sha256'][kind], 'float32')
+            numbers, problem = self._read_rows(files, marker['xxh128'][kind], 'float32')
             if problems := [problem for problem in self._of_ranks(problem) if problem]:
                 raise Damaged(problems[0])
             flat.copy_(numbers)
@@ -206,11 +207,11 @@ class Replica:
     def _save(self):
         """Write a snapshot, and delete what nobody needs who begins from it or from the one before."""
         parts = {'model': self.fragment.anchor.cpu(), 'momentum': self.fragment.momentum.cpu()}
-        round, files, sha256 = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
+        round, files, digests = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
         for kind, flat in parts.items():
-            sha256[kind] = self._write(f'outer/{files}_{kind}', flat.view(torch.uint8).numpy().data)
+            digests[kind] = self._write(f'outer/{files}_{kind}', flat.view(torch.uint8).numpy().data)
         marker = {
-            'files': files, 'ranks': self.ranks, 'sha256': sha256, 'state': self.state, 'ledger': self.ledger.state(),
+            'files': files, 'ranks': self.ranks, 'xxh128': digests, 'state': self.state, 'ledger': self.ledger.state(),
             'parent': self.parent, 'members': sorted(self.members),
         }  # fmt: skip
         on_rank_0(lambda: self.store.create(f'outer/{round:06}.json', json.dumps(marker).encode()) and self._delete())
@@ -229,19 +230,19 @@ class Replica:
     # --- files that all ranks write and read -------------------------------------------------------------------------
 
     def _write(self, name, data):
-        """Write this rank's file name_RANK; [sha256 of rank 0's, ...]. Raises on all ranks what went wrong on one."""
-        sha256, problem = hashlib.sha256(data).hexdigest(), None
+        """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one."""
+        digest, problem = xxh3_128_hexdigest(data), None
         try:
             self.store.create(f'{name}_{self.rank:04}', data)
         except OSError as error:
             problem = str(error)
-        of_ranks, problems = zip(*self._of_ranks((sha256, problem)), strict=True)
+        of_ranks, problems = zip(*self._of_ranks((digest, problem)), strict=True)
         if any(problems):
             raise OSError(next(filter(None, problems)))
         self.bytes_written += len(data)
         return [*of_ranks]
 
-    def _read_rows(self, files, sha256, dtype):
+    def _read_rows(self, files, digests, dtype):
         """(this rank's numbers, None) out of the files of the ranks of some job, or (None, what is wrong with them)."""
         mine = torch.empty(self.fragment.anchor.numel())
         for rank, name in enumerate(files):
@@ -252,7 +253,7 @@ class Replica:
                 data = self.store.read(name)
             except FileNotFoundError:
                 return None, f'{name} is missing'
-            if hashlib.sha256(data).hexdigest() != sha256[rank]:
+            if xxh3_128_hexdigest(data) != digests[rank]:
                 return None, f'{name} is damaged ({len(data)} bytes)'
             self.bytes_read += len(data)
             with warnings.catch_warnings():
@@ -373,10 +374,10 @@ class Replica:
             delta.add_(self.error, alpha=self.outer.error_decay)
         encoded = self._encode(delta)
         decoded = self._decode(encoded, dtype, self.ranks, self.rank)[: len(delta)]
-        sha256 = self._write(name, encoded.numpy().data)
+        digests = self._write(name, encoded.numpy().data)
         marker = {
             'pool': self.pool, 'job': self.name, 'steps': steps, 'piece': self.ledger.piece(self.number),
-            'leaves': leaves, 'state': self.state, 'dtype': dtype, 'sha256': sha256, **(facts or {}),
+            'leaves': leaves, 'state': self.state, 'dtype': dtype, 'xxh128': digests, **(facts or {}),
         }  # fmt: skip
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
         self.own = name, decoded, None if self.error is None else delta - decoded
@@ -446,8 +447,8 @@ class Replica:
         if self.own and self.own[0] == name and marker['job'] == self.name:
             numbers, problem = self.own[1], None
         else:
-            files = [f'{name}_{rank:04}' for rank in range(len(marker['sha256']))]
-            numbers, problem = self._read_rows(files, marker['sha256'], marker['dtype'])
+            files = [f'{name}_{rank:04}' for rank in range(len(marker['xxh128']))]
+            numbers, problem = self._read_rows(files, marker['xxh128'], marker['dtype'])
         if not problem and not is_finite(numbers):
             numbers, problem = None, 'has numbers that are not finite'
         return numbers, problem
@@ -489,8 +490,8 @@ class Replica:
 
     def _step(self, commit):
         markers = {delta['number']: delta for delta in commit['deltas']}
-        shas = {number: marker['sha256'] for number, marker in markers.items()}
-        if markers and (not self.average or shas != {n: m['sha256'] for n, m in self.average[0].items()}):
+        digests = {number: marker['xxh128'] for number, marker in markers.items()}
+        if markers and (not self.average or digests != {n: m['xxh128'] for n, m in self.average[0].items()}):
             _, rejected = self._sum(markers)
             if rejected:
                 raise Damaged(f'a delta that counts, {next(iter(rejected))}, {next(iter(rejected.values()))}')
