@@ -93,8 +93,8 @@ def main():
                 rounds.append(time.perf_counter() - began)
 
         def read_and_write(name):
-            size = os.path.getsize(f'{name}1_0000')
-            written, read = bytes(size), [f'{name}{number}_0000' for number in range(1, arguments.jobs)]
+            written = open(f'{name}1_0000', 'rb').read()
+            read = [f'{name}{number}_0000' for number in range(1, arguments.jobs)]
             began = time.perf_counter()
             plain(written, read, f'{folder}/plain_{len(plains)}')
             plains.append(time.perf_counter() - began)

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128_hexdigest
 
-from exchange.codec import BLOCKS, decode, decode_top2bit, encode, encode_top2bit
+from exchange.codec import BLOCKS, BYTES, SCALES, decode, decode_top2bit, encode, encode_top2bit
 from pool.ledger import Ledger
 from pool.rows import checksum, copies, shapes_of
 from pool.store import open_store
@@ -64,13 +64,13 @@ OWN_KEYS = set(
     exchange quorum grace_s keep_deltas replay dataset_stages""".split()
 )
 
+STRETCH = 2**20  # numbers that are encoded at a time: for int2 each takes 40 bytes meanwhile
+
 
 def number_of_replicas(config):
     """Replicas that share a global batch: num_replicas, or the pool's. Raises ValueError for keys that do not fit."""
-    if config.num_fragments > 1 or config.overlap_steps or config.verify or config.plan:
-        raise ValueError(
-            'exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --plan and --verify'
-        )
+    if config.num_fragments > 1 or config.overlap_steps or config.verify:
+        raise ValueError('exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --verify')
     if config.quorum < 1 or config.grace_s <= 0:
         raise ValueError(f'quorum={config.quorum}, grace_s={config.grace_s}: expected 1 or more deltas, and seconds')
     if config.num_replicas is None:
@@ -105,6 +105,8 @@ class Replica:
         feeds_back = {'top2bit': True, 'float32': False}.get(config.exchange_dtype, config.error_feedback)
         self.error = torch.zeros_like(self.fragment.anchor, device='cpu') if feeds_back else None
         self.number, self.k, self.own, self.average, self.members = None, None, None, None, set()
+        # Used again in each round: that is three times as fast as memory that the system has to find.
+        self.sum, self.theirs = torch.empty(2, self.fragment.anchor.numel())
         self.parent, self.is_odd, self.watch, self.noted = None, False, None, None
         self.bytes_read = self.bytes_written = 0
         self.store = open_store(config.exchange)
@@ -244,13 +246,13 @@ class Replica:
 
     def _read_rows(self, files, digests, dtype):
         """(this rank's numbers, None) out of the files of the ranks of some job, or (None, what is wrong with them)."""
-        mine = torch.empty(self.fragment.anchor.numel())
+        mine, is_like_here = self.theirs, len(files) == self.ranks
         for rank, name in enumerate(files):
             pieces = copies(self.shapes, (self.ranks, self.rank), (len(files), rank))
             if not pieces:
                 continue
             try:
-                data = self.store.read(name)
+                data = self.store.read(name, mine.view(torch.uint8).numpy().data if is_like_here else None)
             except FileNotFoundError:
                 return None, f'{name} is missing'
             if xxh3_128_hexdigest(data) != digests[rank]:
@@ -259,7 +261,7 @@ class Replica:
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', message='The given buffer is not writable')  # nobody writes there
                 numbers = self._decode(torch.frombuffer(data, dtype=torch.uint8), dtype, len(files), rank)
-            if len(files) == self.ranks:  # the same rows as here
+            if is_like_here:  # the same rows
                 return numbers[: len(mine)], None
             for first, end, target in pieces:
                 mine[target : target + end - first] = numbers[first:end]
@@ -268,16 +270,24 @@ class Replica:
     def _encode(self, delta):
         """This rank's rows, flat fp32, as exchange_dtype: uint8 (bytes)."""
         dtype = self.config.exchange_dtype
+        if not len(delta):  # a rank without rows
+            return torch.empty(0, dtype=torch.uint8)
         if dtype == 'top2bit':
             shapes = shapes_of(self.shapes, self.ranks, self.rank)
             parts = zip(delta.split([shape.numel() for shape in shapes]), shapes, strict=True)
             return encode_top2bit([part.view(shape) for part, shape in parts], self.config.exchange_k)
-        return encode(torch.nn.functional.pad(delta, (0, -len(delta) % BLOCKS.get(dtype, 1)))[None], dtype)[0]
+        if dtype == 'float32':
+            return delta.view(torch.uint8)
+        parts = [torch.nn.functional.pad(part, (0, -len(part) % BLOCKS.get(dtype, 1))) for part in delta.split(STRETCH)]
+        return torch.cat([encode(part[None], dtype)[0] for part in parts])
 
     def _decode(self, payload, dtype, ranks, rank):
         """The rows of a rank of a job of so many, flat fp32; padding may follow them."""
+        if dtype == 'float32' or not len(payload):
+            return payload.view(torch.float32)
         if dtype != 'top2bit':
-            return decode(payload[None], dtype)[0]
+            size = int(STRETCH * BYTES[dtype] + STRETCH / BLOCKS.get(dtype, 1) * SCALES.get(dtype, 0))
+            return torch.cat([decode(part[None], dtype)[0] for part in payload.split(size)])
         shapes = shapes_of(self.shapes, ranks, rank)
         places, numbers = decode_top2bit(payload, shapes, self.config.exchange_k)
         return torch.zeros(sum(shape.numel() for shape in shapes)).index_put_((places,), numbers)
@@ -357,7 +367,7 @@ class Replica:
         }
 
     def _norm(self, flat):
-        square = flat.square().sum().double().cpu()
+        square = sum(torch.dot(part, part).double() for part in flat.split(STRETCH)).cpu()
         dist.all_reduce(square)
         return square.sqrt().item()
 
@@ -380,7 +390,7 @@ class Replica:
             'leaves': leaves, 'state': self.state, 'dtype': dtype, 'xxh128': digests, **(facts or {}),
         }  # fmt: skip
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
-        self.own = name, decoded, None if self.error is None else delta - decoded
+        self.own = name, decoded, None if self.error is None else delta.sub_(decoded)
 
     def _wait(self):
         """The commit of this round, which somebody makes as soon as it is complete."""
@@ -423,35 +433,37 @@ class Replica:
                 rejected[number] = f'began from another outer state, {marker["state"]}'
             elif marker['steps'] not in range(1, end - first + 1):
                 rejected[number] = f'{marker["steps"]} steps of {end - first}'
+        is_careful = False
         while True:
             counted = {number: marker for number, marker in sorted(markers.items()) if number not in rejected}
             total = sum(marker['steps'] for marker in counted.values())
             average, problems = None, {}
             for number, marker in counted.items():
                 numbers, problem = self._numbers_of(number, marker)
+                if is_careful and not problem and not is_finite(numbers):
+                    problem = 'has numbers that are not finite'
                 if problem:
                     problems[number] = problem
                 elif average is None:
-                    average = numbers * (marker['steps'] / total)
+                    average = torch.mul(numbers, marker['steps'] / total, out=self.sum)
                 else:
                     average.add_(numbers, alpha=marker['steps'] / total)
-            problems = {number: problem for of_rank in self._of_ranks(problems) for number, problem in of_rank.items()}
-            if not problems:
+            is_good = is_careful or average is None or is_finite(average)
+            of_ranks, are_good = zip(*self._of_ranks((problems, is_good)), strict=True)
+            problems = {number: problem for of_rank in of_ranks for number, problem in of_rank.items()}
+            if not problems and all(are_good):
                 self.average = counted, average
                 return counted, rejected
             rejected |= problems
+            is_careful = not all(are_good)  # the sum is not finite: once more, to see whose numbers are not
 
     def _numbers_of(self, number, marker):
         """(this rank's numbers of a delta, None), or (None, why it cannot be used)."""
         name = f'rounds/{self.ledger.round:06}/delta_{number:02}'
         if self.own and self.own[0] == name and marker['job'] == self.name:
-            numbers, problem = self.own[1], None
-        else:
-            files = [f'{name}_{rank:04}' for rank in range(len(marker['xxh128']))]
-            numbers, problem = self._read_rows(files, marker['xxh128'], marker['dtype'])
-        if not problem and not is_finite(numbers):
-            numbers, problem = None, 'has numbers that are not finite'
-        return numbers, problem
+            return self.own[1], None
+        files = [f'{name}_{rank:04}' for rank in range(len(marker['xxh128']))]
+        return self._read_rows(files, marker['xxh128'], marker['dtype'])
 
     def _commit(self, counted, rejected):
         """Create this round's commit, or read the one of whoever was quicker."""

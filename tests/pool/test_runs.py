@@ -150,7 +150,7 @@ def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
     'keys, words',
     [
         (['--num_fragments=3'], ['num_fragments=1']),
-        (['--plan'], ['without --plan']),
+        (['--verify'], ['without --verify']),
         (['--quorum=0'], ['quorum=0']),
         (['--learning_rate=2e-3'], ['the pool has learning_rate=0.003, this job has 0.002']),
         (['--n_layer=2'], ['the pool has n_layer=3, this job has 2']),
