@@ -378,10 +378,8 @@ class Outer:
     @torch.no_grad()
     def pseudo_gradient(self, fragment):
         """What this rank's rows have learned since the last outer step: anchor - theta, flat fp32, a new tensor."""
-        delta = fragment.anchor.to(self.device, copy=True)
-        for name, anchor in fragment.views(delta).items():
-            local(anchor).sub_(local(self.parameters[name]))
-        return delta
+        theta = torch.cat([local(parameter).flatten() for parameter in fragment.parameters.values()])
+        return torch.sub(fragment.anchor.to(self.device), theta, out=theta)
 
     @torch.no_grad()
     def step_with(self, fragment, delta, step):
@@ -389,8 +387,7 @@ class Outer:
         anchor, momentum = fragment.anchor.cpu(), fragment.momentum.cpu()  # themselves, if they are there
         for part in zip(anchor.split(CACHED), delta.split(CACHED), momentum.split(CACHED), strict=True):
             self.update(*part)
-        fragment.anchor.copy_(anchor)
-        fragment.momentum.copy_(momentum)
+        torch._foreach_copy_([fragment.anchor, fragment.momentum], [anchor, momentum])
         fragment.begin_at(step)
         self._go_on_from_anchors()
 

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_128_hexdigest
 
-from exchange.codec import BLOCKS, BYTES, SCALES, decode, decode_top2bit, encode, encode_top2bit
+from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
 from pool.ledger import Ledger
 from pool.rows import checksum, copies, shapes_of
 from pool.store import open_store
@@ -63,8 +63,6 @@ OWN_KEYS = set(
     loss_spike_guard fsdp_impl zero_stage cpu_offload accumulate blocks_per_unit prefetch outer_on_host plan verify
     exchange quorum grace_s keep_deltas replay dataset_stages""".split()
 )
-
-STRETCH = 2**20  # numbers that are encoded at a time: for int2 each takes 40 bytes meanwhile
 
 
 def number_of_replicas(config):
@@ -270,24 +268,16 @@ class Replica:
     def _encode(self, delta):
         """This rank's rows, flat fp32, as exchange_dtype: uint8 (bytes)."""
         dtype = self.config.exchange_dtype
-        if not len(delta):  # a rank without rows
-            return torch.empty(0, dtype=torch.uint8)
-        if dtype == 'top2bit':
+        if dtype == 'top2bit' and len(delta):
             shapes = shapes_of(self.shapes, self.ranks, self.rank)
             parts = zip(delta.split([shape.numel() for shape in shapes]), shapes, strict=True)
             return encode_top2bit([part.view(shape) for part, shape in parts], self.config.exchange_k)
-        if dtype == 'float32':
-            return delta.view(torch.uint8)
-        parts = [torch.nn.functional.pad(part, (0, -len(part) % BLOCKS.get(dtype, 1))) for part in delta.split(STRETCH)]
-        return torch.cat([encode(part[None], dtype)[0] for part in parts])
+        return encode_flat(delta, dtype)
 
     def _decode(self, payload, dtype, ranks, rank):
         """The rows of a rank of a job of so many, flat fp32; padding may follow them."""
-        if dtype == 'float32' or not len(payload):
-            return payload.view(torch.float32)
-        if dtype != 'top2bit':
-            size = int(STRETCH * BYTES[dtype] + STRETCH / BLOCKS.get(dtype, 1) * SCALES.get(dtype, 0))
-            return torch.cat([decode(part[None], dtype)[0] for part in payload.split(size)])
+        if dtype != 'top2bit' or not len(payload):  # or of a rank without rows
+            return decode_flat(payload, dtype)
         shapes = shapes_of(self.shapes, ranks, rank)
         places, numbers = decode_top2bit(payload, shapes, self.config.exchange_k)
         return torch.zeros(sum(shape.numel() for shape in shapes)).index_put_((places,), numbers)
@@ -367,7 +357,7 @@ class Replica:
         }
 
     def _norm(self, flat):
-        square = sum(torch.dot(part, part).double() for part in flat.split(STRETCH)).cpu()
+        square = sum(torch.dot(part, part).double() for part in flat.split(2**20)).cpu()
         dist.all_reduce(square)
         return square.sqrt().item()
 
@@ -375,7 +365,7 @@ class Replica:
         """Write this rank's rows of the pseudo-gradient, and when all ranks have, the marker."""
         dtype, name = self.config.exchange_dtype, f'rounds/{self.ledger.round:06}/delta_{self.number:02}'
         delta = self.outer.pseudo_gradient(self.fragment).cpu()
-        if not all(self._of_ranks(is_finite(delta))):
+        if not all(self._of_ranks(is_finite(delta.sum()) or is_finite(delta))):  # a sum may overflow
             raise ValueError(
                 f'round {self.ledger.round}: this job has learned numbers that are not finite: nothing is given to the '
                 'pool; look at its data and log, then start it again'
@@ -448,14 +438,14 @@ class Replica:
                     average = torch.mul(numbers, marker['steps'] / total, out=self.sum)
                 else:
                     average.add_(numbers, alpha=marker['steps'] / total)
-            is_good = is_careful or average is None or is_finite(average)
+            is_good = is_careful or average is None or is_finite(average.sum())
             of_ranks, are_good = zip(*self._of_ranks((problems, is_good)), strict=True)
             problems = {number: problem for of_rank in of_ranks for number, problem in of_rank.items()}
             if not problems and all(are_good):
                 self.average = counted, average
                 return counted, rejected
             rejected |= problems
-            is_careful = not all(are_good)  # the sum is not finite: once more, to see whose numbers are not
+            is_careful = not all(are_good)  # some number is not finite: once more, to see whose
 
     def _numbers_of(self, number, marker):
         """(this rank's numbers of a delta, None), or (None, why it cannot be used)."""
@@ -540,7 +530,7 @@ class Replica:
         Returns what was compared, in words: the digest that each commit names as its beginning, and that of each
         snapshot. Raises ValueError where one differs, or where a delta is damaged.
         """
-        oldest, *others = self._snapshots()
+        (oldest, *others), first = self._snapshots(), 0
         try:
             self._read_snapshot(oldest)
             first, self.state = self.ledger.round, self.digest()
@@ -550,8 +540,13 @@ class Replica:
                     raise Damaged(f'the snapshot of round {self.ledger.round} has another digest, {snapshot["state"]}')
             self._catch_up()
         except Damaged as reason:
-            raise ValueError(f'exchange={self.config.exchange}: {reason}') from None
-        return f'rounds {first} to {self.ledger.round - 1} and {len(others)} snapshots: equal to the bit'
+            later = [int(name[:6]) for name in others if int(name[:6]) > self.ledger.round]
+            begin = f'; from round {later[0]} on it could be done, if outer/ held no older snapshots' if later else ''
+            raise ValueError(
+                f'exchange={self.config.exchange}: round {self.ledger.round} cannot be computed again: {reason}{begin}'
+            ) from None
+        gone = f'; what is before round {first} was deleted, as without --keep_deltas' if first else ''
+        return f'rounds {first} to {self.ledger.round - 1} and {len(others)} snapshots: equal to the bit{gone}'
 
     def leave(self):
         """Nobody waits for this job from here on."""
