@@ -91,7 +91,7 @@ class Plan:
     the first few steps, which give the time of a step, rank 0 prints the table. Of a pool: pool/plan.py.
     """
 
-    SIZE = 'MB sent per rank'
+    SIZE, WAITS = 'MB sent per rank', ''
 
     def __init__(self, outer, meter, say):
         self.outer, self.meter, self.say = outer, meter, say
@@ -183,7 +183,7 @@ class Plan:
         self.say(
             f'plan: rounds of {inner_steps} steps: '
             f'predicted {inner_steps * self.step_seconds:.2f} s + exchange {exchange:.3f} s, '
-            f'measured {training:.2f} s + {outer:.3f} s'
+            f'measured {training:.2f} s + {outer:.3f} s{self.WAITS}'
         )
 
 

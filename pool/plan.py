@@ -36,7 +36,7 @@ class StorePlan(Plan):
     Collective; raises OSError on all ranks where the store fails on one.
     """
 
-    SIZE = 'MB of a delta'  # all in MB are of one rank's rows
+    SIZE, WAITS = 'MB of a delta', ', waiting for others included'  # MB: of one rank's rows
 
     def __init__(self, replica, meter, say):
         self.start_s, self.replica, self.jobs = time.monotonic() - STARTED, replica, replica.config.num_replicas
