@@ -155,6 +155,7 @@ import optim
 from comparison import diloco_check
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
+from pool.plan import make_plan
 from pool.replica import Replica, number_of_replicas
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
@@ -398,7 +399,7 @@ if found is not None and step < saved['step'] and not pool:
     saver.wait()
     if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
         processes.on_rank_0(checkpoint.discard, found)
-planner = diloco_check.Plan(outer, meter, log.say) if config.plan else None  # measures the link
+planner = make_plan(outer, pool, meter, log.say) if config.plan else None  # measures the link, or the store
 journal = Journal(log)
 gc.collect()
 gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
@@ -475,8 +476,7 @@ while (pool or step < config.max_iters) and not must_stop:
         step = pool.step
 
     # what is due after this step
-    if not pool:
-        round_ends = step == config.max_iters or step % config.inner_steps == 0
+    round_ends = round_ends if pool else step == config.max_iters or step % config.inner_steps == 0
     last_step = step == config.max_iters and round_ends
     due = [n for n in INTERVALS if n and step // n > looked_at // n and (round_ends or not pool)]
     evaluating = config.eval_iters and (last_step or config.eval_interval in due)

@@ -88,8 +88,10 @@ class Plan:
     """Predicts from measurements what rounds of other lengths would cost, and compares that with what the run did.
 
     On creation it times exchanges of growing size over the real link, in every dtype; collective, some seconds. After
-    the first few steps, which give the time of a step, rank 0 prints the table.
+    the first few steps, which give the time of a step, rank 0 prints the table. Of a pool: pool/plan.py.
     """
+
+    SIZE, WAITS = 'MB sent per rank', ''
 
     def __init__(self, outer, meter, say):
         self.outer, self.meter, self.say = outer, meter, say
@@ -146,20 +148,29 @@ class Plan:
     def table(self):
         """Lines of text."""
         mine, rounds = self.outer.dtype, sorted({*ROUNDS, self.outer.inner_steps})
-        rate = 8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1])
         lines = [
-            f'plan: {1000 * self.step_seconds:.1f} ms per inner step; exchanges in {mine} run at {rate:,.0f} Mbit/s '
-            'per rank',
-            '  exchange   MB sent per rank   seconds   share of the time spent on inner steps, by inner_steps',
+            f'plan: {1000 * self.step_seconds:.1f} ms per inner step; {self.speed()}',
+            f'  exchange   {self.SIZE:>16}   seconds   share of the time spent on inner steps, by inner_steps',
             ' ' * 40 + ''.join(f'{inner_steps:8}' for inner_steps in rounds),
         ]
         for dtype in self.models:
             shares = ''.join(f'{self.share(dtype, inner_steps):8.1%}' for inner_steps in rounds)
-            size, seconds = self.outer.round_bytes(dtype) / 1e6, self.exchange_seconds(dtype)
+            size, seconds = self.megabytes(dtype), self.exchange_seconds(dtype)
             lines.append(f'  {dtype:9}{size:18.2f}{seconds:10.3f} {shares}')
         best = next((n for n in rounds if self.share(mine, n) >= ENOUGH), rounds[-1])
         said = f'the shortest of these rounds with {ENOUGH:.0%} or more in {mine}'
-        return [*lines, f'  recommended: --inner_steps={best}, {said}']
+        return [*lines, *self.more(rounds), f'  recommended: --inner_steps={best}, {said}']
+
+    def speed(self):
+        mine = self.outer.dtype
+        rate = 8e-6 * self.outer.round_bytes(mine) / (self.numbers * self.models[mine][1])
+        return f'exchanges in {mine} run at {rate:,.0f} Mbit/s per rank'
+
+    def megabytes(self, dtype):
+        return self.outer.round_bytes(dtype) / 1e6
+
+    def more(self, rounds):  # lines about these inner_steps
+        return []
 
     def compare(self):
         """Say how the run went beside what had been predicted for it."""
@@ -172,7 +183,7 @@ class Plan:
         self.say(
             f'plan: rounds of {inner_steps} steps: '
             f'predicted {inner_steps * self.step_seconds:.2f} s + exchange {exchange:.3f} s, '
-            f'measured {training:.2f} s + {outer:.3f} s'
+            f'measured {training:.2f} s + {outer:.3f} s{self.WAITS}'
         )
 
 

@@ -23,6 +23,7 @@ BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5, 'int2': 0.25, 'top
 LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
 BLOCKS = {'int8': 256, 'int4': 256, 'int2': 2048}  # numbers that share a scale (or a table of 4 values)
 SCALES = {'int8': 4, 'int4': 4, 'int2': 16}  # its bytes
+STRETCH = 2**20  # numbers that encode_flat() encodes at a time: for int2 each takes 40 bytes meanwhile
 CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; of a matrix 64 x 64
 
 
@@ -71,6 +72,27 @@ def decode(payload, dtype):
     else:
         codes = codes.contiguous().view(torch.int8)
     return (codes.reshape(rows, n_blocks, BLOCKS[dtype]) * scales[:, :, None]).view(rows, -1)
+
+
+def encode_flat(numbers, dtype):
+    """fp32 (n) -> uint8 (bytes), for any n: a stretch at a time, the last one padded with zeros."""
+    if dtype == 'float32' or not len(numbers):
+        return numbers.view(torch.uint8)
+    block = BLOCKS.get(dtype, 1)
+    return torch.cat([encode(F.pad(part, (0, -len(part) % block))[None], dtype)[0] for part in numbers.split(STRETCH)])
+
+
+def decode_flat(payload, dtype):
+    """The inverse; zeros of padding may follow."""
+    if dtype == 'float32' or not len(payload):
+        return payload.view(torch.float32)
+    size = int(STRETCH * BYTES[dtype]) + STRETCH // BLOCKS.get(dtype, 1) * SCALES.get(dtype, 0)
+    numbers, end = torch.empty(-(-len(payload) // size) * STRETCH), 0
+    for part in payload.split(size):
+        decoded = decode(part[None], dtype)[0]
+        numbers[end : end + len(decoded)] = decoded
+        end += len(decoded)
+    return numbers[:end]
 
 
 # --- the statistical quantiser ----------------------------------------------------------------------------------------

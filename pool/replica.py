@@ -12,7 +12,7 @@ What lies in a pool. All but alive/ is made by create-if-absent (store.py) and n
     alive/ID                    content that changes while job ID lives
     rounds/000007/claim_02      ID: the job that trains on piece 2 of this round (ledger.py)
     rounds/000007/delta_02_0000 anchor - theta, the rows of rank 0 of that job, as exchange_dtype encodes them
-    rounds/000007/delta_02.json last: which job, how many steps, sha256 of the files, digest of the state it began from
+    rounds/000007/delta_02.json last: which job, how many steps, xxh128 of the files, digest of the state it began from
     commits/000007.json         which deltas count, in which order: this one decides, and is all of the pool's history
     outer/000010.json           last: a snapshot of the outer parameters and momentum before round 10,
     outer/000010_ID_0000        as the ranks of job ID wrote them
@@ -43,8 +43,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_128_hexdigest
 
-from exchange.codec import BLOCKS, decode, decode_top2bit, encode, encode_top2bit
+from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
 from pool.ledger import Ledger
 from pool.rows import checksum, copies, shapes_of
 from pool.store import open_store
@@ -66,10 +67,8 @@ OWN_KEYS = set(
 
 def number_of_replicas(config):
     """Replicas that share a global batch: num_replicas, or the pool's. Raises ValueError for keys that do not fit."""
-    if config.num_fragments > 1 or config.overlap_steps or config.verify or config.plan:
-        raise ValueError(
-            'exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --plan and --verify'
-        )
+    if config.num_fragments > 1 or config.overlap_steps or config.verify:
+        raise ValueError('exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --verify')
     if config.quorum < 1 or config.grace_s <= 0:
         raise ValueError(f'quorum={config.quorum}, grace_s={config.grace_s}: expected 1 or more deltas, and seconds')
     if config.num_replicas is None:
@@ -105,6 +104,8 @@ class Replica:
         self.error = torch.zeros_like(self.fragment.anchor, device='cpu') if feeds_back else None
         self.number, self.k, self.own, self.average, self.members = None, None, None, None, set()
         self.parts, self.steps, self.began = [], 0, None  # of the piece: what is left to begin, inner steps done, since
+        # Used again in each round: that is three times as fast as memory that the system has to find.
+        self.sum, self.theirs = torch.empty(2, self.fragment.anchor.numel())
         self.parent, self.is_odd, self.watch, self.noted = None, False, None, None
         self.bytes_read = self.bytes_written = 0
         self.store = open_store(config.exchange)
@@ -185,7 +186,7 @@ class Replica:
             raise Damaged(f'outer/{name} is gone')
         for kind, flat in (('model', self.fragment.anchor), ('momentum', self.fragment.momentum)):
             files = [f'outer/{marker["files"]}_{kind}_{rank:04}' for rank in range(marker['ranks'])]
-            numbers, problem = self._read_rows(files, marker['sha256'][kind], 'float32')
+            numbers, problem = self._read_rows(files, marker['xxh128'][kind], 'float32')
             if problems := [problem for problem in self._of_ranks(problem) if problem]:
                 raise Damaged(problems[0])
             flat.copy_(numbers)
@@ -208,11 +209,11 @@ class Replica:
     def _save(self):
         """Write a snapshot, and delete what nobody needs who begins from it or from the one before."""
         parts = {'model': self.fragment.anchor.cpu(), 'momentum': self.fragment.momentum.cpu()}
-        round, files, sha256 = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
+        round, files, digests = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
         for kind, flat in parts.items():
-            sha256[kind] = self._write(f'outer/{files}_{kind}', flat.view(torch.uint8).numpy().data)
+            digests[kind] = self._write(f'outer/{files}_{kind}', flat.view(torch.uint8).numpy().data)
         marker = {
-            'files': files, 'ranks': self.ranks, 'sha256': sha256, 'state': self.state, 'ledger': self.ledger.state(),
+            'files': files, 'ranks': self.ranks, 'xxh128': digests, 'state': self.state, 'ledger': self.ledger.state(),
             'parent': self.parent, 'members': sorted(self.members),
         }  # fmt: skip
         on_rank_0(lambda: self.store.create(f'outer/{round:06}.json', json.dumps(marker).encode()) and self._delete())
@@ -231,36 +232,36 @@ class Replica:
     # --- files that all ranks write and read -------------------------------------------------------------------------
 
     def _write(self, name, data):
-        """Write this rank's file name_RANK; [sha256 of rank 0's, ...]. Raises on all ranks what went wrong on one."""
-        sha256, problem = hashlib.sha256(data).hexdigest(), None
+        """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one."""
+        digest, problem = xxh3_128_hexdigest(data), None
         try:
             self.store.create(f'{name}_{self.rank:04}', data)
         except OSError as error:
             problem = str(error)
-        of_ranks, problems = zip(*self._of_ranks((sha256, problem)), strict=True)
+        of_ranks, problems = zip(*self._of_ranks((digest, problem)), strict=True)
         if any(problems):
             raise OSError(next(filter(None, problems)))
         self.bytes_written += len(data)
         return [*of_ranks]
 
-    def _read_rows(self, files, sha256, dtype):
+    def _read_rows(self, files, digests, dtype):
         """(this rank's numbers, None) out of the files of the ranks of some job, or (None, what is wrong with them)."""
-        mine = torch.empty(self.fragment.anchor.numel())
+        mine, is_like_here = self.theirs, len(files) == self.ranks
         for rank, name in enumerate(files):
             pieces = copies(self.shapes, (self.ranks, self.rank), (len(files), rank))
             if not pieces:
                 continue
             try:
-                data = self.store.read(name)
+                data = self.store.read(name, mine.view(torch.uint8).numpy().data if is_like_here else None)
             except FileNotFoundError:
                 return None, f'{name} is missing'
-            if hashlib.sha256(data).hexdigest() != sha256[rank]:
+            if xxh3_128_hexdigest(data) != digests[rank]:
                 return None, f'{name} is damaged ({len(data)} bytes)'
             self.bytes_read += len(data)
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', message='The given buffer is not writable')  # nobody writes there
                 numbers = self._decode(torch.frombuffer(data, dtype=torch.uint8), dtype, len(files), rank)
-            if len(files) == self.ranks:  # the same rows as here
+            if is_like_here:  # the same rows
                 return numbers[: len(mine)], None
             for first, end, target in pieces:
                 mine[target : target + end - first] = numbers[first:end]
@@ -269,16 +270,16 @@ class Replica:
     def _encode(self, delta):
         """This rank's rows, flat fp32, as exchange_dtype: uint8 (bytes)."""
         dtype = self.config.exchange_dtype
-        if dtype == 'top2bit':
+        if dtype == 'top2bit' and len(delta):
             shapes = shapes_of(self.shapes, self.ranks, self.rank)
             parts = zip(delta.split([shape.numel() for shape in shapes]), shapes, strict=True)
             return encode_top2bit([part.view(shape) for part, shape in parts], self.config.exchange_k)
-        return encode(torch.nn.functional.pad(delta, (0, -len(delta) % BLOCKS.get(dtype, 1)))[None], dtype)[0]
+        return encode_flat(delta, dtype)
 
     def _decode(self, payload, dtype, ranks, rank):
         """The rows of a rank of a job of so many, flat fp32; padding may follow them."""
-        if dtype != 'top2bit':
-            return decode(payload[None], dtype)[0]
+        if dtype != 'top2bit' or not len(payload):  # or of a rank without rows
+            return decode_flat(payload, dtype)
         shapes = shapes_of(self.shapes, ranks, rank)
         places, numbers = decode_top2bit(payload, shapes, self.config.exchange_k)
         return torch.zeros(sum(shape.numel() for shape in shapes)).index_put_((places,), numbers)
@@ -368,7 +369,7 @@ class Replica:
         }
 
     def _norm(self, flat):
-        square = flat.square().sum().double().cpu()
+        square = sum(torch.dot(part, part).double() for part in flat.split(2**20)).cpu()
         dist.all_reduce(square)
         return square.sqrt().item()
 
@@ -376,7 +377,7 @@ class Replica:
         """Write this rank's rows of the pseudo-gradient, and when all ranks have, the marker."""
         dtype, name = self.config.exchange_dtype, f'rounds/{self.ledger.round:06}/delta_{self.number:02}'
         delta = self.outer.pseudo_gradient(self.fragment).cpu()
-        if not all(self._of_ranks(is_finite(delta))):
+        if not all(self._of_ranks(is_finite(delta.sum()) or is_finite(delta))):  # a sum may overflow
             raise ValueError(
                 f'round {self.ledger.round}: this job has learned numbers that are not finite: nothing is given to the '
                 'pool; look at its data and log, then start it again'
@@ -385,14 +386,14 @@ class Replica:
             delta.add_(self.error, alpha=self.outer.error_decay)
         encoded = self._encode(delta)
         decoded = self._decode(encoded, dtype, self.ranks, self.rank)[: len(delta)]
-        sha256 = self._write(name, encoded.numpy().data)
+        digests = self._write(name, encoded.numpy().data)
         marker = {
             'pool': self.pool, 'job': self.name, 'steps': self.steps, 'piece': self.ledger.piece(self.number),
-            'leaves': leaves, 'state': self.state, 'dtype': dtype, 'sha256': sha256, **(facts or {}),
+            'leaves': leaves, 'state': self.state, 'dtype': dtype, 'xxh128': digests, **(facts or {}),
             'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
-        self.own = name, decoded, None if self.error is None else delta - decoded
+        self.own = name, decoded, None if self.error is None else delta.sub_(decoded)
 
     def _wait(self):
         """The commit of this round, which somebody makes as soon as it is complete; None if waiting() ends it."""
@@ -442,35 +443,37 @@ class Replica:
                 rejected[number] = f'began from another outer state, {marker["state"]}'
             elif marker['steps'] not in range(1, shares + 1):
                 rejected[number] = f'{marker["steps"]} steps of {shares}'
+        is_careful = False
         while True:
             counted = {number: marker for number, marker in sorted(markers.items()) if number not in rejected}
             total = sum(marker['steps'] for marker in counted.values())
             average, problems = None, {}
             for number, marker in counted.items():
                 numbers, problem = self._numbers_of(number, marker)
+                if is_careful and not problem and not is_finite(numbers):
+                    problem = 'has numbers that are not finite'
                 if problem:
                     problems[number] = problem
                 elif average is None:
-                    average = numbers * (marker['steps'] / total)
+                    average = torch.mul(numbers, marker['steps'] / total, out=self.sum)
                 else:
                     average.add_(numbers, alpha=marker['steps'] / total)
-            problems = {number: problem for of_rank in self._of_ranks(problems) for number, problem in of_rank.items()}
-            if not problems:
+            is_good = is_careful or average is None or is_finite(average.sum())
+            of_ranks, are_good = zip(*self._of_ranks((problems, is_good)), strict=True)
+            problems = {number: problem for of_rank in of_ranks for number, problem in of_rank.items()}
+            if not problems and all(are_good):
                 self.average = counted, average
                 return counted, rejected
             rejected |= problems
+            is_careful = not all(are_good)  # some number is not finite: once more, to see whose
 
     def _numbers_of(self, number, marker):
         """(this rank's numbers of a delta, None), or (None, why it cannot be used)."""
         name = f'rounds/{self.ledger.round:06}/delta_{number:02}'
         if self.own and self.own[0] == name and marker['job'] == self.name:
-            numbers, problem = self.own[1], None
-        else:
-            files = [f'{name}_{rank:04}' for rank in range(len(marker['sha256']))]
-            numbers, problem = self._read_rows(files, marker['sha256'], marker['dtype'])
-        if not problem and not is_finite(numbers):
-            numbers, problem = None, 'has numbers that are not finite'
-        return numbers, problem
+            return self.own[1], None
+        files = [f'{name}_{rank:04}' for rank in range(len(marker['xxh128']))]
+        return self._read_rows(files, marker['xxh128'], marker['dtype'])
 
     def _commit(self, counted, rejected):
         """Create this round's commit, or read the one of whoever was quicker."""
@@ -510,8 +513,8 @@ class Replica:
 
     def _step(self, commit):
         markers = {delta['number']: delta for delta in commit['deltas']}
-        shas = {number: marker['sha256'] for number, marker in markers.items()}
-        if markers and (not self.average or shas != {n: m['sha256'] for n, m in self.average[0].items()}):
+        digests = {number: marker['xxh128'] for number, marker in markers.items()}
+        if markers and (not self.average or digests != {n: m['xxh128'] for n, m in self.average[0].items()}):
             _, rejected = self._sum(markers)
             if rejected:
                 raise Damaged(f'a delta that counts, {next(iter(rejected))}, {next(iter(rejected.values()))}')
@@ -548,7 +551,7 @@ class Replica:
         Returns what was compared, in words: the digest that each commit names as its beginning, and that of each
         snapshot. Raises ValueError where one differs, or where a delta is damaged.
         """
-        oldest, *others = self._snapshots()
+        (oldest, *others), first = self._snapshots(), 0
         try:
             self._read_snapshot(oldest)
             first, self.state = self.ledger.round, self.digest()
@@ -558,8 +561,13 @@ class Replica:
                     raise Damaged(f'the snapshot of round {self.ledger.round} has another digest, {snapshot["state"]}')
             self._catch_up()
         except Damaged as reason:
-            raise ValueError(f'exchange={self.config.exchange}: {reason}') from None
-        return f'rounds {first} to {self.ledger.round - 1} and {len(others)} snapshots: equal to the bit'
+            later = [int(name[:6]) for name in others if int(name[:6]) > self.ledger.round]
+            begin = f'; from round {later[0]} on it could be done, if outer/ held no older snapshots' if later else ''
+            raise ValueError(
+                f'exchange={self.config.exchange}: round {self.ledger.round} cannot be computed again: {reason}{begin}'
+            ) from None
+        gone = f'; what is before round {first} was deleted, as without --keep_deltas' if first else ''
+        return f'rounds {first} to {self.ledger.round - 1} and {len(others)} snapshots: equal to the bit{gone}'
 
     def leave(self):
         """Nobody waits for this job from here on."""

@@ -4,7 +4,7 @@ checksum that does not depend on that number."""
 import torch
 import torch.distributed as dist
 
-CHUNK, ODD = 2**16, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
+CHUNK, ODD = 2**15, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
 
 
 def rows_of(rows, ranks, rank):
@@ -46,7 +46,7 @@ def checksum(flat, shapes, ranks, rank):
         for start in range(first, end, CHUNK):
             stop = min(start + CHUNK, end)
             bits = flat[here + start - first : here + stop - first].view(torch.int32).long()
-            total += (bits * weights[: stop - start]).sum().item() + ((before + start) * ODD + 1) * bits.sum().item()
+            total += (bits @ weights[: stop - start]).item() + ((before + start) * ODD + 1) * bits.sum().item()
         here, before = here + end - first, before + rows * width
     total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around likewise
     dist.all_reduce(total)

@@ -64,8 +64,9 @@ class Store:
         """Write an object that may be there already, and that a reader may meet half written."""
         self._retry('write', name, lambda: self._replace(name, data))
 
-    def read(self, name):
-        return self._retry('read', name, lambda: self._read(name))
+    def read(self, name, room=None):
+        """The content. room: a buffer; if it is as large, a folder's file is read into it, and it is returned."""
+        return self._retry('read', name, lambda: self._read(name, room))
 
     def list(self, folder):
         """Names in a folder, sorted; none if there is no such folder. Never out of a cache."""
@@ -152,9 +153,12 @@ class Folder(Store):
         with open(self._path(name), 'wb') as file:
             file.write(data)
 
-    def _read(self, name):
+    def _read(self, name, room=None):
         with open(self._path(name), 'rb') as file:
-            return file.read()
+            if room is None or os.fstat(file.fileno()).st_size != len(room):
+                return file.read()
+            file.readinto(room)
+            return room
 
     def _list(self, folder):
         return os.listdir(self._path(folder))
@@ -185,7 +189,7 @@ class Bucket(Store):
     def _replace(self, name, data):
         self.files.pipe_file(f'{self.path}/{name}', data)
 
-    def _read(self, name):
+    def _read(self, name, room=None):
         return self.files.cat_file(f'{self.path}/{name}')
 
     def _list(self, folder):

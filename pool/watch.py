@@ -54,7 +54,7 @@ class Watch:
             self.late = {job for job in late & fresh if self.beats[job][0] != b'left'}
 
     def _parse(self, text):  # what a marker says, with None for what it lacks
-        marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'sha256'))
+        marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'xxh128'))
         with contextlib.suppress(ValueError, TypeError):
             marker |= json.loads(text)
         return marker

@@ -190,9 +190,9 @@ def play(
             lost[0] -= 1
             raise ConnectionError('the answer is lost')
 
-    def read_when(self, name):
+    def read_when(self, name, *room):
         wait_before('read', self, name)
-        return read[type(self)](self, name)
+        return read[type(self)](self, name, *room)
 
     for kind in create:
         kind._create, kind._read = unreliable, read_when

@@ -30,7 +30,7 @@ FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
 LONGER = {'train_diloco.py': 540, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
-LINES_IN_ALL = 16_670
+LINES_IN_ALL = 17_000
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
@@ -204,8 +204,8 @@ def test_what_several_files_need_stands_once():
     assert places(r'^ *def ranks_in_words\b') == {'runtime/processes.py': 1}
     assert places(r'^PHASES = ') == {'runtime/__init__.py': 1}
     assert places(r'^ *def sha256_of\b') == {'runtime/files.py': 1}
-    # A loop that reads a file into a digest; in text/sources.py the digest of many files at once.
-    assert set(places(r'\.readinto\(|file_digest\(')) <= {'runtime/files.py'}
+    # A loop that reads a file into a digest; pool/store.py reads one into memory that has been used before.
+    assert set(places(r'\.readinto\(|file_digest\(')) <= {'runtime/files.py', 'pool/store.py'}
     # One atomic write. Elsewhere folders are renamed, and downloads that have become whole, and a shard that loses its
     # name again; a sign of life is replaced several times a second, which is not worth an fsync.
     others = {'runtime/checkpoint.py', 'huggingface/finetune.py', 'download_model.py', 'runtime/health.py'}

@@ -64,6 +64,17 @@ def test_a_round_trip_through_the_codec(dtype):
 
 
 @pytest.mark.parametrize('dtype', DENSE)
+@pytest.mark.parametrize('n', [0, 1, 2048, codec.STRETCH + 300])
+def test_a_flat_tensor_of_any_length_is_rounded_as_it_would_be_at_once(dtype, n):
+    numbers = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    payload = codec.encode_flat(numbers, dtype)
+    assert payload.dtype == torch.uint8 and payload.ndim == 1
+    decoded = codec.decode_flat(payload, dtype)[:n]
+    padded = torch.nn.functional.pad(numbers, (0, -n % codec.BLOCKS.get(dtype, 1)))[None]
+    assert decoded.equal(codec.decode(codec.encode(padded, dtype), dtype)[0, :n] if n else numbers)
+
+
+@pytest.mark.parametrize('dtype', DENSE)
 def test_zeros_stay_zeros_and_what_is_not_finite_never_becomes_a_number(dtype):
     block = codec.BLOCKS.get(dtype, 256)
     numbers = torch.zeros(2, 2 * block)

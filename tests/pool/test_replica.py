@@ -147,6 +147,16 @@ def test_what_rounding_cost_is_sent_the_next_time(tmp_path, dtype):
     assert error.norm() > 0 and torch.allclose(flattened(result['weights']), anchor, atol=1e-5)
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'int4', 'top2bit'])
+def test_a_rank_without_rows_gives_none(tmp_path, dtype):
+    """Eight ranks for matrices of 5 to 7 rows."""
+    jobs = Jobs(str(tmp_path / 'pool'), tmp_path, exchange_dtype=dtype, quorum=2, max_iters=12)
+    results = jobs.start('one').start('eight', ranks=8).wait()
+    assert isinstance(results['eight'], dict), results['eight']
+    assert [len(commit['deltas']) for commit in commits_of(jobs)] == [2] * 3
+    assert results['one']['state'] == results['eight']['state']
+
+
 def flattened(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
@@ -381,6 +391,23 @@ def test_files_are_deleted_while_somebody_reads_them(pool_of):
 
 def is_deleted(store):
     return '000000.json' not in store.list('outer')
+
+
+def test_a_replay_says_what_is_missing_and_where_it_could_begin(pool_of):
+    jobs = pool_of(num_replicas=1, checkpoint_interval=8)
+    jobs.start('a').wait()
+    store = open_store(jobs.address)
+    assert [name for name in store.list('outer') if name.endswith('.json')] == [
+        f'{round:06}.json' for round in (0, 2, 4, 6)
+    ]
+    store.remove('rounds/000002', store.list('rounds/000002'))
+    said = replay(jobs)
+    assert 'round 2 cannot be computed again: ' in said and 'rounds/000002/delta_00_0000 is missing' in said
+    assert '; from round 4 on it could be done, if outer/ held no older snapshots' in said
+    store.remove('outer', [name for name in store.list('outer') if name < '000004'])
+    assert replay(jobs) == (
+        'rounds 4 to 5 and 1 snapshots: equal to the bit; what is before round 4 was deleted, as without --keep_deltas'
+    )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """train_diloco.py --exchange as users run it: against the collectives, sharded, interrupted, misused."""
 
+import contextlib
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
-from pool_jobs import journal
+from pool_jobs import journal, s3_server
+
+from pool.store import open_store
 
 from benchmarks import draw_pool, pool_storm
 
@@ -177,11 +181,42 @@ def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
         assert value.equal(weights_of(tmp_path / 'late', STEPS)[name]), name
 
 
+@pytest.mark.parametrize('kind', ['folder', pytest.param('s3', marks=pytest.mark.slow)])
+def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with_the_run(data_dir, tmp_path, kind):
+    keys = ['--plan', '--num_replicas=2', '--batch_size=1', '--max_iters=100', '--eval_interval=0', '--log_interval=50']
+    with contextlib.ExitStack() as stack:
+        address, env = tmp_path / 'pool', {}
+        if kind == 's3':
+            pytest.importorskip('s3fs', reason='pip install s3fs "moto[server]"')
+            address, env = 's3://bucket/pool', stack.enter_context(s3_server(tmp_path))
+        keys = arguments(data_dir, tmp_path / 'out', f'--exchange={address}', *keys)
+        said = run_forked('train_diloco.py', *keys, nproc=2, log=tmp_path / 'log', **env)
+        for key, value in env.items():
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv(key, value)
+        assert set(open_store(str(address)).list('')) == {'alive', 'commits', 'outer', 'pool.json', 'rounds'}
+    table = said.partition('plan: ')[2]
+    assert 'the store writes ' in table
+    sizes = {}
+    for dtype in ('float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'):
+        (row,) = re.findall(rf' {dtype} +([\d.]+) +([\d.]+) +(.*)', table)
+        shares = [float(share) for share in re.findall(r'([\d.]+)%', row[2])]
+        assert len(shares) == 7 and shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 100
+        sizes[dtype] = float(row[0])
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    lives = re.findall(r' (\d+) h up, (\d+) min down +(.*)', table)
+    assert [(up, down) for up, down, _ in lives] == [(up, down) for up in ('1', '4', '24') for down in ('10', '60')]
+    float32 = [float(share) for share in re.findall(r' float32 .*', table)[0].replace('%', '').split()[3:]]
+    for up, down, row in lives:
+        for share, undisturbed in zip(row.replace('%', '').split(), float32, strict=True):
+            assert 0 < float(share) <= undisturbed * int(up) / (int(up) + int(down) / 60) + 0.1
+    assert re.search(r'plan: rounds of 10 steps: predicted [\d.]+ s \+ exchange [\d.]+ s, measured ', table), table
+
+
 @pytest.mark.parametrize(
     'keys, words',
     [
         (['--num_fragments=3'], ['num_fragments=1']),
-        (['--plan'], ['without --plan']),
+        (['--verify'], ['without --verify']),
         (['--quorum=0'], ['quorum=0']),
         (['--learning_rate=2e-3'], ['the pool has learning_rate=0.003, this job has 0.002']),
         (['--n_layer=2'], ['the pool has n_layer=3, this job has 2']),

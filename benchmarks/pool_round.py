@@ -1,0 +1,123 @@
+"""
+What a round of a pool costs one job (train_diloco.py --exchange), beside reading and writing the same bytes.
+
+    python benchmarks/pool_round.py                                        # 10 million parameters, 4 jobs, a folder
+    python benchmarks/pool_round.py --folder=/scratch/me --dtype=int4 --profile
+
+The job gives its delta, finds those of the others there, closes the round and takes the outer step. A round beside it
+writes a file as large, as durably, and reads the same files of the others: with plain open(), and nothing else. Which
+of the two goes first changes from round to round; a ratio is taken within a round.
+"""
+
+import argparse
+import contextlib
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+import torch.distributed as dist
+
+import diloco
+from benchmarks.diloco_round import make_parameters, outer_step
+from pool.replica import Replica
+from runtime import processes
+
+
+def give_as_another(replica, number):
+    """Write the delta of another job, as if that job had trained on piece `number` of this round."""
+    name, job = f'rounds/{replica.ledger.round:06}/delta_{number:02}', f'job {number}'
+    generator = torch.Generator().manual_seed(number)
+    delta = 1e-3 * torch.randn(replica.fragment.anchor.numel(), generator=generator)
+    replica.store.create(name.replace('delta', 'claim'), job.encode())
+    marker = {'pool': replica.pool, 'job': job, 'steps': 1, 'leaves': True, 'state': replica.state}
+    payload = replica._encode(delta).numpy().data
+    marker |= {'dtype': replica.config.exchange_dtype, 'xxh128': replica._write(name, payload)}
+    replica.store.create(f'{name}.json', json.dumps(marker).encode())
+
+
+def plain(written, read, target):
+    """Write a file to the disk under its final name, and read others."""
+    with open(f'{target}.tmp', 'wb') as file:
+        file.write(written)
+        file.flush()
+        os.fsync(file.fileno())
+    os.link(f'{target}.tmp', target)
+    os.remove(f'{target}.tmp')
+    folder = os.open(os.path.dirname(target), os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    for path in read:
+        with open(path, 'rb') as file:
+            file.read()
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--numbers', type=int, default=10_000_000)
+    parser.add_argument('--jobs', type=int, default=4)
+    parser.add_argument('--rounds', type=int, default=9)
+    parser.add_argument('--dtype', default='float32')
+    parser.add_argument('--folder', default=tempfile.gettempdir(), help='where the pool is made, and deleted again')
+    parser.add_argument('--profile', action='store_true', help='show in which functions the time goes')
+    arguments = parser.parse_args()
+
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    parameters = make_parameters(arguments.numbers)
+    outer = diloco.Outer(parameters, outer_step, dist.group.WORLD, inner_steps=1, dtype=arguments.dtype)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        config = SimpleNamespace(
+            exchange=f'{folder}/pool', out_dir=folder, max_iters=arguments.rounds + 3, inner_steps=1, quorum=1,
+            num_replicas=arguments.jobs, grace_s=60.0, exchange_dtype=arguments.dtype, exchange_k=64, error_decay=None,
+            error_feedback=False, checkpoint_interval=0, keep_deltas=False, replay=False,
+        )  # fmt: skip
+        replica = Replica(config, outer, {}, print)
+        profile = cProfile.Profile()
+        rounds, plains = [], []
+
+        def meet(name):
+            for parameter in parameters.values():
+                parameter.sub_(1e-3)
+            with profile if arguments.profile else contextlib.nullcontext():
+                began = time.perf_counter()
+                replica.meet(steps=1)
+                rounds.append(time.perf_counter() - began)
+
+        def read_and_write(name):
+            written = open(f'{name}1_0000', 'rb').read()
+            read = [f'{name}{number}_0000' for number in range(1, arguments.jobs)]
+            began = time.perf_counter()
+            plain(written, read, f'{folder}/plain_{len(plains)}')
+            plains.append(time.perf_counter() - began)
+
+        for number in range(arguments.rounds + 2):  # two to warm up
+            replica.claim()
+            for other in range(1, arguments.jobs):
+                give_as_another(replica, other)
+            name = f'{config.exchange}/rounds/{replica.ledger.round:06}/delta_0'
+            for what in (meet, read_and_write)[:: -1 if number % 2 else 1]:
+                what(name)
+        replica.leave()
+    rounds, plains = rounds[2:], plains[2:]
+    ratios = [ours / theirs for ours, theirs in zip(rounds, plains, strict=True)]
+    megabytes = sum(parameter.numel() for parameter in parameters.values()) * 4e-6
+    print(f'{arguments.jobs} jobs, {megabytes:.1f} MB of parameters, {arguments.dtype}, {arguments.rounds} rounds')
+    for what, seconds in (('round', rounds), ('plain', plains)):
+        print(f'  {what}  {1000 * statistics.median(seconds):8.1f} ms ({1000 * min(seconds):.1f} at best)')
+    print(f'  ratio  {statistics.median(ratios):7.2f} ({min(ratios):.2f} to {max(ratios):.2f})')
+    if arguments.profile:
+        pstats.Stats(profile).sort_stats('tottime').print_stats(20)
+    processes.leave()
+
+
+if __name__ == '__main__':
+    main()
