@@ -125,6 +125,7 @@ class Config:
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
+    lora_residual = False  # averages of LoRA are exact: what those of A and B miss goes into the weights (FedEx-LoRA)
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'] = 'float32'  # what travels
     exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
     error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
@@ -153,7 +154,7 @@ import diloco
 import fsdp_manual
 import optim
 from comparison import diloco_check
-from huggingface import finetune
+from huggingface import finetune, residual
 from model import GPT, pointwise_cross_entropy
 from pool.replica import Replica, number_of_replicas
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
@@ -491,6 +492,8 @@ while (pool or step < config.max_iters) and not must_stop:
             for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
             for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
+                if config.lora_residual:
+                    residual.add_residual(raw_model, outer, fragment)
                 outer.send(fragment, step, last=last_step)
     if planner:
         planner.after_step()
