@@ -157,6 +157,7 @@ from comparison import diloco_check
 from huggingface import finetune, residual
 from model import GPT, pointwise_cross_entropy
 from pool.replica import Replica, number_of_replicas
+from pool.rows import checksums_of_frozen
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
@@ -296,7 +297,7 @@ if found is not None:
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 pool = None
 if config.exchange and not config.eval_only:  # from here on step and outer parameters are those of the pool
-    pool = Replica(config, outer, identity, notes.append)
+    pool = Replica(config, outer, identity | checksums_of_frozen(raw_model), notes.append)
     step = pool.ledger.step
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
@@ -307,7 +308,8 @@ log.say('\n'.join(notes))
 log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
-    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
+    as_loaded = found is None and step == 0  # who joins a pool has its weights by now
+    log.say(finetune.self_test(model, raw_model, pretrained, as_loaded, train_data.is_packed, device))
 log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 if config.replay:

@@ -456,6 +456,9 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
     else:
         assert formula == [4 * numbers] * 4  # 2 replicas send half of the adapters twice, in fp32
         assert all(4 * numbers <= size <= 4 * numbers + 32 for size in sent)
+        adamw = [key.replace('/out', '/adamw') for key in keys if 'optimizer' not in key]
+        start('train_diloco.py', *adamw, nproc=2)  # Muon leaves LoRA's matrices to it
+        assert column(tmp_path / 'adamw', 'loss') == column(tmp_path / 'out', 'loss')
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
