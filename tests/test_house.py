@@ -29,8 +29,8 @@ FLOORS += [{'text', 'huggingface'}, {'runtime', 'exchange'}, {'configurator.py',
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
-LONGER = {'train_diloco.py': 543, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
-LINES_IN_ALL = 16_600
+LONGER = {'train_diloco.py': 545, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
+LINES_IN_ALL = 16_680
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}

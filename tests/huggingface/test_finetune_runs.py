@@ -458,7 +458,8 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
         assert all(4 * numbers <= size <= 4 * numbers + 32 for size in sent)
         adamw = [key.replace('/out', '/adamw') for key in keys if 'optimizer' not in key]
         start('train_diloco.py', *adamw, nproc=2)  # Muon leaves LoRA's matrices to it
-        assert column(tmp_path / 'adamw', 'loss') == column(tmp_path / 'out', 'loss')
+        losses = (column(tmp_path / name, 'loss') for name in ('out', 'adamw'))
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-6
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
