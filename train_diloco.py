@@ -125,6 +125,7 @@ class Config:
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
+    lora_residual = False  # averages of LoRA are exact: what those of A and B miss goes into the weights (FedEx-LoRA)
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'] = 'float32'  # what travels
     exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
     error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
@@ -153,10 +154,11 @@ import diloco
 import fsdp_manual
 import optim
 from comparison import diloco_check
-from huggingface import finetune
+from huggingface import finetune, residual
 from model import GPT, pointwise_cross_entropy
 from pool.plan import make_plan
 from pool.replica import Replica, number_of_replicas
+from pool.rows import checksums_of_frozen
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
@@ -296,7 +298,7 @@ if found is not None:
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 pool = None
 if config.exchange and not config.eval_only:  # from here on step and outer parameters are those of the pool
-    pool = Replica(config, outer, identity, notes.append)
+    pool = Replica(config, outer, identity | checksums_of_frozen(raw_model), notes.append)
     step = pool.ledger.step
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
@@ -307,7 +309,8 @@ log.say('\n'.join(notes))
 log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
 log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
 if pretrained:
-    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
+    as_loaded = found is None and step == 0  # who joins a pool has its weights by now
+    log.say(finetune.self_test(model, raw_model, pretrained, as_loaded, train_data.is_packed, device))
 log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 if config.replay:
@@ -491,6 +494,8 @@ while (pool or step < config.max_iters) and not must_stop:
             for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
             for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
+                if config.lora_residual:
+                    residual.add_residual(raw_model, outer, fragment)
                 outer.send(fragment, step, last=last_step)
     if planner:
         planner.after_step()

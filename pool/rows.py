@@ -1,8 +1,12 @@
 """Which rows of each parameter a rank holds, so that jobs of other numbers of ranks can read what it has written, and a
 checksum that does not depend on that number."""
 
+import hashlib
+
 import torch
 import torch.distributed as dist
+
+from optim import local
 
 CHUNK, ODD = 2**15, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
 
@@ -51,3 +55,12 @@ def checksum(flat, shapes, ranks, rank):
     total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around likewise
     dist.all_reduce(total)
     return f'{total.item() % 2**64:016x}'
+
+
+def checksums_of_frozen(model):
+    """{'frozen weights': checksums in one word}, {} where all are trained. They do not travel, so all jobs of a pool
+    must have the same ones. model: its parameters whole, or sharded over all ranks. Collective."""
+    place = dist.get_world_size(), dist.get_rank()
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    words = [checksum(local(tensor).detach().float().cpu().flatten(), [tensor.shape], *place) for tensor in frozen]
+    return {'frozen weights': hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]} if frozen else {}

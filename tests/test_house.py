@@ -25,11 +25,11 @@ FLOORS = [
     {'runtime/estimate.py', 'runtime/offload.py', 'runtime/setup.py'},
     SHARED,
 ]
-FLOORS += [{'text', 'huggingface', 'exchange'}, {'runtime'}, {'configurator.py', 'model.py'}]
+FLOORS += [{'text', 'huggingface'}, {'runtime', 'exchange'}, {'configurator.py', 'model.py'}]
 FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted((REPO / room).glob('*.py')))]
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
-LONGER = {'train_diloco.py': 540, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
+LONGER = {'train_diloco.py': 545, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
 LINES_IN_ALL = 17_000
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.

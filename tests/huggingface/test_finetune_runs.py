@@ -456,6 +456,10 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
     else:
         assert formula == [4 * numbers] * 4  # 2 replicas send half of the adapters twice, in fp32
         assert all(4 * numbers <= size <= 4 * numbers + 32 for size in sent)
+        adamw = [key.replace('/out', '/adamw') for key in keys if 'optimizer' not in key]
+        start('train_diloco.py', *adamw, nproc=2)  # Muon leaves LoRA's matrices to it
+        losses = (column(tmp_path / name, 'loss') for name in ('out', 'adamw'))
+        assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-6
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import journal, s3_server
 
-from pool.store import open_store
-
 from benchmarks import draw_pool, pool_storm
+from pool.store import open_store
 
 H, STEPS, BATCH = 10, 34, 12  # the last round has 4 steps
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--max_iters={STEPS}', f'--inner_steps={H}']

@@ -1,0 +1,137 @@
+"""Models of transformers in a pool, whole and with LoRA: against the collectives, joined by others, of another base."""
+
+import shutil
+
+import pytest
+from launch import TINY_RUN, Job, run_forked, run_ranks
+from outputs import column, metrics, weights_of
+from pool_jobs import journal
+from pretrained import save_model
+
+H, STEPS, BATCH = 4, 14, 12  # the last round has 2 steps
+RUN = [*TINY_RUN, '--dtype=float32', '--dataset=synthetic', '--block_size=32', f'--global_batch_size={BATCH}']
+RUN += ['--batch_size=1', f'--max_iters={STEPS}', f'--inner_steps={H}', '--eval_interval=4', '--checkpoint_interval=8']
+RUN += ['--outer_momentum=0.6', '--num_replicas=2', '--warmup_iters=0']
+LORA = ['--lora_rank=4', '--learning_rate=1e-2']  # 4 rows on 3 ranks: the last one has none
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    """A Llama, a GPT-2, and a Llama of which one number is another one."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp('models')
+    for kind in ('llama', 'gpt2'):
+        save_model(folder / kind, kind)
+    shutil.copytree(folder / 'llama', folder / 'other')
+    weights = stored(folder / 'llama')
+    weights['model.layers.1.mlp.up_proj.weight'][3, 5] *= 1.5
+    save_file(weights, folder / 'other' / 'model.safetensors', {'format': 'pt'})
+    return folder
+
+
+def arguments(model, out_dir, *more):
+    return [*RUN, f'--init_from={model}', f'--out_dir={out_dir}', *more]
+
+
+def start(model, folder, name, *more, nproc=1, fault=None):
+    keys = arguments(model, folder / name, f'--exchange={folder / "pool"}', *more)
+    return Job('train_diloco.py', keys, nproc, folder / f'{name}.log', fault)
+
+
+def finish(job):
+    assert set(job.wait(600)) == {0}, job.text()
+
+
+def stored(model):
+    from safetensors.torch import load_file
+
+    return load_file(model / 'model.safetensors')
+
+
+@pytest.mark.parametrize(
+    'kind, ranks, more',
+    [
+        ('llama', [1, 1], []),
+        ('llama', [2, 2], ['--fsdp_impl=manual']),
+        ('llama', [1, 1], [*LORA, '--optimizer=muon']),
+        ('gpt2', [2, 2], LORA),
+        ('llama', [3, 2], [*LORA, '--fsdp_impl=manual']),
+    ],
+    ids=['whole 2x1', 'whole 2x2 manual', 'lora 2x1 muon', 'lora 2x2', 'lora 3+2 manual'],
+)
+def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more):
+    model, with_lora = models / kind, LORA[0] in more
+    keys = [*more, '--quorum=2', '--grace_s=120']  # nobody is left behind, however busy the machine is
+    jobs = [start(model, tmp_path, f'{n}', *keys, nproc=nproc) for n, nproc in enumerate(ranks)]
+    for job in jobs:
+        finish(job)
+    reference = tmp_path / 'collectives'
+    run_forked('train_diloco.py', *arguments(model, reference, *more), nproc=2, log=tmp_path / 'collectives.log')
+    of_jobs = [column(tmp_path / f'{n}', 'loss') for n in range(2)]
+    expected = column(reference, 'loss')
+    assert len(expected) == STEPS and expected[-1] < expected[0]
+    for ours, theirs in zip(zip(*of_jobs, strict=True), expected, strict=True):
+        assert abs(sum(ours) / 2 - theirs) <= 1e-6 * theirs
+    theirs = weights_of(reference, STEPS)
+    trained = {name for name in theirs if '.lora_' in name or not with_lora}
+    for n in range(2):
+        for ours, of_reference in zip(
+            column(tmp_path / f'{n}', 'val_loss'), column(reference, 'val_loss'), strict=True
+        ):
+            assert abs(ours - of_reference) <= 1e-6 * of_reference
+        rows = journal(tmp_path / f'{n}')
+        assert [len(row['deltas']) for row in rows] == [2] * 4
+        assert [row['digest'] for row in rows] == [row['digest'] for row in journal(tmp_path / '0')]
+        ours = weights_of(tmp_path / f'{n}', STEPS)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name not in trained:
+                assert ours[name].equal(value) and value.equal(stored_as(name, stored(model))), name
+        error = sum((ours[name] - theirs[name]).square().sum() for name in trained)
+        assert error <= 1e-5**2 * sum(theirs[name].square().sum() for name in trained)
+    if with_lora and ranks == [1, 1]:  # only adapters travel: own ones out, the other job's in, and some to a snapshot
+        size = 4 * sum(theirs[name].numel() for name in trained)
+        of_rounds = [row['diloco/bytes'] for row in metrics(tmp_path / '0') if 'pool/round' in row]
+        assert len(of_rounds) == 4 and {*of_rounds} <= {2 * size, 4 * size}
+
+
+def stored_as(name, weights):
+    return weights[name if name in weights else name.removeprefix('transformer.')]
+
+
+def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
+    """A job alone fails in its third round. One of two ranks joins, and ends the run; then the first one is back."""
+    model, keys = models / 'llama', [*LORA, '--grace_s=1', '--keep_deltas']
+    nan = {'kind': 'nan', 'rank': 0, 'step': 2 * H + 2, 'count': 9}
+    failed = start(model, tmp_path, 'failed', *keys, '--max_bad_steps=1', fault=nan)
+    assert failed.wait(600) == [1], failed.text()
+    assert len(journal(tmp_path / 'failed')) == 2
+    for name, nproc in (('joined', 2), ('failed', 1)):
+        finish(start(model, tmp_path, name, *keys, nproc=nproc))
+    rows, again = (journal(tmp_path / name) for name in ('joined', 'failed'))
+    assert [row['deltas'] for row in rows] == [row['deltas'] for row in again]
+    assert len({delta['job'] for row in rows for delta in row['deltas']}) == 2
+    shares = [(d['piece'][0], d['piece'][1] + n) for row in rows for d in row['deltas'] for n in range(d['steps'])]
+    assert sorted(shares) == [(k, step) for k in range(2) for step in range(STEPS)]
+    ours, theirs = weights_of(tmp_path / 'joined', STEPS), weights_of(tmp_path / 'failed', STEPS)
+    assert all(value.equal(theirs[name]) for name, value in ours.items())
+    assert all(value.equal(ours[name]) for name, value in stored(model).items())
+    assert all(value.any() for name, value in ours.items() if name.endswith('.lora_B'))
+    replay = [f'--exchange={tmp_path / "pool"}', *keys, '--replay']
+    said = run_forked('train_diloco.py', *arguments(model, tmp_path / 'replay', *replay), log=tmp_path / 'replay.log')
+    assert f'replay: rounds 0 to {len(rows) - 1} and ' in said and 'equal to the bit' in said
+
+
+def test_a_job_with_other_frozen_weights_is_refused(models, tmp_path):
+    """The same configuration and keys, as a base model and what somebody has made of it."""
+    finish(start(models / 'llama', tmp_path, 'first', *LORA, '--max_iters=4'))
+    pool = tmp_path / 'pool'
+    before = sorted(path for path in pool.rglob('*') if 'alive' not in str(path))
+    keys = arguments(models / 'other', tmp_path / 'out', f'--exchange={pool}', *LORA, '--max_iters=4')
+    for rank, ended in enumerate(run_ranks([['train_diloco.py', *keys]] * 2)):
+        output = ended.stdout + ended.stderr
+        assert ended.returncode == 1 and 'Traceback' not in output, output
+        (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]
+        assert 'the pool has frozen weights=' in line and 'start all jobs with the same keys' in line
+    assert sorted(path for path in pool.rglob('*') if 'alive' not in str(path)) == before
