@@ -305,7 +305,9 @@ def main():
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--first_seed', type=int, default=1)
     parser.add_argument('--pause', type=float, default=1.0, help='mean seconds between hits (%(default)s)')
-    parser.add_argument('--step_s', type=float, default=0.0, help='seconds by which an inner step is longer')
+    parser.add_argument(
+        '--step_s', type=float, default=0.0, help='seconds by which an inner step is longer; no comparison'
+    )
     parser.add_argument('--folder', help='keep what the jobs leave there, for benchmarks/draw_pool.py')
     parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
     parser.add_argument('--up_s', type=float, nargs='*', help=f'only these mean lives, in seconds, of {UP_S}')
@@ -318,7 +320,7 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         data_dir = prepare(folder)
         for seed in range(given.first_seed, given.first_seed + given.seeds):
-            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s))
+            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s, compare=not given.step_s))
 
 
 def report(figures):
