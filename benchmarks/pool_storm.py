@@ -128,6 +128,7 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
     pool = Pool(Path(folder, f'storm_{seed}'), data_dir, max_iters, f'--seed={seed}', f'--grace_s={grace_s}')
     for name in NAMES:
         pool.start(name, faults[name])
+    may_start = False  # whether the next hit may be on one that has only begun to start
     away, next_hit, done = {}, time.monotonic() + 2, 0  # away: when a job is to be started again, None: it still ends
     while done < kills:
         time.sleep(0.02)
@@ -148,12 +149,14 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
         up = [name for name, job in pool.jobs.items() if name not in away and job.is_running()]
         if any((pool.folder / name / 'DONE').exists() for name in NAMES):
             break  # all is trained
-        if time.monotonic() < next_hit or not up:
+        if time.monotonic() < next_hit:
             continue
-        next_hit += chance.expovariate(1 / pause)
+        up = [name for name in up if pool.jobs[name].ranks() and (may_start or pool.moment(name) != 'starts')]
+        if not up:
+            continue
         name, (kind,) = chance.choice(up), chance.choices([*HITS], [*HITS.values()])
-        moment = pool.moment(name)
-        ranks = pool.jobs[name].ranks()
+        moment, ranks = pool.moment(name), pool.jobs[name].ranks()
+        next_hit, may_start = time.monotonic() + chance.expovariate(1 / pause), chance.random() < 0.2
         if kind == 'STOP':
             (pool.folder / name).mkdir(exist_ok=True)
             (pool.folder / name / 'STOP').touch()
@@ -252,7 +255,7 @@ def come_and_go(folder, up_s, down_s, seconds, seed):
     """(times as measured, of goodput(); goodput measured; rounds; lives) of jobs that are killed and come back."""
     folder.mkdir()
     keys = {'num_replicas': JOBS, 'max_iters': 10**7, 'inner_steps': H, 'checkpoint_interval': 2 * H}
-    jobs = Jobs(str(folder / 'pool'), folder, **keys, keep_deltas=False, grace_s=1.0)
+    jobs = Jobs(str(folder / 'pool'), folder, **keys, keep_deltas=False, grace_s=2.0)
     chance, names, starts = random.Random(seed), [f'{n}' for n in range(JOBS)], {}
     begins, ends = time.time() + 15, time.time() + 15 + seconds  # the first round begins before all are there
     changes, spent, count = {name: time.time() for name in names}, Counter(), Counter()
@@ -285,7 +288,14 @@ def come_and_go(folder, up_s, down_s, seconds, seed):
     step_s = statistics.fmean((delta['gave'] - delta['began']) / delta['steps'] for delta in deltas)
     took = commits[-1]['time'] - commits[0]['time']
     times = spent['up'] / count['up'], spent['down'] / count['down'], statistics.median(start_s)
-    times += took / (len(commits) - 1), H * step_s
+    there = [{delta['job'] for delta in commit['deltas']} for commit in commits]  # and so from the next one's beginning
+    steps = [
+        delta['steps']
+        for jobs, commit in zip(there, commits[1:], strict=False)
+        for delta in commit['deltas']
+        if delta['job'] in jobs
+    ]
+    times += took / (len(commits) - 1), statistics.fmean(steps) * step_s
     return times, sum(delta['steps'] for delta in deltas) * step_s / (took * JOBS), len(commits) - 1, count['up']
 
 
@@ -295,7 +305,9 @@ def main():
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--first_seed', type=int, default=1)
     parser.add_argument('--pause', type=float, default=1.0, help='mean seconds between hits (%(default)s)')
-    parser.add_argument('--step_s', type=float, default=0.0, help='seconds by which an inner step is longer')
+    parser.add_argument(
+        '--step_s', type=float, default=0.0, help='seconds by which an inner step is longer; no comparison'
+    )
     parser.add_argument('--folder', help='keep what the jobs leave there, for benchmarks/draw_pool.py')
     parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
     parser.add_argument('--up_s', type=float, nargs='*', help=f'only these mean lives, in seconds, of {UP_S}')
@@ -308,7 +320,7 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         data_dir = prepare(folder)
         for seed in range(given.first_seed, given.first_seed + given.seeds):
-            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s))
+            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s, compare=not given.step_s))
 
 
 def report(figures):

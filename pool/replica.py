@@ -308,9 +308,9 @@ class Replica:
         return self.parts.pop(0) if self.parts else None
 
     def _claim(self):
-        """The number of a piece that is now this job's, or None: there is none left in this round, or it is over."""
+        """The number of a piece that is now this job's, or None: none is left in this round, or it is nearly over."""
         self.watch.look()
-        if self.watch.is_committed:
+        if self.watch.is_committed or self.watch.enough_at is not None:  # the others are done: not to keep them waiting
             return None
         # As replica k once more, if nobody has to stand back for that: its optimizer has seen that data's like.
         again = [n for n in range(min(len(self.members), self.ledger.pieces)) if self.ledger.piece(n)[0][0] == self.k]
