@@ -378,7 +378,7 @@ class Outer:
     @torch.no_grad()
     def pseudo_gradient(self, fragment):
         """What this rank's rows have learned since the last outer step: anchor - theta, flat fp32, a new tensor."""
-        theta = torch.cat([local(parameter).flatten() for parameter in fragment.parameters.values()])
+        theta = torch.cat([local(parameter).flatten() for parameter in fragment.parameters.values()]).float()
         return torch.sub(fragment.anchor.to(self.device), theta, out=theta)
 
     @torch.no_grad()

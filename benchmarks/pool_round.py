@@ -6,7 +6,8 @@ What a round of a pool costs one job (train_diloco.py --exchange), beside readin
 
 The job gives its delta, finds those of the others there, closes the round and takes the outer step. A round beside it
 writes a file as large, as durably, and reads the same files of the others: with plain open(), and nothing else. Which
-of the two goes first changes from round to round; a ratio is taken within a round.
+of the two goes first changes from round to round; a ratio is taken within a round, also of CPU time, which says more
+where the machine is busy.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import cProfile
 import json
 import os
 import pstats
-import statistics
 import sys
 import tempfile
 import time
@@ -60,6 +60,11 @@ def plain(written, read, target):
             file.read()
 
 
+def now():
+    """Seconds on the wall, and of CPU time of this process."""
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,16 +93,16 @@ def main():
             for parameter in parameters.values():
                 parameter.sub_(1e-3)
             with profile if arguments.profile else contextlib.nullcontext():
-                began = time.perf_counter()
+                began = now()
                 replica.meet(steps=1)
-                rounds.append(time.perf_counter() - began)
+                rounds.append(now() - began)
 
         def read_and_write(name):
             written = open(f'{name}1_0000', 'rb').read()
             read = [f'{name}{number}_0000' for number in range(1, arguments.jobs)]
-            began = time.perf_counter()
+            began = now()
             plain(written, read, f'{folder}/plain_{len(plains)}')
-            plains.append(time.perf_counter() - began)
+            plains.append(now() - began)
 
         for number in range(arguments.rounds + 2):  # two to warm up
             replica.claim()
@@ -107,13 +112,14 @@ def main():
             for what in (meet, read_and_write)[:: -1 if number % 2 else 1]:
                 what(name)
         replica.leave()
-    rounds, plains = rounds[2:], plains[2:]
-    ratios = [ours / theirs for ours, theirs in zip(rounds, plains, strict=True)]
+    ours, theirs = torch.stack(rounds[2:]), torch.stack(plains[2:])
     megabytes = sum(parameter.numel() for parameter in parameters.values()) * 4e-6
     print(f'{arguments.jobs} jobs, {megabytes:.1f} MB of parameters, {arguments.dtype}, {arguments.rounds} rounds')
-    for what, seconds in (('round', rounds), ('plain', plains)):
-        print(f'  {what}  {1000 * statistics.median(seconds):8.1f} ms ({1000 * min(seconds):.1f} at best)')
-    print(f'  ratio  {statistics.median(ratios):7.2f} ({min(ratios):.2f} to {max(ratios):.2f})')
+    for column, clock in enumerate(('', ' of CPU time')):
+        for what, seconds in (('round', ours[:, column]), ('plain', theirs[:, column])):
+            print(f'  {what}  {1000 * seconds.median():8.1f} ms{clock} ({1000 * seconds.min():.1f} at best)')
+        ratios = ours[:, column] / theirs[:, column]
+        print(f'  ratio  {ratios.median():7.2f}{clock} ({ratios.min():.2f} to {ratios.max():.2f})')
     if arguments.profile:
         pstats.Stats(profile).sort_stats('tottime').print_stats(20)
     processes.leave()

@@ -85,9 +85,9 @@ def check(jobs, results):
     return commits
 
 
-def replay(jobs):
+def replay(jobs, name='replay'):
     again = Jobs(jobs.address, jobs.folder, jobs.env, **{**jobs.keys, 'replay': True})
-    return again.start('replay', ranks=2).wait('replay')['replay']
+    return again.start(name, ranks=2).wait(name)[name]
 
 
 # --- no faults --------------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_a_replay_says_what_is_missing_and_where_it_could_begin(pool_of):
     assert 'round 2 cannot be computed again: ' in said and 'rounds/000002/delta_00_0000 is missing' in said
     assert '; from round 4 on it could be done, if outer/ held no older snapshots' in said
     store.remove('outer', [name for name in store.list('outer') if name < '000004'])
-    assert replay(jobs) == (
+    assert replay(jobs, 'again') == (
         'rounds 4 to 5 and 1 snapshots: equal to the bit; what is before round 4 was deleted, as without --keep_deltas'
     )
 
