@@ -1,5 +1,5 @@
 """
-Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip install lm_eval` (0.4.13), and no network.
+Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip install lm_eval` (0.4.13).
 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
     python benchmarks/evaluate_rate.py models/gpt2 --task=tasks/piqa.jsonl --items=500 --num_fewshot=2
