@@ -9,7 +9,7 @@ What can a model do? Scores of a checkpoint of any script, or of a Hugging Face 
 A task is a file of JSON lines, an item each:
     {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     likeliest choice: acc, acc_norm
     {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   likeliest context: acc
-    {"context": "She opened the", "continuation": "door"}                            last word: acc (greedy), ppl
+    {"context": "She opened the", "continuation": "door"}                            acc (greedy), perplexity
     {"text": "A whole document."}                                                    perplexity, bits per byte
 `python prepare_data.py --tasks=hellaswag,mmlu` makes the well-known ones. The numbers are lm-evaluation-harness's.
 
