@@ -88,7 +88,8 @@ def of_harness(lm, path, num_fewshot=0):
         answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)
     samples = sorted(answer['samples'][name], key=lambda sample: sample['doc_id'])
     found = [[of_request[0] for of_request in sample['resps']] for sample in samples]
-    scores = {key.partition(',')[0]: value for key, value in answer['results'][name].items() if ',none' in key}
+    scores = {key.partition(',')[0]: score for key, score in answer['results'][name].items() if ',none' in key}
+    scores = {key: score for key, score in scores.items() if score != 'N/A'}  # errors, without a bootstrap
     return scores, found
 
 
@@ -106,9 +107,8 @@ def of_ours(out_dir, path, folder, num_fewshot=0, batch_size=32):
 def harness_model(model_folder, batch_size, is_ours):
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(
-        pretrained=str(model_folder), device='cpu', dtype='float32', batch_size=batch_size, trust_remote_code=is_ours
-    )
+    options = {'device': 'cpu', 'dtype': 'float32', 'batch_size': batch_size, 'trust_remote_code': is_ours}
+    return HFLM(pretrained=str(model_folder), **options)
 
 
 def largest_difference(ours, theirs):

@@ -45,9 +45,12 @@ def load_transformers_tokenizer(folder, trust_remote_code=False):
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ValueError(f'{folder}: transformers finds no tokenizer: {one_line(error)}') from error
+    if not tokenizer.encode('a', add_special_tokens=False):  # of some classes it makes an empty one without files
+        raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')
+    return tokenizer
 
 
 class Weights:

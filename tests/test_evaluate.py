@@ -71,7 +71,7 @@ def models(data_dir, tmp_path_factory):
     (folder / 'with_bos' / 'tokenizer_config.json').write_text(json.dumps(settings))
     run = [*TINY_MODEL, *TINY_RUN, '--arch=enoki', '--dataset=tiny', '--max_iters=3', f'--data_dir={data_dir}']
     run_forked('train_ddp.py', *run, f'--out_dir={folder / "run"}', log=folder / 'train.log')
-    run_script('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}')
+    run_forked('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}', log=folder / 'log')
     found['native'] = (folder / 'run', folder / 'native')
     return found
 
@@ -156,7 +156,7 @@ def test_log_likelihoods_are_those_of_a_plain_loop(models, files, name, tmp_path
             assert row['nats'] == pytest.approx([nats for nats, _ in expected], abs=1e-4), row
             assert row['greedy'] == [greedy for _, greedy in expected]
             compared += len(expected)
-    assert compared > 110
+    assert compared > 100
     # the scores, from the log-likelihoods of the loop
     nats = [[nats for nats, _ in of_item] for of_item in expected_of(loop, files[0])]
     rows = [json.loads(line) for line in files[0].read_text(encoding='utf-8').splitlines()]
@@ -204,10 +204,8 @@ def test_choices_share_their_context_and_rows_are_no_longer_than_the_window():
 
 
 def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
-    rows = [
-        {'context': f'q{n}', 'choices': ['yes', 'no'], 'gold': n % 2, 'description': 'D. ', 'delimiter': ': '}
-        for n in range(6)
-    ]
+    same = {'choices': ['yes', 'no'], 'description': 'D. ', 'delimiter': ': '}
+    rows = [{'context': f'q{n}', 'gold': n % 2, **same} for n in range(6)]
     path = write_rows(tmp_path / 'own.jsonl', rows)
     draws = random.Random(1234)
     for number, item in enumerate(tasks.read_task(path, num_fewshot=2).items):
@@ -231,9 +229,9 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
 
 def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_path):
     draws, animals = random.Random(2), ['cat', 'dog', 'owl', 'pig']
-    names = sorted({''.join(draws.choices('abcdefghij', k=4)) for _ in range(96)})
-    has = {name: animals[number % 4] for number, name in enumerate(names)}
-    lines = [f'{name} has a {draws.choice([has[name]])}.\n' for name in names * 60]
+    names = ['abcd'[n % 4] + ''.join(draws.choices('efghij', k=3)) for n in range(96)]
+    has = {name: animals['abcd'.index(name[0])] for name in names}
+    lines = [f'{name} has a {has[name]}.\n' for name in names * 60]
     draws.shuffle(lines)
     (tmp_path / 'facts.txt').write_text(''.join(lines))
     data = [f'--data_dir={tmp_path / "data"}', '--name=facts', '--tokenizer=bytes']
@@ -242,13 +240,13 @@ def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_p
     task = write_rows(tmp_path / 'facts.jsonl', rows)
     model = ['--arch=llama', '--n_layer=2', '--n_head=2', '--n_embd=64', '--block_size=64', '--batch_size=32']
     run = [*model, '--dataset=facts', data[0], '--device=cpu', '--dtype=float32', '--eval_iters=0', '--compile=False']
-    trained = ['--learning_rate=3e-3', '--max_iters=250', '--warmup_iters=10']
+    trained = ['--learning_rate=3e-3', '--max_iters=120', '--warmup_iters=10']
     scores = {}
     for name, keys in (('random', ['--max_iters=1', '--learning_rate=1e-9']), ('trained', trained)):
         run_forked('train_ddp.py', *run, *keys, f'--out_dir={tmp_path / name}', log=tmp_path / f'{name}.log')
         results, _, text = evaluate(tmp_path / name, [task], tmp_path / f'{name}_scores')
         scores[name] = results[-1]
-        assert re.search(r'^facts: acc 0\.\d{4} ± 0\.\d{4}, acc_norm .* \(96 items, ', text, re.MULTILINE)
+        assert re.search(r'^facts: acc [01]\.\d{4} ± 0\.\d{4}, acc_norm .* \(96 items, ', text, re.MULTILINE)
     assert scores['trained']['acc'] > 0.9
     chance = math.sqrt(0.25 * 0.75 / len(names))
     assert abs(scores['random']['acc'] - 0.25) <= 2 * chance
@@ -308,8 +306,8 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
     save_model(tmp_path / 'model', 'gpt2')
     for path in (tmp_path / 'model').glob('tokenizer*'):
         path.unlink()
-    result = run_script('evaluate.py', f'--out_dir={tmp_path / "model"}', f'--tasks={files[0]}', check=False)
-    assert result.returncode == 1 and 'transformers finds no tokenizer' in result.stderr.splitlines()[-1]
+    with pytest.raises(AssertionError, match=r'\[0\] error: .*/model: transformers finds no tokenizer'):
+        run_forked('evaluate.py', f'--out_dir={tmp_path / "model"}', f'--tasks={files[0]}', log=tmp_path / 'log')
 
 
 # --- lm_eval ----------------------------------------------------------------------------------------------------------
@@ -320,13 +318,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
 def test_log_likelihoods_and_scores_are_those_of_lm_eval(models, files, name):
     run, folder = models[name]
     for file in files:
-        command = [
-            sys.executable,
-            str(REPO / 'benchmarks/evaluate_rate.py'),
-            str(folder),
-            f'--task={file}',
-            '--rounds=0',
-        ]
-        command += [f'--run={run}'] * (run != folder)
+        command = [sys.executable, str(REPO / 'benchmarks/evaluate_rate.py'), str(folder), f'--task={file}']
+        command += ['--rounds=0', *[f'--run={run}'] * (run != folder)]
         result = subprocess.run(command, env=environment(), capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
