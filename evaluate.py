@@ -79,6 +79,17 @@ for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_few
 loaded = [tasks.read_task(path, config.num_fewshot, config.limit) for path in config.tasks]
 setup.join_ranks(config.timeout_s, device)
 
+
+def append_result(row):
+    """Append a row to the results; None only tries whether that is possible."""
+    results = config.results or os.path.join(config.out_dir, 'results.jsonl')
+    try:
+        with open(results, 'a', encoding='utf-8') as file:
+            file.write('' if row is None else json.dumps(row) + '\n')
+    except OSError as error:
+        raise OSError(f'{results}: cannot be written ({error.strerror}): name another file, --results=FILE') from error
+
+
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
 path, step = None, None  # of a checkpoint
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
@@ -107,6 +118,8 @@ else:
 window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')
+
+processes.on_rank_0(append_result, None)  # before the work is done
 
 # --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
 requests = [tasks.requests_of(task, encoder, window) for task in loaded]
@@ -167,15 +180,6 @@ def write_samples(task, found):
             file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
 
 
-def append(row):
-    results = config.results or os.path.join(config.out_dir, 'results.jsonl')
-    try:
-        with open(results, 'a', encoding='utf-8') as file:
-            file.write(json.dumps(row) + '\n')
-    except OSError as error:
-        raise OSError(f'{results}: cannot be written ({error.strerror}): name another file, --results=FILE') from error
-
-
 for file, task, of_task in zip(config.tasks, loaded, requests, strict=True):
     began = time.perf_counter()
     found = scoring.log_likelihoods(model, of_task, longest, config.batch_size, device, shares, task.name)
@@ -190,7 +194,7 @@ for file, task, of_task in zip(config.tasks, loaded, requests, strict=True):
         row |= {'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.'), 'sha256': sha256_of(file)}
         numbers = {name: value for name, (value, _) in scores.items()}
         numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
-        append(row | {name: value for name, value in numbers.items() if math.isfinite(value)})
+        append_result(row | {name: value for name, value in numbers.items() if math.isfinite(value)})
         if config.samples:
             write_samples(task, found)
 processes.leave()

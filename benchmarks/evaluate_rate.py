@@ -2,7 +2,7 @@
 Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip install lm_eval` (0.4.13).
 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
-    python benchmarks/evaluate_rate.py models/gpt2 --task=tasks/piqa.jsonl --items=500 --num_fewshot=2
+    python benchmarks/evaluate_rate.py models/gpt2 --tasks=tasks/piqa.jsonl --num_fewshot=2
     python benchmarks/evaluate_rate.py models/mine --run=out/mine           # models/mine is the export of out/mine
 
 Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
@@ -93,15 +93,15 @@ def of_harness(lm, path, num_fewshot=0):
     return scores, found
 
 
-def of_ours(out_dir, path, folder, num_fewshot=0, batch_size=32):
-    """The same by evaluate.py, as a user starts it; folder: for what it writes."""
-    Path(folder).mkdir(exist_ok=True)
-    keys = {'tasks': path, 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
+def of_ours(out_dir, paths, folder, num_fewshot=0, batch_size=32):
+    """[The same of each task] by evaluate.py, as a user starts it; folder: for what it writes."""
+    keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
     keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu'}
     run_script('evaluate.py', f'--out_dir={out_dir}', *(f'--{key}={value}' for key, value in keys.items()))
-    scores = json.loads(Path(folder, 'results.jsonl').read_text().splitlines()[-1])
-    rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
-    return scores, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
+    scores = [json.loads(line) for line in Path(folder, 'results.jsonl').read_text().splitlines()]
+    for path, of_task in zip(paths, scores, strict=True):
+        rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
+        yield of_task, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
 
 
 def harness_model(model_folder, batch_size, is_ours):
@@ -121,6 +121,17 @@ def largest_difference(ours, theirs):
         else:
             differences.append(abs(sum(x[0] for x in a) - b[0]) / len(a))
     return max(differences)
+
+
+def compare_numbers(path, scores, ours, their_scores, theirs):
+    """Print how far they are apart, and end the program where that is more than rounding."""
+    n_requests, difference = sum(map(len, ours)), largest_difference(ours, theirs)
+    print(f'{Path(path).stem}: {n_requests:,} requests, log-likelihoods differ by up to {difference:.2g} nats')
+    for name, score in their_scores.items():
+        print(f'    {name}: evaluate.py {scores[name]:.6f}, lm_eval {score:.6f}')
+    unequal = [name for name, score in their_scores.items() if abs(scores[name] - score) > 1e-4 * score]
+    if difference > 1e-4 or unequal:
+        raise SystemExit(f'they differ: {", ".join(unequal) or "log-likelihoods"}')
 
 
 def compare_rates(lm, model_folder, run, path, rounds, batch_size):
@@ -169,29 +180,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', help='a Hugging Face folder')
     parser.add_argument('--run', help='the out_dir that the folder was exported from')
-    parser.add_argument('--task', help='a file of items; one is made if there is none')
+    parser.add_argument('--tasks', help='files of items, with commas between; one is made if there is none')
     parser.add_argument('--items', type=int, default=300, help='of the task that is made')
     parser.add_argument('--num_fewshot', type=int, default=0, help='examples before each item')
     parser.add_argument('--batch_size', type=int, default=32, help='requests per forward pass')
     parser.add_argument('--rounds', type=int, default=5, help='0 = compare the numbers alone')
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = arguments.task or f'{folder}/next_lines.jsonl'
-        if not arguments.task:
-            make_task(path, arguments.items)
+        paths = arguments.tasks.split(',') if arguments.tasks else [f'{folder}/next_lines.jsonl']
+        if not arguments.tasks:
+            make_task(paths[0], arguments.items)
         lm = harness_model(arguments.model, arguments.batch_size, is_ours=bool(arguments.run))
         options = (arguments.num_fewshot, arguments.batch_size)
-        scores, ours = of_ours(arguments.run or arguments.model, path, f'{folder}/samples', *options)
-        their_scores, theirs = of_harness(lm, path, arguments.num_fewshot)
-        n_requests, difference = sum(map(len, ours)), largest_difference(ours, theirs)
-        print(f'{n_requests:,} requests: log-likelihoods differ by up to {difference:.2g} nats')
-        for name, score in their_scores.items():
-            print(f'{name}: evaluate.py {scores[name]:.6f}, lm_eval {score:.6f}')
-        unequal = [name for name, score in their_scores.items() if abs(scores[name] - score) > 1e-4 * score]
-        if difference > 1e-4 or unequal:
-            raise SystemExit(f'they differ: {", ".join(unequal) or "log-likelihoods"}')
+        found = of_ours(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)
+        for path, (scores, ours) in zip(paths, found, strict=True):
+            compare_numbers(path, scores, ours, *of_harness(lm, path, arguments.num_fewshot))
         if arguments.rounds:
-            rates = compare_rates(lm, arguments.model, arguments.run, path, arguments.rounds, arguments.batch_size)
+            rates = compare_rates(lm, arguments.model, arguments.run, paths[0], arguments.rounds, arguments.batch_size)
             for ours, theirs in rates:
                 print(f'evaluate.py {ours:8.1f} requests/s, lm_eval {theirs:8.1f}: {ours / theirs:.2f}x')
             print(f'median {statistics.median(ours / theirs for ours, theirs in rates):.2f}x')
