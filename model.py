@@ -481,9 +481,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         return self
 
-    def forward(self, x, y=None, starts=None, cache=None):
+    def forward(self, x, y=None, starts=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, see
-        in_documents(); None = a row is one. cache: one KVCache per block, with the tokens before x.
+        in_documents(), or what that returns with a mask; None = a row is one. cache: one KVCache per block, with the
+        tokens before x. then: what this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
         cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
@@ -499,7 +500,7 @@ class GPT(nn.Module):
             self.rotary.prepare(x.device)
         if starts is not None:
             by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
-            positions, borders = in_documents(starts, x.shape[1], by_mask)
+            positions, borders = starts if isinstance(starts, tuple) else in_documents(starts, x.shape[1], by_mask)
             documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
         if self.pos_embed is not None:
@@ -511,6 +512,8 @@ class GPT(nn.Module):
             h = h[:, -1:]  # (B, 1, C)
         h = self.final_norm(h)
 
+        if then is not None:
+            return then(h, self.head.weight[: self.config.vocab_size])
         if y is None:
             return self.head(h)[..., : self.config.vocab_size]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy

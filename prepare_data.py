@@ -48,6 +48,7 @@ class Config:
     num_proc: int | None = None  # processes that tokenize; None = one per core
     engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken where its tokens are those of tiktoken, tokenizers
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
+    tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,arc_easy,piqa,mmlu, ...
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
     verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
     peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop
@@ -81,6 +82,7 @@ from text import encode, sources
 from text.chat import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
+from text.known_tasks import make_tasks
 from text.shards import ShardWriter, read_shard, verify
 from text.summary import print_summary
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
@@ -101,6 +103,9 @@ if config.cache_tokenizer:
     cache, fetched = fetch_tokenizer(config.cache_tokenizer, Path(config.data_dir) / 'tiktoken')
     print(f'{config.cache_tokenizer}: {fetched.vocab_size:,} tokens; its files are in {cache}, sha256 verified')
     print(f'where there is no network: export TIKTOKEN_CACHE_DIR={os.path.abspath(cache)}')
+    sys.exit()
+if config.tasks:
+    make_tasks(config.tasks, hub_folder)
     sys.exit()
 if config.download_only:
     where = sources.download(config.dataset, config.source_config, hub_folder)

@@ -49,10 +49,11 @@ import torch
 
 import data
 from huggingface import finetune
+from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig, sample_token
 from runtime import checkpoint, errors, processes
 from text.chat import DATE, fold_system_messages
-from text.tokenizer import load_tokenizer, tokenizer_of
+from text.tokenizer import tokenizer_of_run
 
 errors.report_errors()
 config.device = processes.choose_device(config.device, local_rank=0)
@@ -141,11 +142,7 @@ if is_fine_tuned:
     transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
     pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
-    try:
-        options = {'trust_remote_code': config.trust_remote_code}
-        text_tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.folder, **options)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ValueError(f'{pretrained.folder}: transformers finds no tokenizer: {errors.one_line(error)}') from error
+    text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
     if config.chat and not text_tokenizer.chat_template:
         raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')
     if config.chat is None:
@@ -167,17 +164,7 @@ else:
     weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
     model.load_state_dict(weights)
     model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
-    if config.tokenizer is not None:
-        text_tokenizer = load_tokenizer(config.tokenizer)
-    else:
-        try:
-            text_tokenizer = tokenizer_of(dataset_folder)
-        except (ValueError, OSError) as error:
-            advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
-            raise ValueError(f'{error}; {advice}') from error
-    if text_tokenizer.vocab_size > model_config.vocab_size:
-        sizes = f'has {text_tokenizer.vocab_size} tokens, the model {model_config.vocab_size}'
-        raise ValueError(f'tokenizer {text_tokenizer.name} {sizes}: give the one it was trained with, --tokenizer=NAME')
+    text_tokenizer = tokenizer_of_run(dataset_folder, model_config.vocab_size, config.tokenizer)
 del weights
 parameters = sum(parameter.numel() for parameter in model.parameters())
 say(f'{path}: {state["identity"]["model"]["arch"]}, {parameters:,} parameters, on {config.device}')

@@ -15,6 +15,8 @@ import re
 
 from torch.distributed.tensor import DTensor
 
+from runtime.errors import one_line
+
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 
 
@@ -35,6 +37,20 @@ def find_folder(init_from):
     if os.path.isdir(beside):
         advice += f'; {beside} holds: {", ".join(sorted(os.listdir(beside))[:10]) or "nothing"}'
     raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
+
+
+def load_transformers_tokenizer(folder, trust_remote_code=False):
+    """The tokenizer of a model's folder, of transformers' class. Raises ValueError where there is none."""
+    os.environ.setdefault('HF_HUB_OFFLINE', '1')
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ValueError(f'{folder}: transformers finds no tokenizer: {one_line(error)}') from error
+    if not tokenizer.encode('a', add_special_tokens=False):  # of some classes it makes an empty one without files
+        raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')
+    return tokenizer
 
 
 class Weights:

@@ -221,13 +221,15 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
-    def forward(self, x, y=None, starts=None):
+    def forward(self, x, y=None, starts=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-        starts (B, M): where each document of a row begins; attention stays within documents."""
+        starts (B, M): where each document of a row begins; attention stays within documents. then: of (hidden, head),
+        or (logits, None) where the class makes logits in its own way."""
         options = {'use_cache': False}
         if starts is not None:
             by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.draws_noise
-            options['position_ids'], borders = in_documents(starts, x.shape[1], by_mask)
+            of_rows = starts if isinstance(starts, tuple) else in_documents(starts, x.shape[1], by_mask)
+            options['position_ids'], borders = of_rows
             if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
                 options['attention_mask'] = borders
         head = self.get_output_embeddings()
@@ -235,13 +237,15 @@ class ForTraining:
         # (For meta tensors there is none: estimate.py does what it would do.)
         casting = self.compute_dtype != head.weight.dtype and not x.is_meta
         with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
-            if y is None or not self.has_plain_head:
+            if not self.has_plain_head or y is None and then is None:
                 logits = super().forward(x, **options).logits
                 if y is None:
-                    return logits
+                    return logits if then is None else then(logits, None)
                 targets, vocab_size = y.flatten(), logits.shape[-1]
                 return loss_of_logits(logits.flatten(0, 1), targets, vocab_size, self.z_loss)
             hidden = self.base_model(x, **options).last_hidden_state.to(self.compute_dtype)  # (B, T, C)
+        if then is not None:
+            return then(hidden, head.weight)
         options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
 

@@ -128,10 +128,16 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
 def make_process_group(config, device):
     """Join the other ranks, or be alone without torchrun: NCCL between GPUs, gloo for what ranks exchange on hosts."""
     checkpoint.prepare(config.out_dir)  # an out_dir that cannot be written is found here, on every rank
+    if device.type == 'cuda':
+        health.record_flights(config.out_dir)
+    join_ranks(config.timeout_s, device)
+
+
+def join_ranks(timeout_s, device):
+    """The same for a script that writes no checkpoints."""
     backend = 'gloo'
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-        health.record_flights(config.out_dir)
         backend = 'cpu:gloo,cuda:nccl'
     if 'RANK' in os.environ:
         if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE']:  # several machines
@@ -139,7 +145,7 @@ def make_process_group(config, device):
             interface = processes.interface_to(os.environ['MASTER_ADDR'])
             if interface not in (None, 'lo'):
                 os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -15,7 +15,8 @@ PAGES = [README, *CHAPTERS]
 NAMES = [page.name for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
-SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py']
+SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
+SCRIPTS += ['compare.py']
 ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool', 'benchmarks')
 
 # Files that the reader makes, or has from another project.

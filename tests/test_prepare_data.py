@@ -39,6 +39,7 @@ from prepared import (
 
 import data
 from benchmarks import prepare_data_rate
+from runtime.files import sha256_of
 from text import documents as reading
 from text import encode, sources
 from text import tokenizer as tokenizers
@@ -722,21 +723,22 @@ REVISION = '0123456789abcdef0123456789abcdef01234567'
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as `datasets` asks for: one dataset, texts/parts, with two parquet files."""
+    """As much of the Hugging Face hub as `datasets` asks for: one dataset, `name`, with parquet files."""
 
+    name: str
     files: dict
 
     def do_GET(self):
         path = self.path.partition('?')[0]
-        if path.startswith('/api/datasets/texts/parts'):
-            rest = path.removeprefix('/api/datasets/texts/parts')
+        if path.startswith(f'/api/datasets/{self.name}'):
+            rest = path.removeprefix(f'/api/datasets/{self.name}')
             if rest.startswith('/tree/'):
                 under = rest.removeprefix(f'/tree/{REVISION}').strip('/')
                 return self.answer(json.dumps(self.entries(under)).encode())
             siblings = [{'rfilename': name} for name in self.files]
-            info = {'id': 'texts/parts', 'sha': REVISION, 'siblings': siblings, 'tags': [], 'private': False}
+            info = {'id': self.name, 'sha': REVISION, 'siblings': siblings, 'tags': [], 'private': False}
             return self.answer(json.dumps(info).encode())
-        name = path.removeprefix(f'/datasets/texts/parts/resolve/{REVISION}/')
+        name = path.removeprefix(f'/datasets/{self.name}/resolve/{REVISION}/')
         if name in self.files:
             return self.answer(self.files[name])
         self.answer(b'{"error": "not found"}', 404)
@@ -783,7 +785,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 def fake_hub(tmp_path):
     """(environment variables that point at a hub with the dataset texts/parts, the texts in it)."""
     texts = make_texts(500)
-    FakeHub.files = {}
+    FakeHub.name, FakeHub.files = 'texts/parts', {}
     for part in range(2):
         buffer = pyarrow.BufferOutputStream()
         table = pyarrow.table({'id': list(range(250)), 'text': texts[part * 250 : (part + 1) * 250]})
@@ -820,6 +822,40 @@ def test_a_downloaded_dataset_needs_no_network(fake_hub, tmp_path):
     dataset = tmp_path / 'data' / 'parts-sample-2-bytes'
     assert sorted(documents_of(dataset, 'train') + documents_of(dataset, 'val')) == sorted(texts)
     assert meta_of(dataset)['source']['revision'] == REVISION
+
+
+def test_tasks_are_made_from_the_hub_and_pinned(fake_hub, tmp_path):
+    variables, _ = fake_hub
+    splits = [f'  - split: {split}\n    path: sample/{split}.parquet\n' for split in ('train', 'validation')]
+    card = '---\nconfigs:\n- config_name: default\n  data_files:\n' + ''.join(splits) + '---\n'
+    FakeHub.name, FakeHub.files = 'baber/piqa', {'README.md': card.encode()}
+
+    def publish(**rows_of):
+        for split, rows in rows_of.items():
+            buffer = pyarrow.BufferOutputStream()
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+            FakeHub.files[f'sample/{split}.parquet'] = buffer.getvalue().to_pybytes()
+
+    def make(**options):
+        return run_script('prepare_data.py', '--tasks=piqa', cwd=tmp_path, **variables, **options)
+
+    jar = {'goal': 'open a jar', 'sol1': 'pull it', 'sol2': 'twist it', 'label': 1}
+    publish(validation=[jar], train=[{**jar, 'label': 0}] * 3)
+    for _ in range(2):  # the second time it is the same
+        assert f'1 items of baber/piqa, validation, {REVISION}' in make().stdout
+    item = {'context': 'Question: open a jar\nAnswer:', 'choices': ['pull it', 'twist it'], 'gold': 1}
+    assert json.loads((tmp_path / 'tasks' / 'piqa.jsonl').read_text()) == item
+    assert (tmp_path / 'tasks' / 'piqa.fewshot.jsonl').read_text().count('"gold": 0') == 3
+    pin = json.loads((tmp_path / 'tasks' / 'pins.json').read_text())['piqa']
+    assert pin['revision'] == REVISION
+    assert pin['sha256']['piqa.jsonl'] == sha256_of(tmp_path / 'tasks' / 'piqa.jsonl')
+    publish(validation=[{**jar, 'label': 0}])
+    variables['HF_HOME'] = str(tmp_path / 'new')
+    result = make(check=False)
+    assert result.returncode == 1 and 'piqa is pinned in tasks/pins.json to revision' in result.stderr
+    assert json.loads((tmp_path / 'tasks' / 'piqa.jsonl').read_text()) == item
+    result = run_script('prepare_data.py', '--tasks=piqua', cwd=tmp_path, check=False)
+    assert '[0] error: tasks=piqua: not a task that is known here; did you mean piqa?' in result.stderr
 
 
 def test_what_the_hub_does_not_have_is_said_in_one_line(fake_hub, tmp_path):

@@ -142,6 +142,23 @@ def tokenizer_of(dataset_folder):
     return load_tokenizer(facts['name'], dataset_folder)
 
 
+def tokenizer_of_run(dataset_folder, vocab_size, name=None):
+    """The tokenizer of a model with vocab_size tokens: of the dataset it was trained on, or the one with this name.
+    Raises ValueError, too, where neither is to be had, and for one with more tokens than the model."""
+    if name is not None:
+        tokenizer = load_tokenizer(name)
+    else:
+        try:
+            tokenizer = tokenizer_of(dataset_folder)
+        except (ValueError, OSError) as error:
+            advice = 'say where the dataset lies with --data_dir=FOLDER, or name its tokenizer with --tokenizer=NAME'
+            raise ValueError(f'{error}; {advice}') from error
+    if tokenizer.vocab_size > vocab_size:
+        sizes = f'has {tokenizer.vocab_size} tokens, the model {vocab_size}'
+        raise ValueError(f'tokenizer {tokenizer.name} {sizes}: give the one it was trained with, --tokenizer=NAME')
+    return tokenizer
+
+
 def _read_meta(dataset_folder):
     """(meta.json of a dataset, what it tells of its tokenizer); ({}, None) where it tells nothing."""
     path = Path(dataset_folder) / 'meta.json'

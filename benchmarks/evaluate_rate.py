@@ -1,0 +1,206 @@
+"""
+Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip install lm_eval` (0.4.13).
+
+    python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
+    python benchmarks/evaluate_rate.py models/gpt2 --tasks=tasks/piqa.jsonl --num_fewshot=2
+    python benchmarks/evaluate_rate.py models/mine --run=out/mine           # models/mine is the export of out/mine
+
+Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
+folder, or on the run that it was exported from. First the log-likelihoods of all requests are compared, and the scores.
+Then both are timed in turns, tokenizing included, loading not; the median of the ratios within a round is what counts.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+
+from launch import run_script
+
+# A task of ours as lm_eval reads it; what differs by form stands in FORMS.
+YAML = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}, fewshot: {fewshot}}}}}
+test_split: test
+fewshot_split: fewshot
+num_fewshot: {num_fewshot}
+output_type: {output_type}
+{rest}
+"""
+FORMS = {
+    'choices': ('multiple_choice', 'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+                'metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]'),
+    'contexts': ('multiple_choice', 'doc_to_text: gold\ndoc_to_choice: "{{contexts}}"\n'
+                 'doc_to_target: "{{continuation}}"\nmetric_list: [{metric: acc}]'),
+    'continuation': ('loglikelihood', 'doc_to_text: "{{context}}"\ndoc_to_target: "{{\' \' + continuation}}"\n'
+                     'metric_list: [{metric: acc}, {metric: perplexity}]'),
+    'text': ('loglikelihood_rolling', 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+             'metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]'),
+}  # fmt: skip
+
+
+def make_task(path, n_items, seed=1):
+    """Which four lines come next? Of Python's sources, with the sizes of HellaSwag: 300 characters, choices of 120."""
+    texts = [
+        file.read_text(encoding='utf-8', errors='replace') for file in sorted(Path(os.__file__).parent.glob('*.py'))
+    ]
+    draws, rows = random.Random(seed), []
+
+    def stretch(size):
+        text = draws.choice([text for text in texts if len(text) > 2000])
+        start = draws.randrange(len(text) - 2 * size)
+        return ' '.join(text[start : start + size].split()), ' '.join(text[start + size : start + size + 120].split())
+
+    while len(rows) < n_items:
+        context, true = stretch(draws.randint(100, 500))
+        others = [stretch(draws.randint(60, 180))[0] for _ in range(3)]
+        gold = draws.randrange(4)
+        choices = [*others[:gold], true, *others[gold:]]
+        if all(choices):
+            rows.append({'context': context, 'choices': choices, 'gold': gold})
+    Path(path).write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+
+
+def of_harness(lm, path, num_fewshot=0):
+    """(scores, [[(nats, greedy), ...] of each item]) of a task in a file, by lm_eval."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    row = json.loads(Path(path).read_text(encoding='utf-8').partition('\n')[0])
+    form = next(form for form in ('choices', 'contexts', 'continuation', 'text') if form in row)
+    fewshot = Path(path).with_name(f'{Path(path).stem}.fewshot.jsonl')
+    name = f'ours_{Path(path).stem}'
+    output_type, rest = FORMS[form]
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {'name': name, 'path': path, 'num_fewshot': num_fewshot, 'output_type': output_type, 'rest': rest}
+        Path(folder, 'task.yaml').write_text(YAML.format(fewshot=fewshot if fewshot.exists() else path, **keys))
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        options = {'log_samples': True, 'bootstrap_iters': 0}
+        answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)
+    samples = sorted(answer['samples'][name], key=lambda sample: sample['doc_id'])
+    found = [[of_request[0] for of_request in sample['resps']] for sample in samples]
+    scores = {key.partition(',')[0]: score for key, score in answer['results'][name].items() if ',none' in key}
+    scores = {key: score for key, score in scores.items() if score != 'N/A'}  # errors, without a bootstrap
+    return scores, found
+
+
+def of_ours(out_dir, paths, folder, num_fewshot=0, batch_size=32):
+    """[The same of each task] by evaluate.py, as a user starts it; folder: for what it writes."""
+    keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
+    keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu'}
+    run_script('evaluate.py', f'--out_dir={out_dir}', *(f'--{key}={value}' for key, value in keys.items()))
+    scores = [json.loads(line) for line in Path(folder, 'results.jsonl').read_text().splitlines()]
+    for path, of_task in zip(paths, scores, strict=True):
+        rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
+        yield of_task, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
+
+
+def harness_model(model_folder, batch_size, is_ours):
+    from lm_eval.models.huggingface import HFLM
+
+    options = {'device': 'cpu', 'dtype': 'float32', 'batch_size': batch_size, 'trust_remote_code': is_ours}
+    return HFLM(pretrained=str(model_folder), **options)
+
+
+def largest_difference(ours, theirs):
+    """Of the log-likelihoods of requests in nats; of texts, whose windows lm_eval adds up, per window."""
+    differences = []
+    for a, b in zip(ours, theirs, strict=True):
+        if len(a) == len(b) and isinstance(b[0], (tuple, list)):
+            differences += [abs(x[0] - y[0]) for x, y in zip(a, b, strict=True)]
+            assert [x[1] for x in a] == [y[1] for y in b], f'greedy: {a} and {b}'
+        else:
+            differences.append(abs(sum(x[0] for x in a) - b[0]) / len(a))
+    return max(differences)
+
+
+def compare_numbers(path, scores, ours, their_scores, theirs):
+    """Print how far they are apart, and end the program where that is more than rounding."""
+    n_requests, difference = sum(map(len, ours)), largest_difference(ours, theirs)
+    print(f'{Path(path).stem}: {n_requests:,} requests, log-likelihoods differ by up to {difference:.2g} nats')
+    for name, score in their_scores.items():
+        print(f'    {name}: evaluate.py {scores[name]:.6f}, lm_eval {score:.6f}')
+    unequal = [name for name, score in their_scores.items() if abs(scores[name] - score) > 1e-4 * score]
+    if difference > 1e-4 or unequal:
+        raise SystemExit(f'they differ: {", ".join(unequal) or "log-likelihoods"}')
+
+
+def compare_rates(lm, model_folder, run, path, rounds, batch_size):
+    """[(our requests/s, theirs), ...]: one pair per round; tokenizing included."""
+    import torch
+    from lm_eval.api.instance import Instance
+
+    import data
+    from huggingface import finetune
+    from huggingface.files import load_transformers_tokenizer
+    from model import GPT, ModelConfig
+    from runtime import checkpoint, setup
+    from text import scoring, tasks
+    from text.tokenizer import tokenizer_of_run
+
+    task = tasks.read_task(path)
+    pairs = [pair for item in task.items for pair in item.pairs]
+    instances = [Instance('loglikelihood', {}, pair, 0) for pair in pairs]
+    setup.join_ranks(600, torch.device('cpu'))
+    if run:
+        weights, state = checkpoint.load_weights(checkpoint.choose_to_read(run))
+        sizes = ModelConfig(**state['identity']['model'])
+        weights.setdefault('head.weight', weights['embed.weight'])
+        model, window = GPT(sizes), sizes.block_size
+        model.load_state_dict(weights)
+        encoder = tasks.NativeEncoder(tokenizer_of_run(data.folder_of(state['config']), sizes.vocab_size))
+    else:
+        pretrained = finetune.Pretrained(str(model_folder))
+        with torch.device('meta'):
+            model = finetune.for_training(pretrained)
+        model.to_empty(device='cpu')
+        finetune.load(model, pretrained)
+        window, encoder = pretrained.positions, tasks.TransformersEncoder(load_transformers_tokenizer(model_folder))
+    model.eval()
+    rates = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        scoring.log_likelihoods(model, tasks.requests_of(task, encoder, window), window, batch_size, 'cpu')
+        middle = time.perf_counter()
+        lm.loglikelihood(instances, disable_tqdm=True)
+        rates.append((len(pairs) / (middle - began), len(pairs) / (time.perf_counter() - middle)))
+    return rates
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('model', help='a Hugging Face folder')
+    parser.add_argument('--run', help='the out_dir that the folder was exported from')
+    parser.add_argument('--tasks', help='files of items, with commas between; one is made if there is none')
+    parser.add_argument('--items', type=int, default=300, help='of the task that is made')
+    parser.add_argument('--num_fewshot', type=int, default=0, help='examples before each item')
+    parser.add_argument('--batch_size', type=int, default=32, help='requests per forward pass')
+    parser.add_argument('--rounds', type=int, default=5, help='0 = compare the numbers alone')
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = arguments.tasks.split(',') if arguments.tasks else [f'{folder}/next_lines.jsonl']
+        if not arguments.tasks:
+            make_task(paths[0], arguments.items)
+        lm = harness_model(arguments.model, arguments.batch_size, is_ours=bool(arguments.run))
+        options = (arguments.num_fewshot, arguments.batch_size)
+        found = of_ours(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)
+        for path, (scores, ours) in zip(paths, found, strict=True):
+            compare_numbers(path, scores, ours, *of_harness(lm, path, arguments.num_fewshot))
+        if arguments.rounds:
+            rates = compare_rates(lm, arguments.model, arguments.run, paths[0], arguments.rounds, arguments.batch_size)
+            for ours, theirs in rates:
+                print(f'evaluate.py {ours:8.1f} requests/s, lm_eval {theirs:8.1f}: {ours / theirs:.2f}x')
+            print(f'median {statistics.median(ours / theirs for ours, theirs in rates):.2f}x')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,200 @@
+"""
+What can a model do? Scores of a checkpoint of any script, or of a Hugging Face model, on files of tasks; offline.
+
+    python evaluate.py --out_dir=out/quickstart --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
+    python evaluate.py --out_dir=models/Qwen3-0.6B --tasks=tasks/mmlu.jsonl --num_fewshot=5
+    torchrun --nproc_per_node=8 evaluate.py --out_dir=out/large --tasks=tasks/piqa.jsonl --shard=torch
+    python evaluate.py --help                                    # every key with its default and meaning
+
+A task is a file of JSON lines, an item each:
+    {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     likeliest choice: acc, acc_norm
+    {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   likeliest context: acc
+    {"context": "She opened the", "continuation": "door"}                            acc (greedy), perplexity
+    {"text": "A whole document."}                                                    perplexity, bits per byte
+`python prepare_data.py --tasks=hellaswag,mmlu` makes the well-known ones. The numbers are lm-evaluation-harness's.
+
+Prints a line per task, scores with their standard errors, and appends it to results.jsonl in out_dir.
+"""
+
+import json
+import math
+import os
+import time
+from typing import Literal
+
+from configurator import configure
+
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+class Config:
+    # what
+    out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder
+    step: int | None = None  # take the checkpoint of this step; None = the newest
+    tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
+    num_fewshot = 0  # examples with their answers before each item; they lie beside a task, in TASK.fewshot.jsonl
+    limit: int | None = None  # only the first so many items of each task
+    results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir
+    samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl
+    # text to tokens
+    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
+    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
+    block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions for
+    trust_remote_code = False  # run the Python files of a Hugging Face model, where transformers has no class for it
+    # system
+    batch_size = 32  # requests (choices, or windows of a text) per rank and forward pass
+    shard: Literal['none', 'torch', 'manual'] = 'none'  # a slice of each weight per rank, for models too large for one
+    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 if the device has it
+    timeout_s = 600  # a collective that takes longer is an error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+config, _ = configure(Config)  # before `import torch`, so --help is quick
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import data
+import fsdp_manual
+from huggingface import finetune
+from huggingface.files import load_transformers_tokenizer
+from model import GPT, ModelConfig
+from runtime import checkpoint, errors, processes, setup
+from runtime.files import sha256_of
+from text import scoring, tasks
+from text.tokenizer import tokenizer_of_run
+
+# --- PROCESSES --------------------------------------------------------------------------------------------------------
+errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')
+processes.end_with_parent()
+rank, local_rank, world_size = processes.ranks_from_environment()
+device = processes.choose_device(config.device, local_rank)
+compute_dtype = processes.choose_dtype(config.dtype, device)
+if not config.tasks:
+    raise ValueError('no tasks: name files of them, --tasks=tasks/piqa.jsonl; docs/evaluate.md says how to get some')
+for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_fewshot', 0)):
+    if (given := getattr(config, key)) is not None and given < least:
+        raise ValueError(f'{key}={given}: expected {least} or more')
+loaded = [tasks.read_task(path, config.num_fewshot, config.limit) for path in config.tasks]
+setup.join_ranks(config.timeout_s, device)
+
+
+def append_result(row):
+    """Append a row to the results; None only tries whether that is possible."""
+    results = config.results or os.path.join(config.out_dir, 'results.jsonl')
+    try:
+        with open(results, 'a', encoding='utf-8') as file:
+            file.write('' if row is None else json.dumps(row) + '\n')
+    except OSError as error:
+        raise OSError(f'{results}: cannot be written ({error.strerror}): name another file, --results=FILE') from error
+
+
+# --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
+path, step = None, None  # of a checkpoint
+if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
+    path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step)
+    state = checkpoint.read_state(path)
+    step = state['step']
+if path and 'transformers' not in state['identity']['model']:
+    pretrained, model_config = None, ModelConfig(**state['identity']['model'])
+    folder = data.folder_of(state['config'], config.data_dir)
+    encoder = tasks.NativeEncoder(tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer))
+    positions = model_config.block_size
+else:
+    if config.tokenizer is not None:
+        raise ValueError(f'tokenizer={config.tokenizer}: a model of transformers has its own; leave it out')
+    finetune.transformers_offline().logging.set_verbosity_error()
+    if path:
+        pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
+    else:
+        pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
+    text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
+    encoder = tasks.TransformersEncoder(text_tokenizer)
+    # Where the configuration names no limit the tokenizer may; 2048 is the harness's for models without any.
+    positions = pretrained.positions or (
+        text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048
+    )
+window = config.block_size or positions
+if window > positions:
+    raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')
+
+processes.on_rank_0(append_result, None)  # before the work is done
+
+# --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
+requests = [tasks.requests_of(task, encoder, window) for task in loaded]
+
+# --- MODEL ------------------------------------------------------------------------------------------------------------
+with torch.device('meta'):
+    if pretrained:
+        raw_model = finetune.for_training(pretrained, compute_dtype, device)
+    else:
+        raw_model = GPT(model_config, compute_dtype)
+if config.shard != 'none':  # as in train_fsdp.py
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=('shard',))
+    processes.set_timeouts(mesh, config.timeout_s)
+if config.shard == 'manual':
+    model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)
+elif config.shard == 'torch':
+    sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype)}
+    for block in raw_model.blocks:
+        fully_shard(block, **sharding)
+    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
+else:
+    model = raw_model
+raw_model.to_empty(device=device)
+if path:
+    checkpoint.load(path, raw_model)
+else:
+    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
+if config.shard == 'none':
+    for (
+        parameter
+    ) in raw_model.parameters():  # once, not at every use; buffers such as RoPE's frequencies stay as they are
+        parameter.data = parameter.data.to(compute_dtype)
+model.eval()
+parameters = sum(parameter.numel() for parameter in raw_model.parameters())
+# Transformers' own attention would not see the branches of a row; ours reaches sliding_window tokens back.
+shares = not pretrained or raw_model.config._attn_implementation == finetune.ATTENTION
+sliding_window = getattr(pretrained.config.get_text_config(), 'sliding_window', None) if pretrained else None
+longest = min(window, sliding_window or window)
+
+
+def say(line):
+    if rank == 0:
+        print(line, flush=True)
+
+
+if rank == 0:
+    kind = pretrained.arch if pretrained else model_config.arch
+    say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
+
+
+# --- EVALUATE ---------------------------------------------------------------------------------------------------------
+def write_samples(task, found):
+    """Each item's log-likelihoods, in the order of the task's file."""
+    os.makedirs(config.samples, exist_ok=True)
+    with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
+        for item, of_item in zip(task.items, found, strict=True):
+            nats, greedy = zip(*of_item, strict=True)
+            file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
+
+
+for file, task, of_task in zip(config.tasks, loaded, requests, strict=True):
+    began = time.perf_counter()
+    found = scoring.log_likelihoods(model, of_task, longest, config.batch_size, device, shares, task.name)
+    seconds = time.perf_counter() - began
+    nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
+    scores = tasks.scores_of(task, nats, greedy)
+    rate = sum(map(len, of_task)) / seconds
+    in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
+    say(f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)')
+    if rank == 0:
+        row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': config.num_fewshot}
+        row |= {'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.'), 'sha256': sha256_of(file)}
+        numbers = {name: value for name, (value, _) in scores.items()}
+        numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
+        append_result(row | {name: value for name, value in numbers.items() if math.isfinite(value)})
+        if config.samples:
+            write_samples(task, found)
+processes.leave()

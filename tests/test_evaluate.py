@@ -1,0 +1,324 @@
+"""evaluate.py: log-likelihoods of a plain loop, whatever the ranks and the sharding; scores; mistakes in task files."""
+
+import importlib.util
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
+from pretrained import POSITIONS, save_model
+
+from text import scoring, tasks
+
+EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
+WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
+MODELS = ('llama', 'gpt2', 'mistral', 'cohere', 'with_bos', 'native')  # cohere: logits of its own, no tree of choices
+
+
+def some_text(draws, words):
+    return ' '.join(draws.choice(WORDS) for _ in range(words))
+
+
+def write_rows(path, rows):
+    path.write_text('\n'.join(json.dumps(row) for row in rows) + '\n', encoding='utf-8')
+    return path
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    """Tasks of the four forms. Contexts are empty, end in spaces, or are longer than the models' 64 or 32 tokens."""
+    folder, draws = tmp_path_factory.mktemp('tasks'), random.Random(1)
+    contexts = ['', 'A', 'Two  ', 'a line\n'] + [some_text(draws, n) for n in (1, 2, 3, 4, 5, 8, 12, 20, 30)]
+    short = [word for word in WORDS if len(word) < 6]
+    rows = []
+    for context in contexts:
+        choices = [' '.join(draws.choices(short, k=draws.randint(1, 3))) for _ in range(4)]
+        rows.append({'context': context, 'choices': choices, 'gold': draws.randrange(4)})
+    rows.append({'context': 'letters:', 'choices': ['A', 'B', 'C'], 'gold': 1})  # their inputs are the same
+    rows.append({'context': 'alike', 'choices': ['abcd', 'abce', 'ab'], 'gold': 0})
+    write_rows(folder / 'choices.jsonl', rows)
+    rows = [{'contexts': [c + ' cup', c + ' bag'], 'continuation': 'is too big.', 'gold': 1} for c in contexts]
+    write_rows(folder / 'contexts.jsonl', rows)
+    rows = [{'context': context, 'continuation': draws.choice(short)} for context in contexts]
+    write_rows(folder / 'words.jsonl', rows)
+    write_rows(folder / 'texts.jsonl', [{'text': some_text(draws, n)} for n in (1, 5, 15, 60, 13)])
+    return [folder / f'{name}.jsonl' for name in ('choices', 'contexts', 'words', 'texts')]
+
+
+@pytest.fixture(scope='module')
+def models(data_dir, tmp_path_factory):
+    """{name: (what evaluate.py is given, a folder for transformers)}: of transformers' classes, and a run of ours."""
+    folder = tmp_path_factory.mktemp('models')
+    found = {}
+    for name in MODELS[:-1]:
+        path = folder / name
+        save_model(path, 'llama' if name == 'with_bos' else name)
+        found[name] = (path, path)
+    tokenizer = json.loads((folder / 'with_bos' / 'tokenizer.json').read_text())
+    parts = [{'SpecialToken': {'id': '<|im_start|>', 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}]
+    special = {'<|im_start|>': {'id': '<|im_start|>', 'ids': [257], 'tokens': ['<|im_start|>']}}
+    tokenizer['post_processor'] = {'type': 'TemplateProcessing', 'single': parts, 'pair': parts[:1] * 0 + parts}
+    tokenizer['post_processor']['special_tokens'] = special
+    (folder / 'with_bos' / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / 'with_bos' / 'tokenizer_config.json').read_text())
+    settings = {**settings, 'bos_token': '<|im_start|>'}
+    (folder / 'with_bos' / 'tokenizer_config.json').write_text(json.dumps(settings))
+    run = [*TINY_MODEL, *TINY_RUN, '--arch=enoki', '--dataset=tiny', '--max_iters=3', f'--data_dir={data_dir}']
+    run_forked('train_ddp.py', *run, f'--out_dir={folder / "run"}', log=folder / 'train.log')
+    run_forked('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}', log=folder / 'log')
+    found['native'] = (folder / 'run', folder / 'native')
+    return found
+
+
+def evaluate(out_dir, files, folder, *arguments, nproc=1):
+    """(rows of results.jsonl, {task: rows of its samples}, what was printed) of evaluate.py."""
+    folder.mkdir(exist_ok=True)
+    keys = [f'--out_dir={out_dir}', f'--tasks={",".join(map(str, files))}', f'--samples={folder}']
+    keys += [f'--results={folder / "results.jsonl"}', *EVALUATE, *arguments]
+    text = run_forked('evaluate.py', *keys, nproc=nproc, log=folder / 'evaluate.log')
+    lines = (folder / 'results.jsonl').read_text().splitlines()
+    samples = {file.stem: (folder / file.name).read_text().splitlines() for file in files}
+    return list(map(json.loads, lines)), {name: list(map(json.loads, rows)) for name, rows in samples.items()}, text
+
+
+class PlainLoop:
+    """Log-likelihoods by transformers, in float32, one request after the other; what stands before is put by hand."""
+
+    def __init__(self, folder):
+        import transformers
+
+        options = {'trust_remote_code': True}
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+        self.window = getattr(self.model.config, 'max_position_embeddings', None) or self.tokenizer.model_max_length
+
+    def start(self):
+        ids = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return [ids[0] if ids[0] is not None else ids[1]]
+
+    @torch.no_grad()
+    def score(self, before, targets):
+        """(nats, greedy) of targets behind `before`, of which the model sees the last tokens only."""
+        tokens = (before + targets)[-self.window - 1 :]
+        log_probs = self.model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)[-len(targets) :]
+        nats = sum(log_probs[n, token].item() for n, token in enumerate(targets))
+        return nats, log_probs.argmax(-1).tolist() == targets
+
+    def pair(self, context, continuation):
+        while context and context[-1].isspace():
+            context, continuation = context[:-1], context[-1] + continuation
+        if not context:
+            return self.score(self.start(), self.tokenizer.encode(continuation, add_special_tokens=False))
+        before, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
+        return self.score(before, whole[len(before) :])
+
+    def text(self, text):
+        """[(nats, greedy), ...] of windows: one behind the other, the last one with as much before it as fits."""
+        tokens, found = self.start() + self.tokenizer.encode(text), []
+        for first in range(1, len(tokens), self.window):
+            targets = tokens[first : first + self.window]
+            end = first + len(targets)
+            found.append(self.score(tokens[max(0, end - self.window - 1) : first], targets))
+        return found
+
+
+def expected_of(loop, file):
+    """[[(nats, greedy), ...] of each item], from the rows of a task's file."""
+    for line in file.read_text(encoding='utf-8').splitlines():
+        row = json.loads(line)
+        delimiter = row.get('delimiter', ' ')
+        if 'text' in row:
+            yield loop.text(row['text'])
+        else:
+            contexts = row.get('contexts') or [row['context']]
+            answers = row.get('choices') or [row['continuation']]
+            yield [loop.pair(context, delimiter + answer) for context in contexts for answer in answers]
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_log_likelihoods_are_those_of_a_plain_loop(models, files, name, tmp_path):
+    out_dir, folder = models[name]
+    loop = PlainLoop(folder)
+    assert loop.window == (32 if name == 'native' else POSITIONS)
+    results, samples, _ = evaluate(out_dir, files, tmp_path / 'found')
+    compared = 0
+    for file in files:
+        for row, expected in zip(samples[file.stem], expected_of(loop, file), strict=True):
+            assert row['nats'] == pytest.approx([nats for nats, _ in expected], abs=1e-4), row
+            assert row['greedy'] == [greedy for _, greedy in expected]
+            compared += len(expected)
+    assert compared > 100
+    # the scores, from the log-likelihoods of the loop
+    nats = [[nats for nats, _ in of_item] for of_item in expected_of(loop, files[0])]
+    rows = [json.loads(line) for line in files[0].read_text(encoding='utf-8').splitlines()]
+    hits = [of_item.index(max(of_item)) == row['gold'] for of_item, row in zip(nats, rows, strict=True)]
+    assert results[0]['acc'] == pytest.approx(statistics.mean(hits))
+    assert results[0]['acc_stderr'] == pytest.approx(statistics.stdev(hits) / math.sqrt(len(hits)))
+    per_character = []
+    for of_item, row in zip(nats, rows, strict=True):
+        normed = [n / len(choice) for n, choice in zip(of_item, row['choices'], strict=True)]
+        per_character.append(normed.index(max(normed)) == row['gold'])
+    assert results[0]['acc_norm'] == pytest.approx(statistics.mean(per_character))
+    words = list(expected_of(loop, files[2]))
+    assert results[2]['perplexity'] == pytest.approx(math.exp(-statistics.mean(item[0][0] for item in words)), rel=1e-5)
+    assert results[2]['acc'] == pytest.approx(statistics.mean(item[0][1] for item in words))
+    texts = [json.loads(line)['text'] for line in files[3].read_text(encoding='utf-8').splitlines()]
+    total = sum(nats for of_item in expected_of(loop, files[3]) for nats, _ in of_item)
+    size = len(''.join(texts).encode())
+    assert results[3]['bits_per_byte'] == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert results[3]['byte_perplexity'] == pytest.approx(math.exp(-total / size), rel=1e-5)
+    assert results[3]['word_perplexity'] == pytest.approx(math.exp(-total / len(' '.join(texts).split())), rel=1e-5)
+
+
+@pytest.mark.parametrize('name', ['native', 'gpt2'])
+def test_the_numbers_are_the_same_on_1_2_and_3_ranks_however_the_model_is_sharded(models, files, name, tmp_path):
+    out_dir, _ = models[name]
+    alone = evaluate(out_dir, files, tmp_path / 'alone')
+    for shard, nproc in (('none', 2), ('none', 3), ('torch', 1), ('torch', 3), ('manual', 2), ('manual', 3)):
+        results, samples, text = evaluate(out_dir, files, tmp_path / f'{shard}{nproc}', f'--shard={shard}', nproc=nproc)
+        assert samples == alone[1], (shard, nproc)  # to the bit: each batch is the same one, on whatever rank
+        assert results == alone[0]
+        assert f'{nproc} x cpu' in text and text.count('choices: acc ') == 1
+
+
+def test_choices_share_their_context_and_rows_are_no_longer_than_the_window():
+    requests = [tasks.Request([7, 8, 9, *choice], len(choice)) for choice in ([1, 2], [1, 3, 4], [5])]
+    (row,) = scoring.rows_of(requests, 10, 64, shares=True)
+    assert row.tokens == [7, 8, 9, 1, 1, 3] and row.positions == [0, 1, 2, 3, 3, 4]
+    assert row.wanted == [(2, 1, 10), (3, 2, 10), (2, 1, 11), (4, 3, 11), (5, 4, 11), (2, 5, 12)]
+    _, tree, *_ = scoring.tensors_of([row], 'cpu')
+    sees = tree[1][0, 0]
+    assert sees[5].tolist() == [True, True, True, False, True, True] and sees[3].tolist()[:4] == [True] * 4
+    rows = scoring.rows_of(requests, 10, 5, shares=True)
+    assert [len(row.tokens) for row in rows] == [4, 5] and sum(len(row.wanted) for row in rows) == 6
+    assert [len(row.tokens) for row in scoring.rows_of(requests, 10, 64, shares=False)] == [4, 5, 3]
+
+
+def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
+    same = {'choices': ['yes', 'no'], 'description': 'D. ', 'delimiter': ': '}
+    rows = [{'context': f'q{n}', 'gold': n % 2, **same} for n in range(6)]
+    path = write_rows(tmp_path / 'own.jsonl', rows)
+    draws = random.Random(1234)
+    for number, item in enumerate(tasks.read_task(path, num_fewshot=2).items):
+        drawn = [n for n in draws.sample(range(6), 3) if n != number][:2]
+        shots = ''.join(f'q{n}: {"no" if n % 2 else "yes"}\n\n' for n in drawn)
+        assert item.pairs == [(f'D. {shots}q{number}', ': yes'), (f'D. {shots}q{number}', ': no')]
+    write_rows(tmp_path / 'of_groups.jsonl', [{**row, 'group': 'ab'[n % 2]} for n, row in enumerate(rows)])
+    shots = [{**rows[0], 'context': f'shot{n}', 'group': 'ab'[n % 2]} for n in range(6)]
+    write_rows(tmp_path / 'of_groups.fewshot.jsonl', shots)
+    items = tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=2, limit=2).items
+    assert [item.pairs[0][0] for item in items] == [
+        'D. shot0: yes\n\nshot2: yes\n\nq0',
+        'D. shot1: yes\n\nshot3: yes\n\nq1',
+    ]
+    with pytest.raises(ValueError, match='has 3 examples, too few for .*row 1$'):
+        tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=4)
+
+
+# --- a task with a known answer ---------------------------------------------------------------------------------------
+
+
+def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_path):
+    draws, animals = random.Random(2), ['cat', 'dog', 'owl', 'pig']
+    names = ['abcd'[n % 4] + ''.join(draws.choices('efghij', k=3)) for n in range(96)]
+    has = {name: animals['abcd'.index(name[0])] for name in names}
+    lines = [f'{name} has a {has[name]}.\n' for name in names * 60]
+    draws.shuffle(lines)
+    (tmp_path / 'facts.txt').write_text(''.join(lines))
+    data = [f'--data_dir={tmp_path / "data"}', '--name=facts', '--tokenizer=bytes']
+    run_script('prepare_data.py', f'--dataset={tmp_path / "facts.txt"}', *data)
+    rows = [{'context': f'{name} has a', 'choices': animals, 'gold': animals.index(has[name])} for name in names]
+    task = write_rows(tmp_path / 'facts.jsonl', rows)
+    model = ['--arch=llama', '--n_layer=2', '--n_head=2', '--n_embd=64', '--block_size=64', '--batch_size=32']
+    run = [*model, '--dataset=facts', data[0], '--device=cpu', '--dtype=float32', '--eval_iters=0', '--compile=False']
+    trained = ['--learning_rate=3e-3', '--max_iters=120', '--warmup_iters=10']
+    scores = {}
+    for name, keys in (('random', ['--max_iters=1', '--learning_rate=1e-9']), ('trained', trained)):
+        run_forked('train_ddp.py', *run, *keys, f'--out_dir={tmp_path / name}', log=tmp_path / f'{name}.log')
+        results, _, text = evaluate(tmp_path / name, [task], tmp_path / f'{name}_scores')
+        scores[name] = results[-1]
+        assert re.search(r'^facts: acc [01]\.\d{4} ± 0\.\d{4}, acc_norm .* \(96 items, ', text, re.MULTILINE)
+    assert scores['trained']['acc'] > 0.9
+    chance = math.sqrt(0.25 * 0.75 / len(names))
+    assert abs(scores['random']['acc'] - 0.25) <= 2 * chance
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+GOOD = {'context': 'a', 'choices': ['b', 'c'], 'gold': 0}
+
+
+@pytest.mark.parametrize(
+    'row, why',
+    [
+        ('{"context": ', 'not JSON'),
+        ('[1]', 'of no object; expected one of'),
+        ({'context': 'a', 'choice': ['b', 'c'], 'gold': 0}, 'has the keys choice, context, gold; expected one of'),
+        ({**GOOD, 'gold': 2}, 'gold=2; expected a number from 0 to 1'),
+        ({**GOOD, 'gold': '0'}, 'gold="0"; expected a number from 0 to 1'),
+        ({**GOOD, 'choices': ['b']}, r'choices is \["b"\]; expected two texts or more'),
+        ({**GOOD, 'choices': ['b', '']}, 'an empty choice, which has no probability'),
+        ({**GOOD, 'context': 3}, 'context is 3; expected a text'),
+        ({'text': 'a'}, "has 'text', those before it have 'choices': one file holds items of one form"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
+    row = row if isinstance(row, str) else json.dumps(row)
+    (tmp_path / 'bad.jsonl').write_text(f'{json.dumps(GOOD)}\n\n{row}\n')
+    with pytest.raises(ValueError, match=f'bad.jsonl, row 3: .*{why}') as caught:
+        tasks.read_task(tmp_path / 'bad.jsonl')
+    assert '\n' not in str(caught.value)
+
+
+def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_path):
+    run, _ = models['native']
+    results = tmp_path / 'results.jsonl'
+    results.write_text('{}\n')
+    long = write_rows(tmp_path / 'long.jsonl', [GOOD, {**GOOD, 'choices': ['c', 'x' * 40]}])
+    cases = [
+        ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* has 41 tokens: it is longer than the 32 tokens'),
+        ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
+        ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl'),
+        ([f'--tasks={files[0]}', '--block_size=33'], 'the model has 32 positions'),
+        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'texts, which have no answers'),
+        ([], 'no tasks'),
+    ]
+    for arguments, expected in cases:
+        keys = [f'--out_dir={run}', f'--results={results}', *EVALUATE, *arguments]
+        with pytest.raises(AssertionError) as caught:
+            run_forked('evaluate.py', *keys, nproc=2, log=tmp_path / 'log')
+        lines = [line for line in str(caught.value).splitlines() if ' error: ' in line]
+        assert lines and all(re.search(expected, line) for line in lines), str(caught.value)
+        assert 'Traceback' not in str(caught.value)
+    assert results.read_text() == '{}\n'
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
+    save_model(tmp_path / 'model', 'gpt2')
+    for path in (tmp_path / 'model').glob('tokenizer*'):
+        path.unlink()
+    with pytest.raises(AssertionError, match=r'\[0\] error: .*/model: transformers finds no tokenizer'):
+        run_forked('evaluate.py', f'--out_dir={tmp_path / "model"}', f'--tasks={files[0]}', log=tmp_path / 'log')
+
+
+# --- lm_eval ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='lm_eval is not installed')
+@pytest.mark.parametrize('name', ['native', 'llama', 'gpt2', 'with_bos'])
+def test_log_likelihoods_and_scores_are_those_of_lm_eval(models, files, name):
+    run, folder = models[name]
+    command = [sys.executable, str(REPO / 'benchmarks/evaluate_rate.py'), str(folder), '--rounds=0']
+    command += [f'--tasks={",".join(map(str, files))}', *[f'--run={run}'] * (run != folder)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r'log-likelihoods differ by up to \d', result.stdout)) == len(files)

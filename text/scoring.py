@@ -1,0 +1,126 @@
+"""
+Log-likelihoods of many requests by one model, on all ranks of a run.
+
+    totals = log_likelihoods(model, requests, longest, batch_size, device)  # [[(nats, greedy), ...] of each item]
+
+The requests of an item share their beginning: choices their context, single letters all of it. So they become one
+row, a trunk with branches: `Question ... Answer:` | `red` | `blue`. A token sees the trunk, and what is before it in
+its own branch; its position counts as if the other branches were not there.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # of one chunk
+
+
+class Row(NamedTuple):
+    tokens: list  # (T): the trunk, then one branch behind the other
+    positions: list  # (T)
+    branches: list  # (T): number of the branch, 0 = trunk
+    wanted: list  # [(place in the row, the token whose probability behind it is wanted, number of the request), ...]
+
+
+def rows_of(requests, first_number, longest, shares):
+    """Rows of at most `longest` tokens with the requests of one item, which are numbered from first_number on."""
+    inputs = [request.tokens[:-1] for request in requests]
+    trunk = len(os.path.commonprefix(inputs)) if shares else 0  # it takes lists, too
+    rows, row = [], None
+    for number, (request, tokens) in enumerate(zip(requests, inputs, strict=True), start=first_number):
+        branch = tokens[trunk:]
+        if row is None or not trunk or len(row.tokens) + len(branch) > longest:
+            row = Row(tokens[:trunk], list(range(trunk)), [0] * trunk, [])
+            rows.append(row)
+        shift = len(row.tokens) - trunk
+        row.tokens.extend(branch)
+        row.positions.extend(range(trunk, len(tokens)))
+        row.branches.extend([1 + shift if trunk else 0] * len(branch))  # any number that no other branch has
+        for place in range(len(tokens) - request.n_targets, len(tokens)):
+            row.wanted.append((place + shift * (place >= trunk), request.tokens[place + 1], number))
+    return rows
+
+
+def batches_of(rows, batch_size):
+    """Lists of rows of about equal lengths, the longest first, with at most batch_size requests together."""
+    batches, count = [], 0
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):  # stable: the same on every rank
+        size = len({number for _, _, number in row.wanted})
+        if not batches or count + size > batch_size:
+            batches.append([])
+            count = 0
+        batches[-1].append(row)
+        count += size
+    return batches
+
+
+def tensors_of(rows, device):
+    """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch. tree: None where no row has branches,
+    else (positions (B, T), which token may see which (B, 1, T, T))."""
+    T = max(len(row.tokens) for row in rows)
+
+    def padded(lists, value):
+        return torch.tensor([[*values, *[value] * (T - len(values))] for values in lists], device=device)
+
+    wanted = [(n * T + place, token, number) for n, row in enumerate(rows) for place, token, number in row.wanted]
+    places, targets, numbers = torch.tensor(wanted, device=device).unbind(1)
+    tree = None
+    if any(row.branches[-1] for row in rows):
+        branches = padded([row.branches for row in rows], -1)
+        query, key = branches[:, None, :, None], branches[:, None, None, :]
+        tree = padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril()
+    return padded([row.tokens for row in rows], 0), tree, places, targets, numbers
+
+
+@torch.no_grad()
+def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None):
+    """[[(nats, whether all targets are the likeliest tokens), ...] of each item], on every rank. Collective.
+
+    model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
+    tokens of a row. batch_size: requests per rank and forward pass. shares: the model takes trees, see rows_of().
+    Batches do not depend on the number of ranks, so neither do the numbers.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    flat, rows = [request for of_item in requests for request in of_item], []
+    first_number = 0
+    for of_item in requests:
+        rows += rows_of(of_item, first_number, longest, shares)
+        first_number += len(of_item)
+    batches = batches_of(rows, batch_size)
+    totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
+    for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if bar and rank == 0 else True):
+        mine = first + rank
+        # Every rank makes equally many forward passes, for sharded models gather weights in them.
+        tokens, tree, places, targets, numbers = tensors_of(batches[min(mine, len(batches) - 1)], device)
+
+        def score(hidden, weight, places=places, targets=targets):
+            return score_tokens(hidden.flatten(0, 1)[places], weight, targets)
+
+        nats, is_likeliest = model(tokens, starts=tree, then=score)
+        if mine < len(batches):
+            totals[0].index_add_(0, numbers, nats.double())
+            totals[1].index_add_(0, numbers, is_likeliest.double())
+    for module in model.modules():  # free what forward left gathered, for no backward pass will
+        if hasattr(module, 'reshard'):
+            module.reshard()
+    dist.all_reduce(totals)
+    found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
+    return [[next(found) for _ in of_item] for of_item in requests]
+
+
+def score_tokens(hidden, weight, tokens):
+    """(log-probability (N) of each token behind hidden (N, C), whether it is the likeliest); in chunks, so that logits
+    never exist whole. weight (V, C); None: hidden are the logits."""
+    rows = hidden.shape[1] if weight is None else weight.shape[0]
+    most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * rows))
+    matrix = None if weight is None else weight.to(hidden.dtype).T  # (C, V)
+    scores = []
+    for some, targets in zip(hidden.split(most), tokens.split(most), strict=True):
+        logits = some if matrix is None else some @ matrix  # (n, V)
+        log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+        found = log_probs.gather(1, targets[:, None])[:, 0]
+        scores.append((found, log_probs.argmax(-1) == targets))
+    return [torch.cat(parts) for parts in zip(*scores, strict=True)]
