@@ -7,8 +7,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
-    python compare.py config/sweep_lr.py                               # which learning rate? the best, its interval
-    python compare.py config/ladder_adana.py                           # recipes at several sizes: laws, compute saved
+    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
