@@ -7,6 +7,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
+    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
@@ -33,6 +34,12 @@ class Config:
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
     repeats = 3  # how often each run is repeated, in turns: what is slow for a while is slow for all
     resume_check = False  # resume each strategy once from the middle: are the losses the same?
+    # sweeps and ladders: runs that differ in their keys; docs/sweeps.md
+    sweep = {}  # key -> its values: a run for each combination; of learning_rate the best is found
+    recipes = {}  # label -> keys: what is compared, each with its own best learning rate; the first is the baseline
+    sizes = {}  # label -> keys: the recipes at several sizes; of 3 or more laws are fitted
+    seeds = [1337]  # the first finds the rates; the others run at the best
+    at_once = 1  # runs of a sweep side by side, each with its share of the cores
     # how
     out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
     launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
@@ -61,12 +68,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import planning, plots, results, verdict
+from comparison import planning, plots, results, sweep, verdict
 from runtime import errors, processes
 from runtime.files import ROOT
 
@@ -92,7 +101,7 @@ def command_of_run(folder, entry, repeat, launcher):
 
 
 def environment(ranks):
-    """This process's, with the cores shared out over the ranks: each strategy has the whole machine."""
+    """This process's, with the cores shared out over so many ranks."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {**os.environ, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'}
 
@@ -103,8 +112,9 @@ def folder_of(folder, entry, repeat):
 
 def execute(command, console, ranks, watch):
     """
-    The exit code of a command whose output goes to the file `console`; watch() is called every 2 seconds meanwhile. An
-    interruption ends its whole process group, which has 30 seconds to end well.
+    The exit code of a command whose output goes to the file `console`; watch() is called every 2 seconds meanwhile.
+    ranks: that share the cores with it, its own included. An interruption, or an error in watch(), ends its whole
+    process group, which has 30 seconds to end well.
     """
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
@@ -137,7 +147,7 @@ def work_of_others():
     return busy - sum(os.times()[:4])
 
 
-def run_one(folder, entry, repeat, launcher, watch=lambda: None):
+def run_one(folder, entry, repeat, launcher, watch=lambda: None, at_once=1):
     """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps. watch: as of execute()."""
     out = folder_of(folder, entry, repeat)
     if repeat == 'resumed':
@@ -152,7 +162,7 @@ def run_one(folder, entry, repeat, launcher, watch=lambda: None):
             shutil.copytree(*halves(folder, entry))
         others, begin = work_of_others(), time.perf_counter()
         command = command_of_run(folder, entry, repeat, launcher)
-        code = execute(command, out / 'console.txt', entry['world_size'], watch)
+        code = execute(command, out / 'console.txt', entry['world_size'] * at_once, watch)
         share = (work_of_others() - others) / (time.perf_counter() - begin) / os.cpu_count()
         results.write(out / 'others', f'{share:.3f}\n')
         if code == 0 and (out / 'DONE').exists():
@@ -206,6 +216,39 @@ def run_all(folder, plan, config):
     return not failures
 
 
+def run_sweep(folder, groups, config):
+    """Run what is not finished yet of a sweep, at_once runs at a time; whether all ended, well or diverged."""
+    interrupted, failures = threading.Event(), []
+
+    def run(group, rate, seed):
+        entry = sweep.entry_of(group, rate)
+        entry['overrides']['seed'] = seed
+        out = folder_of(folder, entry, f'seed{seed}')
+
+        def watch():
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
+                if why := sweep.diverged(results.read_rows(out, is_running=True), entry['overrides']['max_iters']):
+                    raise OSError(why)
+
+        failure = run_one(folder, entry, f'seed{seed}', config.launcher, watch, config.at_once)
+        loss = '' if failure else f'val loss {results.read_rows(out)[-1]["val_loss"]:.4f}'
+        print(f'{entry["label"]}, seed {seed}: {failure or loss}', flush=True)
+        return failure
+
+    with ThreadPoolExecutor(config.at_once) as threads:
+        try:
+            while not failures and (todo := sweep.next_runs_of_all(folder, groups, config)):
+                print(f'{len(todo)} run(s) to go, as far as is known', flush=True)
+                ended = threads.map(run, *zip(*todo, strict=True))
+                failures = [failure for failure in ended if failure and not sweep.has_diverged(failure)]
+        finally:
+            interrupted.set()
+            threads.shutdown(cancel_futures=True)
+    return not failures
+
+
 def steps_done(out):
     """Of a run under way: by the last row that it has logged."""
     try:
@@ -253,6 +296,24 @@ def analyse(folder, plan, gpu_gb):
         plots.plot_memory(measured, folder / 'memory.png')
         plots.plot_communication(measured, folder / 'communication.png')
     return rows
+
+
+def analyse_sweep(folder, groups, config):
+    """Tables, laws, sweep.json and pictures of what is finished of a sweep."""
+    rows = [sweep.summarise(group, sweep.runs_of(folder, group), config.seeds) for group in groups]
+    rows = [row for row in rows if row]
+    if not rows:
+        raise ValueError(f'{folder}: no run has finished yet: start the sweep without --analyze')
+    said = sweep.ladder(rows) if len(config.sizes) > 1 else []
+    text = '\n\n'.join(filter(None, [sweep.table(rows), '\n'.join(f'- {line}' for line in said)]))
+    print(f'\n{text}\n', flush=True)
+    results.write(folder / 'table.md', text + '\n')
+    results.write_json(folder / 'sweep.json', rows)
+    if importlib.util.find_spec('matplotlib'):
+        if config.sweep.get('learning_rate'):
+            plots.plot_rates(rows, folder / 'rates.png')
+        if said:
+            plots.plot_ladder(rows, folder / 'ladder.png')
 
 
 # --- MODES ------------------------------------------------------------------------------------------------------------
@@ -311,6 +372,22 @@ def write_runs(folder, plan, config):
     print(f'{len(queue)} run(s): bash {folder / "runs.sh"}, then: python compare.py --analyze --out_dir={folder}')
 
 
+def main_of_sweep(folder, config, train_keys, explicit):
+    """Run a sweep or ladder, unless it is to be analysed alone; the exit code."""
+    groups = sweep.groups_of(config, train_keys, explicit)
+    results.keep_plan(folder, {'baseline': None, 'runs': groups}, may_grow=True)
+    ended_well = True
+    if not config.analyze:
+        try:
+            ended_well = run_sweep(folder, groups, config)
+        except KeyboardInterrupt:
+            print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
+            return 130
+    analyse_sweep(folder, groups, config)
+    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
+    return 0 if ended_well else 1
+
+
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
@@ -319,6 +396,8 @@ def main(config, train_keys, explicit):
     if config.bench_links:
         return measure_links(config, train_keys)
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
+    if config.sweep or config.recipes or config.sizes:
+        return main_of_sweep(folder, config, train_keys, explicit)
     if config.analyze:
         if not (folder / 'plan.json').exists():
             raise ValueError(f'{folder} holds no comparison (no plan.json): expected the --out_dir of one')

@@ -84,12 +84,13 @@ def choose_baseline(config, labels, default):
 
 def check(config):
     """Raises ValueError for values of knobs that no run could have."""
-    for label, variant in config.variants.items():
-        if not re.fullmatch(r'[\w.+=-]+', str(label)) or not isinstance(variant, dict):
-            raise ValueError(
-                f'variants: {label!r}: expected a label of letters, digits and _ . + = - (it names a folder), and a '
-                f'dict of keys, given {variant!r}'
-            )
+    for key in ('variants', 'recipes', 'sizes'):
+        for label, variant in getattr(config, key).items():
+            if not re.fullmatch(r'[\w.+=-]+', str(label)) or not isinstance(variant, dict):
+                raise ValueError(
+                    f'{key}: {label!r}: expected a label of letters, digits and _ . + = - (it names a folder), and a '
+                    f'dict of keys, given {variant!r}'
+                )
     for strategy in (*config.strategies, *(variant.get('strategy', 'ddp') for variant in config.variants.values())):
         if strategy not in [*SCRIPTS]:
             raise ValueError(f'strategies={strategy}: expected some of {", ".join(SCRIPTS)}')

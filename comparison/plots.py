@@ -5,9 +5,14 @@ Colours are Okabe and Ito's, told apart with every kind of colour blindness; lin
 distinction. Every function writes a PNG for a page of 800 to 1000 pixels and returns the figure.
 """
 
+import contextlib
+import math
 import statistics
 import textwrap
 
+import numpy as np
+
+from comparison import laws
 from comparison.results import read_rows
 from runtime import PHASES
 
@@ -107,6 +112,39 @@ def plot_comparison(rows, output):
     named = by_tokens.get_legend_handles_labels()
     legend.legend(*named, loc='center', title='training loss', fontsize=9, handlelength=3)
     return _save(figure, output)
+
+
+def plot_rates(rows, output):
+    """Loss against learning rate of each group of a sweep, with the parabola's best where there is one."""
+    figure, (axes,) = _panels(1, 1, height=4.5)
+    for number, row in enumerate(rows):
+        grid = {rate: loss for rate, loss in row['grid'].items() if math.isfinite(loss)}
+        axes.plot([*grid], [*grid.values()], marker='o', label=row['label'], **_line(number, len(rows)))
+        if 'rate' in row:
+            axes.plot(
+                row['rate']['best'], row['rate']['loss'], '*', markersize=12, color=COLOURS[number % len(COLOURS)]
+            )
+    axes.set(xscale='log', xlabel='learning rate', ylabel='validation loss, first seed')
+    axes.grid(alpha=0.25)
+    return _save(figure, output, columns=4)
+
+
+def plot_ladder(rows, output):
+    """Loss against compute: each recipe's runs at its best rate, and its law, to ten times the compute."""
+    figure, (axes,) = _panels(1, 1, height=5)
+    recipes = [*dict.fromkeys(row['recipe'] for row in rows)]
+    for number, recipe in enumerate(recipes):
+        points = [(row['flops'], loss) for row in rows if row['recipe'] == recipe for loss in row['losses'].values()]
+        line = _line(number, len(recipes))
+        axes.plot(*zip(*points, strict=True), 'o', color=line['color'], label=recipe or 'runs')
+        with contextlib.suppress(ValueError):  # too few
+            compute, losses = zip(*points, strict=True)
+            law = laws.fit_law({'compute': compute}, losses)
+            along = np.geomspace(min(compute), 10 * max(compute), 100)
+            axes.plot(along, law.at(compute=along), **line)
+    axes.set(xscale='log', xlabel='FLOPs, forward and backward', ylabel='validation loss')
+    axes.grid(alpha=0.25)
+    return _save(figure, output, columns=4)
 
 
 def _line(number, count):

@@ -57,13 +57,15 @@ class Run:
 # --- FILES ------------------------------------------------------------------------------------------------------------
 
 
-def keep_plan(folder, plan):
-    """Write plan.json. Raises ValueError where another comparison is kept already, which this one would mix with."""
+def keep_plan(folder, plan, may_grow=False):
+    """Write plan.json. Raises ValueError where another comparison is kept already, which this one would mix with.
+    may_grow: what has a label of its own is no other comparison."""
     path = folder / 'plan.json'
     if path.exists():
         old = {entry['label']: entry for entry in read_json(path)['runs']}
         new = {entry['label']: entry for entry in json.loads(json.dumps(plan))['runs']}
-        if changed := [label for label in {**old, **new} if old.get(label) != new.get(label)]:
+        compared = old.keys() & new.keys() if may_grow else {**old, **new}
+        if changed := [label for label in compared if old.get(label) != new.get(label)]:
             raise ValueError(
                 f'{folder} holds another comparison: {changed[0]} has other keys or ranks in {path}; give this one '
                 f'another --out_dir, or delete {folder}'

@@ -1,0 +1,150 @@
+"""
+Fits: the best learning rate of a sweep, and how the loss falls with size, tokens or compute.
+
+    law = fit_law({'compute': C}, losses)                  # loss = E + A * C^-alpha
+    law = fit_law({'params': N, 'tokens': D}, losses)      # loss = E + A * N^-alpha + B * D^-beta (arXiv 2203.15556)
+    law.at(compute=1e18)
+    resampled(lambda rows: fit_law(...).at(compute=1e18), rows)         # an interval, by bootstrap over runs
+    fit_rate(rates, losses)                                # loss = L + kappa * (ln rate - ln best)^2
+
+For given exponents the law is linear in E, A and B, which least squares finds; so only the exponents are searched, on
+a grid that closes in (variable projection, arXiv 2603.22339). None of the three may be negative.
+"""
+
+import contextlib
+import itertools
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+EXPONENTS = 0.01, 2.0  # where they are searched
+GRID, ZOOMS = 9, 12  # values per exponent; how often the grid closes in on the best, by half each time
+
+
+@dataclass
+class Law:
+    """loss = floor + sum over names of scale * (x / unit)^-exponent; terms: {name: (scale, exponent, unit)}."""
+
+    floor: float
+    terms: dict
+
+    def at(self, **x):
+        """The loss at such sizes, one for each name of the terms: numbers or arrays."""
+        return self.floor + sum(a * (x[name] / unit) ** -exponent for name, (a, exponent, unit) in self.terms.items())
+
+    def inverse(self, loss):
+        """Of a law of one name: the x at which it reaches a loss; infinite for one that it never reaches."""
+        ((scale, exponent, unit),) = self.terms.values()
+        if loss <= self.floor or not scale:
+            return math.inf
+        return unit * ((loss - self.floor) / scale) ** (-1 / exponent)
+
+
+def fit_law(x, losses):
+    """
+    The Law with the least squares. x: {name: sizes}, each as long as losses.
+
+    Raises ValueError for fewer points than 2 more than it has numbers to find, or too few different sizes.
+    """
+    losses = np.asarray(losses, dtype=float)
+    sizes = {name: np.asarray(values, dtype=float) for name, values in x.items()}
+    needed = 1 + 2 * len(sizes) + 2
+    different = min(len(np.unique(values)) for values in sizes.values())
+    if len(losses) < needed or different < 3:
+        raise ValueError(
+            f'a law of {" and ".join(sizes)} needs {needed} runs of 3 different sizes or more, '
+            f'given {len(losses)} of {different}'
+        )
+    units = {name: math.exp(np.log(values).mean()) for name, values in sizes.items()}
+    logs = np.stack([np.log(values / units[name]) for name, values in sizes.items()])
+    centre, width = np.full(len(logs), np.log(EXPONENTS).mean()), math.log(EXPONENTS[1] / EXPONENTS[0]) / 2
+    for _ in range(ZOOMS):
+        axes = [np.clip(np.linspace(c - width, c + width, GRID), *np.log(EXPONENTS)) for c in centre]
+        tried = np.array([*itertools.product(*axes)])  # (points of the grid, exponents), as logarithms
+        powers = np.exp(-np.exp(tried)[:, :, None] * logs).transpose(0, 2, 1)
+        columns = np.concatenate([np.ones((*powers.shape[:2], 1)), powers], axis=2)
+        numbers, errors = nonnegative_least_squares(columns, losses)
+        best = errors.argmin()
+        centre, width = tried[best], width / 2
+    terms = zip(sizes, numbers[best, 1:].tolist(), np.exp(centre).tolist(), units.values(), strict=True)
+    return Law(float(numbers[best, 0]), {name: (scale, exponent, unit) for name, scale, exponent, unit in terms})
+
+
+def nonnegative_least_squares(columns, y):
+    """(numbers, squared errors) of the best non-negative combinations. columns: (problems, points, numbers); y:
+    (points,). Of a few numbers all choices of those that are not zero are tried."""
+    gram, projected = columns.transpose(0, 2, 1) @ columns, y @ columns  # X^T X and X^T y, all that it takes
+    found, errors = np.zeros(projected.shape), np.full(len(columns), np.inf)
+    for chosen in itertools.product((False, True), repeat=columns.shape[2]):
+        part = gram[:, chosen][:, :, chosen] + 1e-13 * np.eye(sum(chosen))  # columns that are alike are no error
+        numbers = np.linalg.solve(part, projected[:, chosen, None])[..., 0]
+        error = y @ y - (numbers * projected[:, chosen]).sum(1)
+        better = (numbers >= 0).all(1) & (error < errors)
+        found[better] = 0
+        found[np.ix_(better, chosen)] = numbers[better]
+        errors[better] = error[better]
+    return found, errors
+
+
+def resampled(statistic, rows, numbers=1, times=200, share=0.95, seed=0):
+    """
+    (low, high): the interval that holds the true value of a statistic with probability `share`, by drawing the runs
+    again, with replacement (bootstrap).
+
+    statistic: function of a list of rows, a number; samples of which it can make nothing, and raises ValueError, do
+    not count. numbers: what it fits to them. The quantiles lie further out than share says, by sqrt(n / (n - numbers))
+    of a normal distribution: those of few runs are too narrow otherwise (arXiv 1411.5279, expanded percentiles).
+    Raises ValueError for too few rows.
+    """
+    generator, values = np.random.default_rng(seed), []
+    for _ in range(times if len(rows) > numbers else 0):
+        with contextlib.suppress(ValueError):
+            values.append(statistic([rows[n] for n in generator.integers(len(rows), size=len(rows))]))
+    if len(values) <= times / 2:
+        raise ValueError(f'{len(rows)} runs are too few for an interval')
+    normal = NormalDist()
+    tail = normal.cdf(normal.inv_cdf((1 - share) / 2) * math.sqrt(len(rows) / (len(rows) - numbers)))
+    low, high = np.quantile(values, (tail, 1 - tail), method='inverted_cdf')
+    return float(low), float(high)
+
+
+@dataclass
+class Rate:
+    """The best learning rate of a sweep: by the parabola, and of those tried; edge: 'lower', 'upper' or ''."""
+
+    best: float
+    loss: float
+    curvature: float
+    tried: float
+    edge: str
+
+
+def fit_rate(rates, losses, around=2):
+    """
+    The parabola in log learning rate through the best rate tried and `around` of its neighbours on each side.
+
+    Losses of the same rate, of other seeds, are averaged; runs that diverged (nan, inf) count as the worst of all.
+    Where the best is at an edge, or the parabola is not one with a lowest point between its points, best is the best
+    rate tried. Raises ValueError if no run has a loss.
+    """
+    of_rate = {}
+    for rate, loss in zip(rates, losses, strict=True):
+        of_rate.setdefault(float(rate), []).append(float(loss))
+    means = {rate: float(np.mean(of_rate[rate])) for rate in sorted(of_rate)}
+    finite = {rate: loss for rate, loss in means.items() if math.isfinite(loss)}
+    if not finite:
+        raise ValueError(f'all of the rates {", ".join(f"{rate:g}" for rate in means)} diverged')
+    tried = min(finite, key=finite.get)
+    every = [*means]
+    edge = 'lower' if tried == every[0] else 'upper' if tried == every[-1] else ''
+    where = [*finite].index(tried)
+    near = [*finite][max(0, where - around) : where + around + 1]
+    best, loss, curvature = tried, finite[tried], math.nan
+    if len(near) >= 3 and not edge:
+        logs = np.log(near) - math.log(tried)
+        a, b, c = np.polyfit(logs, [finite[rate] for rate in near], 2)
+        if a > 0 and logs[0] <= -b / (2 * a) <= logs[-1]:
+            best, loss, curvature = tried * math.exp(-b / (2 * a)), c - b * b / (4 * a), a
+    return Rate(best, float(loss), float(curvature), tried, edge)

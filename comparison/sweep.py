@@ -1,0 +1,284 @@
+"""
+Sweeps and ladders: which runs they consist of, which come next, and what they say.
+
+A *group* is what gets a learning rate of its own: a size, a recipe, and values of swept keys other than the rate. All
+rates of the grid run with the first seed; while the best is at an edge of the grid, one more is tried beyond it; then
+the other seeds run at the best rate.
+
+    groups = groups_of(config, train_keys, explicit)
+    while todo := next_runs_of_all(folder, groups, config): ...
+    rows = [summarise(group, runs_of(folder, group), config.seeds) for group in groups]
+    print(table(rows), ladder(rows))
+"""
+
+import contextlib
+import itertools
+import math
+import re
+import statistics
+from pathlib import Path
+
+from comparison import laws, planning, results
+from comparison.verdict import markdown
+from configurator import Mistake
+
+BEYOND = 3  # rates beyond the grid, on each side
+DIVERGED, BAD_STEPS = 'diverged', 'bad steps in a row'  # in the line that ends such a run, by us or by itself
+
+
+def groups_of(config, train_keys, explicit):
+    """
+    [{'label', 'size', 'recipe', 'values', 'strategy', 'script', 'world_size', 'overrides'}], the last four as planning
+    has them. Raises ValueError for keys that no run could have.
+    """
+    planning.check(config)
+    if len(config.strategies) != 1 or len(config.nproc) != 1 or config.variants:
+        raise ValueError('a sweep has one of --strategies and of --nproc, and recipes in place of variants')
+    if not config.seeds or config.at_once < 1:
+        raise ValueError(f'seeds={config.seeds}, at_once={config.at_once}: expected a seed and a run, or more')
+    for key, values in config.sweep.items():
+        if not isinstance(values, list | tuple) or not values or len({*map(str, values)}) < len(values):
+            raise ValueError(f'sweep: {key}={values!r}: expected several different values, as in [1e-3, 2e-3, 4e-3]')
+    rates = config.sweep.get('learning_rate', [])
+    if not all(isinstance(rate, float) and rate > 0 for rate in rates):
+        raise ValueError(f'sweep: learning_rate={rates}: expected numbers above 0, as in [1e-3, 2e-3, 4e-3]')
+    (strategy,), (ranks,) = config.strategies, config.nproc
+    ranks = 1 if strategy == 'single' else ranks
+    axes = [[(key, value) for value in values] for key, values in config.sweep.items() if key != 'learning_rate']
+    found = []
+    for size, recipe, *chosen in itertools.product(config.sizes or {'': {}}, config.recipes or {'': {}}, *axes):
+        values = [f'{key}={value}' for key, value in chosen]
+        label = '-'.join(filter(None, (size, recipe, *values))) or 'run'
+        given = {**config.sizes.get(size, {}), **config.recipes.get(recipe, {}), **dict(chosen)}
+        try:
+            keys = planning.keys_of_run(strategy, ranks, given, config, train_keys, explicit, ranks)
+        except (Mistake, ValueError) as error:
+            raise ValueError(f'{label}: {error}') from None
+        keys.pop('seed', None)
+        if rates:
+            keys.pop('learning_rate', None)
+        group = {'label': label, 'size': size, 'recipe': recipe, 'strategy': strategy}
+        found.append({**group, 'script': planning.SCRIPTS[strategy], 'world_size': ranks, 'overrides': keys})
+    return found
+
+
+def entry_of(group, rate):
+    """What is run of a group at one rate, as an entry of a plan; its folder has a folder for each seed."""
+    at_rate = {} if rate is None else {'learning_rate': rate}
+    label = group['label'] + ('' if rate is None else f'-lr{rate:g}')
+    return {**group, 'label': label, 'overrides': {**group['overrides'], **at_rate}}
+
+
+def diverged(rows, max_iters):
+    """Why a run under way is not worth its end, or ''."""
+    first, last = rows[0].get('loss', math.inf), rows[-1].get('loss', 0.0)
+    if rows[-1]['step'] >= max_iters / 5 and not last <= first:
+        return f'{DIVERGED}: loss {last:.4g} at step {rows[-1]["step"]}, {first:.4g} at the beginning'
+    return ''
+
+
+def next_runs(losses, rates, seeds):
+    """[(rate, seed)] that a group needs next. losses: {(rate, seed): loss or inf} of those that ended; rates: of the
+    grid, none for a group that keeps its rate, which is None then."""
+    if missing := [(rate, seeds[0]) for rate in rates or [None] if (rate, seeds[0]) not in losses]:
+        return missing
+    of_first = {rate: loss for (rate, seed), loss in losses.items() if seed == seeds[0]}
+    best = min(of_first, key=of_first.get)
+    if rates and math.isfinite(of_first[best]):
+        tried, grid = sorted(of_first), sorted(rates)
+        step = (grid[-1] / grid[0]) ** (1 / max(1, len(grid) - 1)) if len(grid) > 1 else 2.0
+        beyond = {tried[0]: best / step, tried[-1]: best * step}.get(best)
+        steps_out = sum(rate < grid[0] if best == tried[0] else rate > grid[-1] for rate in tried)
+        if beyond and steps_out < BEYOND:
+            return [(float(f'{beyond:.3g}'), seeds[0])]
+    return [(best, seed) for seed in seeds if (best, seed) not in losses and math.isfinite(of_first[best])]
+
+
+# --- WHAT THEY SAY ----------------------------------------------------------------------------------------------------
+
+
+def has_diverged(failure):
+    """Whether the line that ended a run says that its loss did: a result, not a mistake."""
+    return DIVERGED in failure or BAD_STEPS in failure
+
+
+def runs_of(folder, group):
+    """{(rate, seed): {'loss', 'tokens', 'params', 'flops'}} of what has ended; {'loss': inf} of what diverged."""
+    found = {}
+    for path in Path(folder, 'runs').glob(f'{group["label"]}*/seed*'):
+        rate = path.parent.name.removeprefix(group['label'])
+        if not re.fullmatch(r'(-lr[\d.e+-]+)?', rate):  # of another group, whose name begins alike
+            continue
+        key = float(rate[3:]) if rate else None, int(path.name[4:])
+        run = results.read_run(path, group['world_size'])
+        if run and not run.failure:
+            last = run.rows[-1]
+            loss = last['val_loss'] if math.isfinite(last['val_loss']) else math.inf
+            found[key] = {'loss': loss, 'tokens': last['tokens'], 'params': parameters(run.config)}
+            found[key]['flops'] = run.about['flops_per_token'] * last['tokens']
+        elif run and has_diverged(run.failure):
+            found[key] = {'loss': math.inf}
+    return found
+
+
+def parameters(config):
+    from runtime import estimate  # here, since it imports torch
+
+    return estimate.empty_model(config).parameter_counts()['total']
+
+
+def next_runs_of_all(folder, groups, config):
+    """[(group, rate, seed)]."""
+    rates = config.sweep.get('learning_rate')
+    losses = [{key: run['loss'] for key, run in runs_of(folder, group).items()} for group in groups]
+    return [
+        (group, *run)
+        for group, known in zip(groups, losses, strict=True)
+        for run in next_runs(known, rates, config.seeds)
+    ]
+
+
+def summarise(group, runs, seeds):
+    """
+    The row of a group, None if nothing of it has ended. runs: of runs_of().
+
+    'rate': laws.Rate of the first seed, with its interval; 'losses': {seed: loss} at the best rate tried.
+    """
+    row = {key: group[key] for key in ('label', 'size', 'recipe')}
+    first = {rate: run['loss'] for (rate, seed), run in runs.items() if seed == seeds[0]}
+    if not first:
+        return None
+    if not any(map(math.isfinite, first.values())):
+        return row | {'losses': {}, 'grid': first}
+    best = min(first, key=first.get)
+    row |= {'grid': dict(sorted(first.items(), key=lambda item: item[0] or 0)), 'tried': best}
+    row['losses'] = {seed: run['loss'] for (rate, seed), run in runs.items() if rate == best}
+    row |= {key: runs[best, seeds[0]][key] for key in ('tokens', 'params', 'flops')}
+    if best is not None:
+        row['rate'] = vars(laws.fit_rate([*first], [*first.values()]))
+        every = [(rate, run['loss']) for (rate, _), run in runs.items()]
+        try:
+            row['interval'] = laws.resampled(lambda some: laws.fit_rate(*zip(*some, strict=True)).best, every)
+        except ValueError:
+            row['interval'] = None
+    return row
+
+
+def table(rows):
+    """The Markdown table of a sweep: each group's rates, its best one, and the loss over the seeds."""
+    cells = []
+    for row in rows:
+        losses, rate = [*row['losses'].values()], row.get('rate')
+        where = {'lower': ' (at the lower edge)', 'upper': ' (at the upper edge)'}
+        best = f'{rate["best"]:.3g}{where.get(rate["edge"], "")}' if rate else ''
+        if rate and row['interval']:
+            best += f' [{row["interval"][0]:.3g}, {row["interval"][1]:.3g}]'
+        of_grid = [f'{key:g}: {loss:.4f}' for key, loss in row['grid'].items() if key is not None]
+        cells.append({
+            'run': row['label'],
+            'parameters': f'{row["params"]:,}' if losses else '',
+            'tokens': f'{row["tokens"]:,}' if losses else '',
+            'rate: loss, first seed': ', '.join(of_grid),
+            'best rate [95%]': best,
+            'loss at the best tried': mean_and_error(losses) if losses else 'diverged',
+            'seeds': str(len(losses)),
+        })  # fmt: skip
+    return markdown(cells)
+
+
+def mean_and_error(values):
+    error = f' +- {statistics.stdev(values) / math.sqrt(len(values)):.4f}' if len(values) > 1 else ''
+    return f'{statistics.fmean(values):.4f}{error}'
+
+
+def ladder(rows):
+    """
+    What several sizes say, as lines: each recipe's law, the compute that it saves against the first one at equal loss,
+    and the loss that the next size should have.
+
+    The compute of a run is its FLOPs, forward and backward. Saved is the compute that the first recipe's law needs for
+    the loss that another one has, over the compute that this one took: 1.2x means a sixth less.
+    """
+    points = [
+        (row['recipe'], row['size'], row['flops'], loss) for row in rows for loss in row['losses'].values()
+        if math.isfinite(loss)
+    ]  # fmt: skip
+    recipes = [*dict.fromkeys(recipe for recipe, *_ in points)]
+    lines, fits = [], {}
+    for recipe in recipes:
+        own = [point for point in points if point[0] == recipe]
+        try:
+            law = fits[recipe] = law_of(own)
+        except ValueError as error:
+            lines.append(f'{recipe or "law"}: {error}')
+            continue
+        ((scale, exponent, unit),) = law.terms.values()
+        text = f'{recipe or "law"}: loss = {law.floor:.3f} + {scale:.3f} (C / {unit:.3g} FLOPs)^-{exponent:.3f}'
+        lines.append(f'{text}, exponent {interval(lambda some: law_of(some).terms["compute"][1], own)}')
+        lines += predictions(recipe, own, law)
+    for recipe in recipes[1:]:
+        if recipes[0] in fits:
+            lines += saved(points, recipes[0], recipe)
+    return lines
+
+
+def law_of(points):
+    return laws.fit_law({'compute': [flops for *_, flops, _ in points]}, [loss for *_, loss in points])
+
+
+def interval(statistic, points, form='{:.3f}'):
+    try:
+        low, high = laws.resampled(statistic, points, numbers=3)
+        return f'[{form.format(low)}, {form.format(high)}]'
+    except ValueError:
+        return '[too few runs for an interval]'
+
+
+def predictions(recipe, points, law):
+    """The next size's loss by the law of all, and the last one's by the law of those before, beside what it is."""
+    compute = sorted({flops for *_, flops, _ in points})
+    factor = compute[-1] / compute[-2]
+    ahead = compute[-1] * factor
+    said = interval(lambda some: law_of(some).at(compute=ahead), points, '{:.4f}')
+    lines = [f'PREDICTION, {recipe or "next"}: {law.at(compute=ahead):.4f} {said} at {factor:.1f} times the compute']
+    before = [point for point in points if point[2] < compute[-1]]
+    last = [loss for *_, flops, loss in points if flops == compute[-1]]
+    try:
+        foretold = law_of(before).at(compute=compute[-1])
+    except ValueError:  # too few before
+        return lines
+    said = interval(lambda some: law_of(some).at(compute=compute[-1]), before, '{:.4f}')
+    return [
+        *lines,
+        f'checked, {recipe or "last"}: {foretold:.4f} {said} from the smaller sizes, {mean_and_error(last)} measured',
+    ]
+
+
+def saved(points, base, recipe):
+    """Lines: how many times the compute the recipe `base` needs for the same loss, at each size, and how that grows."""
+    compute = {size: flops for name, size, flops, _ in points if name == recipe}
+
+    def ratio(some, size):
+        reached = [loss for name, of, _, loss in some if name == recipe and of == size]
+        if not reached:
+            raise ValueError(f'no run of {size}')
+        law = law_of([point for point in some if point[0] == base])
+        return law.inverse(statistics.fmean(reached)) / compute[size]
+
+    def growth(some):  # of the ratio, at ten times the compute
+        logs = [math.log(ratio(some, size)) for size in compute]
+        if math.inf in logs:
+            raise ValueError(f'{base} never reaches the loss of {recipe}')
+        return 10 ** statistics.linear_regression([*map(math.log, compute.values())], logs).slope
+
+    both, lines = [point for point in points if point[0] in (base, recipe)], []
+    most = max(flops for name, _, flops, _ in points if name == base)
+    for size, flops in compute.items():
+        times = ratio(both, size)
+        said = interval(lambda some, size=size: ratio(some, size), both, '{:.2f}')
+        beyond = '' if times * flops <= most else ', EXTRAPOLATED beyond its runs'
+        lines.append(f'{recipe}, {size}: {base} needs {times:.2f}x {said} the compute for the same loss{beyond}')
+    if len(compute) > 2:
+        with contextlib.suppress(ValueError):
+            lines.append(f'and {growth(both):.2f}x {interval(growth, both, "{:.2f}")} that at ten times the compute')
+    return lines
