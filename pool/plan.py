@@ -5,12 +5,12 @@ import uuid
 
 import torch
 import torch.distributed as dist
-from xxhash import xxh3_128_hexdigest
 
 from comparison.diloco_check import LARGEST_PROBE, Plan, everybodys
 from exchange.codec import BYTES, STRETCH, decode_flat, decode_top2bit, encode_flat, encode_top2bit, kept
 from pool.goodput import goodput
 from pool.rows import shapes_of
+from pool.store import digest_of
 from runtime.processes import on_rank_0
 
 STARTED = time.monotonic()  # about when the process has: only torch takes long and is imported before
@@ -55,9 +55,7 @@ class StorePlan(Plan):
                 for size in (1024, len(large)):
                     name = f'{folder}/{size}_{turn}_{self.replica.rank}'
                     times[-1].append(timed(lambda name=name, size=size: store.create(name, large[:size])))
-                    times[-1].append(
-                        timed(lambda name=name, size=size: xxh3_128_hexdigest(store.read(name, room[:size])))
-                    )
+                    times[-1].append(timed(lambda name=name, size=size: digest_of(store.read(name, room[:size]))))
                 times[-1].append(timed(lambda: store.list(folder)))
         except OSError as error:
             problem = str(error)

@@ -35,6 +35,7 @@ from, and so does a commit: a job that differs notices, and begins again from a 
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import time
@@ -43,12 +44,11 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from xxhash import xxh3_128_hexdigest
 
 from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
 from pool.ledger import Ledger
 from pool.rows import checksum, copies, shapes_of
-from pool.store import open_store
+from pool.store import digest_of, open_store
 from pool.watch import Watch
 from runtime.checkpoint import is_finite
 from runtime.files import write_file
@@ -69,6 +69,8 @@ def number_of_replicas(config):
     """Replicas that share a global batch: num_replicas, or the pool's. Raises ValueError for keys that do not fit."""
     if config.num_fragments > 1 or config.overlap_steps or config.verify:
         raise ValueError('exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --verify')
+    if importlib.util.find_spec('xxhash') is None:
+        raise ValueError('exchange needs a package that is missing: pip install xxhash')
     if config.quorum < 1 or config.grace_s <= 0:
         raise ValueError(f'quorum={config.quorum}, grace_s={config.grace_s}: expected 1 or more deltas, and seconds')
     if config.num_replicas is None:
@@ -233,7 +235,7 @@ class Replica:
 
     def _write(self, name, data):
         """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one."""
-        digest, problem = xxh3_128_hexdigest(data), None
+        digest, problem = digest_of(data), None
         try:
             self.store.create(f'{name}_{self.rank:04}', data)
         except OSError as error:
@@ -255,7 +257,7 @@ class Replica:
                 data = self.store.read(name, mine.view(torch.uint8).numpy().data if is_like_here else None)
             except FileNotFoundError:
                 return None, f'{name} is missing'
-            if xxh3_128_hexdigest(data) != digests[rank]:
+            if digest_of(data) != digests[rank]:
                 return None, f'{name} is damaged ({len(data)} bytes)'
             self.bytes_read += len(data)
             with warnings.catch_warnings():
@@ -443,6 +445,8 @@ class Replica:
                 rejected[number] = f'began from another outer state, {marker["state"]}'
             elif marker['steps'] not in range(1, shares + 1):
                 rejected[number] = f'{marker["steps"]} steps of {shares}'
+            elif not marker['xxh128']:
+                rejected[number] = 'names no files'
         is_careful = False
         while True:
             counted = {number: marker for number, marker in sorted(markers.items()) if number not in rejected}

@@ -46,6 +46,13 @@ def open_store(address):
         raise ValueError(f'exchange={address}: {error}; expected a folder, or s3://bucket/name') from None
 
 
+def digest_of(data):
+    """xxh3 of 128 bits, as text. It finds what was truncated or damaged, and is 30 times as fast as sha256."""
+    import xxhash  # here, since runs without a pool do without the package
+
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 class Store:
     """What a Folder and a Bucket have in common. Names are relative, with at most one folder.
 

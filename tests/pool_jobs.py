@@ -28,13 +28,22 @@ KEYS = {
 }  # fmt: skip
 
 
+# One request after another: with a thread for each, moto tells two writers at once that there was no such object.
+MOTO = '''
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple('127.0.0.1', int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+'''
+
+
 @contextlib.contextmanager
 def s3_server(folder):
     """The environment with which s3fs reaches moto's server, a process of its own; its bucket is s3://bucket."""
     (port,) = free_ports(1)
     endpoint = f'http://127.0.0.1:{port}'
     with open(Path(folder, 'moto.log'), 'w') as log:
-        command = [sys.executable, '-m', 'moto.server', '-p', str(port)]
+        command = [sys.executable, '-c', MOTO, str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         while True:

@@ -276,6 +276,7 @@ HARM = {
     'another pool': ({'harm': (f'{FIRST}.json', Changed(pool='x'))}, 'of another pool (x)'),
     'another state': ({'harm': (f'{FIRST}.json', Changed(state='y'))}, 'began from another outer state, y'),
     'no JSON': ({'harm': (f'{FIRST}.json', half)}, 'of another pool (None)'),
+    'no files': ({'harm': (f'{FIRST}.json', Changed(xxh128=[]))}, 'names no files'),
     'too many steps': ({'harm': (f'{FIRST}.json', Changed(steps=5))}, '5 steps of 4'),
 }
 
