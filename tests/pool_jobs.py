@@ -29,12 +29,12 @@ KEYS = {
 
 
 # One request after another: with a thread for each, moto tells two writers at once that there was no such object.
-MOTO = '''
+MOTO = """
 import sys
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 run_simple('127.0.0.1', int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
-'''
+"""
 
 
 @contextlib.contextmanager
@@ -252,3 +252,12 @@ def play(
 
 def journal(folder):
     return [json.loads(line) for line in Path(folder, 'rounds.jsonl').read_text().splitlines()]
+
+
+def assert_counted_once(rows, steps, replicas):
+    """Every share of the data is in one delta of the journal."""
+    shares = []
+    for delta in (delta for row in rows for delta in row['deltas']):
+        piece = [(k, step) for k, first, end in delta['piece'] for step in range(first, end)]
+        shares += piece[: delta['steps']]
+    assert sorted(shares) == [(k, step) for k in range(replicas) for step in range(steps)]

@@ -71,7 +71,7 @@ def models(data_dir, tmp_path_factory):
     (folder / 'with_bos' / 'tokenizer_config.json').write_text(json.dumps(settings))
     run = [*TINY_MODEL, *TINY_RUN, '--arch=enoki', '--dataset=tiny', '--max_iters=3', f'--data_dir={data_dir}']
     run_forked('train_ddp.py', *run, f'--out_dir={folder / "run"}', log=folder / 'train.log')
-    run_forked('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}', log=folder / 'log')
+    run_script('export_model.py', f'--out_dir={folder / "run"}', f'--to={folder / "native"}')
     found['native'] = (folder / 'run', folder / 'native')
     return found
 

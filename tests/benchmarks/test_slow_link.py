@@ -7,7 +7,7 @@ import pytest
 from launch import REPO, TINY_RUN
 from outputs import metrics
 
-from benchmarks.slow_link import ADDRESSES, NoSlowLink, RowWatch, SlowLink, weights
+from benchmarks.slow_link import ADDRESSES, NoSlowLink, SlowLink, weights
 
 RECEIVE = """
 import socket, time
@@ -146,25 +146,27 @@ H, ROUNDS = 40, 4
 
 
 def rounds(link, out_dir, *keys):
-    """Rows of the round ends of a run on 2 x 1 ranks, and what a host sent per round by the interface's counters."""
-    watch = RowWatch(link, out_dir)
+    """Rows of the round ends of a run on 2 x 1 ranks, and what a host sent in all by the interface's counters."""
+    before = link.counters()
     run = [*MODEL, *TINY_RUN, '--dataset=synthetic', f'--out_dir={out_dir}', '--eval_interval=0', '--log_interval=10']
     run += [f'--inner_steps={H}', f'--max_iters={ROUNDS * H}', *keys]
-    finished = link.run('train_diloco.py', *run, meanwhile=watch)
+    finished = link.run('train_diloco.py', *run)
+    sent = (sum(link.counters()) - sum(before)) / 2
     assert 'mesh: 2 replicas x 1 shards' in finished.outputs[0]
     rows = [row for row in metrics(out_dir) if row['step'] % H == 0]
     assert len(rows) == ROUNDS
-    return rows, watch.bytes_per_step(H, 3 * H) * H
+    return rows, sent
 
 
 def test_diloco_sends_what_the_formula_says_and_waits_once_a_round_or_hardly_at_all_when_it_overlaps(link, tmp_path):
     streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8', '--fragment_mix=0.5']
     blocking, overlapped = rounds(link, tmp_path / 'one'), rounds(link, tmp_path / 'two', *streaming)
-    for rows, counted in (blocking, overlapped):  # logs and torchrun's heartbeat are in the counters, too: some kB
+    for rows, counted in (blocking, overlapped):
         assert [row['diloco/bytes'] for row in rows[1:-1]] == [rows[1]['diloco/bytes']] * (ROUNDS - 2)
         assert rows[1]['diloco/bytes'] == pytest.approx(rows[1]['diloco/bytes_formula'], rel=0.05)
-        # The interface also counts the launcher's signs of life: the longer the round takes, the more of them.
-        assert 0.95 < counted / rows[1]['diloco/bytes_formula'] < 1.5
+        # The interface also counts headers, the start and torchrun's signs of life, some kB per second.
+        sent = sum(row['diloco/bytes'] for row in rows)
+        assert sent < counted < 2 * sent + 300_000
 
     waited = [sum(row['diloco/wait_s'] for row in rows[1:-1]) for rows, _ in (blocking, overlapped)]
     under_way = [sum(row['diloco/transfer_s'] for row in rows[1:-1]) for rows, _ in (blocking, overlapped)]

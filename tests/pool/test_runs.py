@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
-from pool_jobs import journal, s3_server
+from pool_jobs import assert_counted_once, journal, s3_server
 
 from benchmarks import draw_pool, pool_storm
 from pool.store import open_store
@@ -152,15 +152,6 @@ def test_a_storm_and_its_picture(data_dir, tmp_path):
 
 def again_keys(data_dir, folder, keys):
     return arguments(data_dir, folder / 'replay', f'--exchange={folder / "pool"}', *keys)
-
-
-def assert_counted_once(rows, steps, replicas):
-    """Every share of the data is in one delta of the journal."""
-    shares = []
-    for delta in (delta for row in rows for delta in row['deltas']):
-        piece = [(k, step) for k, first, end in delta['piece'] for step in range(first, end)]
-        shares += piece[: delta['steps']]
-    assert sorted(shares) == [(k, step) for k in range(replicas) for step in range(steps)]
 
 
 def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
