@@ -345,7 +345,7 @@ class Replica:
     @property
     def step(self):
         """The step of the run after the inner steps of this round so far, if it goes at the pace of the last one."""
-        return self.ledger.step + int(self.steps * self.ledger.pace)
+        return min(self.ledger.step + int(self.steps * self.ledger.pace), self.config.max_iters)
 
     def meet(self, leaves=False, facts=None):
         """Give what the inner steps have changed, wait until the round is closed, and take its outer step.

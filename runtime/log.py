@@ -174,7 +174,8 @@ class Journal:
             self._log.line(step, {'diloco/replica_loss': row['loss'], **{k: v for k, v in row.items() if k != 'loss'}})
 
     def keep(self, step, row):
-        self._rows[step] = row
+        # In a pool the steps since the last round are estimates: what a round's end falls behind is not the run's.
+        self._rows = {earlier: kept for earlier, kept in self._rows.items() if earlier < step} | {step: row}
 
     def write(self):
         """Log the rows, with the replicas' mean of 'loss' and 'grad_norm'. Collective."""

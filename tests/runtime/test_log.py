@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from launch import run_function
 from outputs import metrics
 
-from runtime.log import Log
+from runtime.log import Journal, Log
 from runtime.meter import device_name
 
 CPU = torch.device('cpu')
@@ -150,3 +151,22 @@ def test_missing_package_is_one_line(tmp_path, monkeypatch, package, key):
     with pytest.raises(ValueError, match=f'{key}=True needs a package that is missing: pip install') as error:
         Log(tmp_path, 0, 0, 100, {**CONFIG, key: True}, set())
     assert '\n' not in str(error.value)
+
+
+def log_rounds(out_dir):
+    log = Log(out_dir, 0, 0, 10, CONFIG, set())
+    journal = Journal(log)
+    for step, row in ((3, {'loss': 3.0}), (6, {'loss': 2.0}), (5, {'val_loss': 4.0}), (7, {'loss': 1.0})):
+        journal.keep(step, row)
+        if 'val_loss' in row:  # the end of a round
+            journal.write()
+    journal.write()
+
+
+def test_an_estimate_that_a_round_has_not_reached_gives_way_to_the_rounds_end(tmp_path):
+    run_function(1, log_rounds, tmp_path)
+    assert [(row['step'], row.get('loss'), row.get('val_loss')) for row in metrics(tmp_path)] == [
+        (3, 3.0, None),
+        (5, None, 4.0),
+        (7, 1.0, None),
+    ]
