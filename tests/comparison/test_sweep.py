@@ -121,6 +121,15 @@ def test_first_the_grid_then_beyond_its_edge_then_the_other_seeds():
     ]
 
 
+def test_a_run_has_diverged_that_is_worse_than_at_its_beginning():
+    def rows(step, loss):
+        return [{'step': 1, 'loss': 4.0}, {'step': step, 'loss': loss}]
+
+    assert not sweep.diverged(rows(99, 4.9), 100) and not sweep.diverged(rows(19, 9.0), 100)
+    assert 'diverged: loss 5.1 at step 20' in sweep.diverged(rows(20, 5.1), 100)
+    assert sweep.has_diverged(sweep.diverged(rows(20, math.nan), 100))
+
+
 def test_a_ladder_tells_the_compute_that_a_recipe_saves_and_foretells_the_next_size():
     """Made of two known laws: the second recipe needs 1.25 times less compute at every loss."""
     chance, rows = random.Random(1), []
@@ -175,8 +184,8 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
     ended = {path.parent.relative_to(tmp_path / 'out/runs').as_posix() for path in tmp_path.glob('out/runs/*/*/DONE')}
     assert {'run-lr0.001/seed1', 'run-lr0.01/seed1'} <= ended and any(path.endswith('seed2') for path in ended)
     row = json.loads((tmp_path / 'out/sweep.json').read_text())[0]
-    best = min((loss, float(rate)) for rate, loss in row['grid'].items() if rate != '100000.0')
-    assert row['losses']['1'] == best[0] and len(row['losses']) == 2
+    best = min(loss for loss in row['grid'].values() if loss != 'inf')  # 1e5 diverges, or is the worst
+    assert row['losses']['1'] == best and len(row['losses']) == 2
     assert 'best rate' in (tmp_path / 'out/table.md').read_text() and (tmp_path / 'out/rates.png').exists()
     said = start(tmp_path).communicate()[0]
     assert 'to go' not in said and said.count('best rate') == 1
