@@ -1,4 +1,4 @@
-# Which learning rate? A small model at five rates, three seeds at the best one. Some 6 minutes on 2 CPU cores.
+# Which learning rate? A small model at five rates, three seeds at the best one. Some 7 minutes on 2 CPU cores.
 #
 #   python prepare_data.py
 #   python compare.py config/sweep_lr.py
