@@ -148,9 +148,7 @@ if path:
 else:
     finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 if config.shard == 'none':
-    for (
-        parameter
-    ) in raw_model.parameters():  # once, not at every use; buffers such as RoPE's frequencies stay as they are
+    for parameter in raw_model.parameters():  # once, not at every use; RoPE's frequencies, buffers, stay fp32
         parameter.data = parameter.data.to(compute_dtype)
 model.eval()
 parameters = sum(parameter.numel() for parameter in raw_model.parameters())
@@ -165,9 +163,8 @@ def say(line):
         print(line, flush=True)
 
 
-if rank == 0:
-    kind = pretrained.arch if pretrained else model_config.arch
-    say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
+kind = pretrained.arch if pretrained else model_config.arch
+say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
 
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------

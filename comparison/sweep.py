@@ -28,19 +28,21 @@ DIVERGED, BAD_STEPS = 'diverged', 'bad steps in a row'  # in the line that ends 
 
 def groups_of(config, train_keys, explicit):
     """
-    [{'label', 'size', 'recipe', 'values', 'strategy', 'script', 'world_size', 'overrides'}], the last four as planning
-    has them. Raises ValueError for keys that no run could have.
+    [{'label', 'size', 'recipe', 'strategy', 'script', 'world_size', 'overrides'}], the last four as planning has them.
+    Raises ValueError for keys that no run could have.
     """
     planning.check(config)
     if len(config.strategies) != 1 or len(config.nproc) != 1 or config.variants:
         raise ValueError('a sweep has one of --strategies and of --nproc, and recipes in place of variants')
+    if config.bench or config.write_only or config.resume_check:
+        raise ValueError('a sweep decides by losses what runs next: leave out --bench, --write_only and --resume_check')
     if not config.seeds or config.at_once < 1:
         raise ValueError(f'seeds={config.seeds}, at_once={config.at_once}: expected a seed and a run, or more')
     for key, values in config.sweep.items():
         if not isinstance(values, list | tuple) or not values or len({*map(str, values)}) < len(values):
             raise ValueError(f'sweep: {key}={values!r}: expected several different values, as in [1e-3, 2e-3, 4e-3]')
     rates = config.sweep.get('learning_rate', [])
-    if not all(isinstance(rate, float) and rate > 0 for rate in rates):
+    if not all(isinstance(rate, float | int) and rate > 0 for rate in rates):
         raise ValueError(f'sweep: learning_rate={rates}: expected numbers above 0, as in [1e-3, 2e-3, 4e-3]')
     (strategy,), (ranks,) = config.strategies, config.nproc
     ranks = 1 if strategy == 'single' else ranks
@@ -54,6 +56,10 @@ def groups_of(config, train_keys, explicit):
             keys = planning.keys_of_run(strategy, ranks, given, config, train_keys, explicit, ranks)
         except (Mistake, ValueError) as error:
             raise ValueError(f'{label}: {error}') from None
+        if not re.fullmatch(r'[\w.+=-]+', label):
+            raise ValueError(f'{label}: it cannot name a folder: use recipes, which have labels, in place of sweep')
+        if keys.get('eval_iters') == 0:
+            raise ValueError(f'{label}: eval_iters=0: a sweep compares validation losses, use 1 or more')
         keys.pop('seed', None)
         if rates:
             keys.pop('learning_rate', None)
@@ -65,7 +71,7 @@ def groups_of(config, train_keys, explicit):
 def entry_of(group, rate):
     """What is run of a group at one rate, as an entry of a plan; its folder has a folder for each seed."""
     at_rate = {} if rate is None else {'learning_rate': rate}
-    label = group['label'] + ('' if rate is None else f'-lr{rate:g}')
+    label = group['label'] + ('' if rate is None else f'-lr{float(rate)!r}')
     return {**group, 'label': label, 'overrides': {**group['overrides'], **at_rate}}
 
 
@@ -103,7 +109,7 @@ def has_diverged(failure):
 
 
 def runs_of(folder, group):
-    """{(rate, seed): {'loss', 'tokens', 'params', 'flops'}} of what has ended; {'loss': inf} of what diverged."""
+    """{(rate, seed): {'loss', 'tokens', 'flops', 'config'}} of what has ended; {'loss': inf} of what diverged."""
     found = {}
     for path in Path(folder, 'runs').glob(f'{group["label"]}*/seed*'):
         rate = path.parent.name.removeprefix(group['label'])
@@ -114,17 +120,11 @@ def runs_of(folder, group):
         if run and not run.failure:
             last = run.rows[-1]
             loss = last['val_loss'] if math.isfinite(last['val_loss']) else math.inf
-            found[key] = {'loss': loss, 'tokens': last['tokens'], 'params': parameters(run.config)}
-            found[key]['flops'] = run.about['flops_per_token'] * last['tokens']
+            flops = run.about['flops_per_token'] * last['tokens']
+            found[key] = {'loss': loss, 'tokens': last['tokens'], 'flops': flops, 'config': run.config}
         elif run and has_diverged(run.failure):
             found[key] = {'loss': math.inf}
     return found
-
-
-def parameters(config):
-    from runtime import estimate  # here, since it imports torch
-
-    return estimate.empty_model(config).parameter_counts()['total']
 
 
 def next_runs_of_all(folder, groups, config):
@@ -144,6 +144,8 @@ def summarise(group, runs, seeds):
 
     'rate': laws.Rate of the first seed, with its interval; 'losses': {seed: loss} at the best rate tried.
     """
+    from runtime import estimate  # here, since it imports torch
+
     row = {key: group[key] for key in ('label', 'size', 'recipe')}
     first = {rate: run['loss'] for (rate, seed), run in runs.items() if seed == seeds[0]}
     if not first:
@@ -153,7 +155,9 @@ def summarise(group, runs, seeds):
     best = min(first, key=first.get)
     row |= {'grid': dict(sorted(first.items(), key=lambda item: item[0] or 0)), 'tried': best}
     row['losses'] = {seed: run['loss'] for (rate, seed), run in runs.items() if rate == best}
-    row |= {key: runs[best, seeds[0]][key] for key in ('tokens', 'params', 'flops')}
+    of_best = runs[best, seeds[0]]
+    row |= {key: of_best[key] for key in ('tokens', 'flops')}
+    row['params'] = estimate.empty_model(of_best['config']).parameter_counts()['total']
     if best is not None:
         row['rate'] = vars(laws.fit_rate([*first], [*first.values()]))
         every = [(rate, run['loss']) for (rate, _), run in runs.items()]

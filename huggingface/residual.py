@@ -29,9 +29,8 @@ def add_residual(model, outer, fragment):
     All replicas compute the same sums in the same order, so that on equal hardware their W stay equal to the bit.
     """
     delta = outer.pseudo_gradient(fragment)  # anchor - theta, which has the same covariance as theta
-    deltas = gather(delta.view(torch.uint8), outer.replicas, outer.group).view(
-        torch.float32
-    )  # (M, this rank's numbers)
+    payloads = gather(delta.view(torch.uint8), outer.replicas, outer.group)
+    deltas = payloads.view(torch.float32)  # (M, this rank's numbers)
     outer.bytes_sent += (outer.replicas - 1) * 4 * len(delta)
     replicas = [fragment.views(row) for row in deltas - deltas.mean(dim=0)]
     for name in fragment.parameters:

@@ -1,7 +1,7 @@
 """
 One job's part in a pool: DiLoCo among jobs that share a folder or a bucket, and nothing else.
 
-    replica = Replica(config, outer, identity, shapes, say)   # joins: the newest outer state, within one round
+    replica = Replica(config, outer, identity, say)           # joins: the newest outer state, within one round
     while part := replica.claim():                             # whose data: as replica k, steps first to end - 1
         ...                                                    # inner steps; after each, if replica.round_is_over():
         replica.meet()                                         # gives the delta, waits for the others, outer step

@@ -197,6 +197,9 @@ MISTAKES = {
     "sweep = {'learning_rate': [-1e-3]}": 'numbers above 0',
     "sweep, nproc = {'seed': [1]}, [1, 2]": 'one of --strategies and of --nproc',
     "recipes = {'a b': {}}": "recipes: 'a b'",
+    "sweep, bench = {'seed': [1, 2]}, True": 'leave out --bench',
+    "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes, which have labels',
+    "sweep, eval_iters = {'n_layer': [1]}, 0": 'compares validation losses',
     "sweep, seeds = {'n_layer': [1]}, []": 'expected a seed',
 }
 
