@@ -221,7 +221,8 @@ def fill_from_heads(config, explicit):
             elif config[key] <= above:
                 raise ValueError(f'{key}={config[key]}: expected more than {above}')
 
-    settle(n_layer=heads * layers // of_heads, n_head=heads, head_dim=head_dim, n_embd=head_dim * heads)
+    settle(n_layer=heads * layers // of_heads, n_head=heads, head_dim=head_dim)
+    settle(n_embd=run['head_dim'] * run['n_head'])
     settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate, above=-1)
     non_embedding, total = rule_counts(run)
     batch = (config['global_batch_size'], config['block_size'])  # sequences x tokens

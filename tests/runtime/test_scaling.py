@@ -295,6 +295,13 @@ def test_what_depends_on_a_given_size_follows_it():
     assert run['max_iters'] == 20 * (18_874_368 + 512 * 2048) // 2**20
 
 
+def test_the_width_follows_given_heads():
+    run, _ = fill({'head_dim'}, head_dim=32)
+    assert (run['n_embd'], run['mlp_hidden_dim']) == (256, 1024)  # 8 heads, enoki
+    run, _ = fill({'head_dim', 'n_head'}, head_dim=32, n_head=4)
+    assert (run['n_embd'], run['n_layer']) == (128, 6)
+
+
 def test_what_depends_on_a_given_length_or_rate_follows_it():
     run, _ = fill({'max_iters'}, max_iters=500)
     assert (run['warmup_iters'], run['wd_ts'], run['weight_decay']) == (10, 50, 4.0 / 50)
