@@ -29,6 +29,7 @@ from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
 
 NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/diloco.md: 0.6 for the 40 rounds of 800 steps
 TWO = ['--num_replicas=2', *NESTEROV]
+AVERAGE = ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']
 METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
     'ddp': ('train_ddp.py', []),
     'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
@@ -37,10 +38,9 @@ METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
     'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
     'int4': ('train_diloco.py', [*TWO, '--exchange_dtype=int4', '--error_feedback']),
     'int2': ('train_diloco.py', [*TWO, '--exchange_dtype=int2', '--error_feedback']),
-    'sparseloco': (
-        'train_diloco.py',
-        ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0', '--exchange_dtype=top2bit', '--exchange_k=128'],
-    ),
+    'average': ('train_diloco.py', AVERAGE),  # what SparseLoCo does without its compression
+    'sparseloco-1024': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=1024']),
+    'sparseloco': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=128']),
 }
 
 
@@ -76,7 +76,7 @@ def table(results):
     """Lines of text: the best rate of each method, its loss over the seeds, its bytes, and all rates of the grid."""
     lines, of_ddp = [], None
     lines.append(
-        f'{"":12}{"rate":>8}{"val loss":>10}{"min":>8}{"max":>8}{"seeds":>6}{"kB per step":>13}{"share":>8}  grid'
+        f'{"":16}{"rate":>8}{"val loss":>10}{"min":>8}{"max":>8}{"seeds":>6}{"kB per step":>13}{"share":>8}  grid'
     )
     for method in METHODS:
         rows = [row for row in results if row['method'] == method]
@@ -92,7 +92,7 @@ def table(results):
         grid = ', '.join(f'{rate:g} {first[rate]:.3f}' for rate in sorted(first))
         at_edge = len(first) > 1 and best in (min(first), max(first))
         lines.append(
-            f'{method:12}{best:8g}{statistics.mean(losses):10.4f}{min(losses):8.4f}{max(losses):8.4f}{len(losses):6}'
+            f'{method:16}{best:8g}{statistics.mean(losses):10.4f}{min(losses):8.4f}{max(losses):8.4f}{len(losses):6}'
             f'{sent}{share}  {grid}' + (': the best is at the edge, try more --rates' if at_edge else '')
         )
     return lines

@@ -5,9 +5,10 @@ Kill, stop and restart the jobs of a pool of DiLoCo replicas at random, and chec
     python benchmarks/pool_storm.py --goodput                   # against the formula of pool/goodput.py
 
 The storm: four jobs of train_diloco.py --exchange with a tiny model, one of them at 0.3 times the speed of the others.
-In the end the run has ended, each share of the data has been counted once, all jobs had the same bits after every round
-and so has --replay, and the validation loss is within 2% of that of the same pool undisturbed. Printed: who was hit
-when, and what it cost.
+In the end the run has ended, each share of the data has been counted once, and all jobs had the same bits after every
+round and so has --replay. A round in a storm has fewer jobs, hence there are more rounds for the same tokens, and the
+loss is lower: it must lie between those of the pool undisturbed with four jobs and with two, or within 2% of one.
+Printed: who was hit when, and what it cost.
 
 The goodput: eight jobs that sleep instead of training live and are away for random times. Inner steps that counted, per
 second, are compared with those of jobs that never stop.
@@ -41,7 +42,7 @@ from pool.ledger import Ledger
 from pool.store import open_store
 
 REPLICAS, H, SPEED = 4, 10, 0.3  # of the slow one
-STEPS_PER_KILL = 5  # of the run: so it is not over before all have been hit
+STEPS_PER_KILL = 10  # of the run: so it is not over before all have been hit
 NAMES = ['a', 'b', 'c', 'slow']
 RUN = [*TINY_MODEL, *TINY_RUN, '--dtype=float32', '--dataset=tiny', f'--inner_steps={H}', '--outer_momentum=0.6']
 RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=0', '--eval_iters=20']
@@ -101,10 +102,10 @@ def finish(pool, figures):
     figures['rounds'] = len(pool.commits())
 
 
-def undisturbed(folder, data_dir, seed, max_iters):
-    """(val_loss of the pool without faults, seconds of an inner step)."""
-    pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={REPLICAS}', '--grace_s=5')
-    for name in NAMES:
+def undisturbed(folder, data_dir, seed, max_iters, names):
+    """(val_loss of a pool of these jobs without faults, seconds of an inner step)."""
+    pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={len(names)}', '--grace_s=5')
+    for name in names:
         pool.start(name)
     finish(pool, Counter())
     check(pool, max_iters, Counter())
@@ -116,11 +117,14 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
     """Hit the jobs of a pool `kills` times, and check what is left; returns a Counter of what happened.
 
     pause: mean seconds between two hits, and until a job that was hit is started again. step_s: by so much each inner
-    step is longer. compare: with the same pool undisturbed. Raises AssertionError where anything has been lost.
+    step is longer. compare: with pools undisturbed. Raises AssertionError where anything has been lost.
     """
     chance, figures, began = random.Random(seed), Counter(), time.monotonic()
     max_iters = STEPS_PER_KILL * kills + 10 * H
-    loss, own_s = undisturbed(Path(folder, f'quiet_{seed}'), data_dir, seed, max_iters) if compare else (None, 0.02)
+    losses, own_s = {}, 0.02
+    for names in (NAMES[:2], NAMES) if compare else ():
+        quiet = Path(folder, f'quiet_{seed}_{len(names)}')
+        losses[len(names)], own_s = undisturbed(quiet, data_dir, seed, max_iters, names)
     faults = {name: {'kind': 'slow', 'rank': 0, 'step': 1, 'count': 10**9, 'seconds': step_s} for name in NAMES}
     faults['slow']['seconds'] = (own_s + step_s) / SPEED - own_s
     grace_s = 1 + 2 * step_s / SPEED
@@ -180,9 +184,9 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
     figures['starts'] = pool.starts.total()
     figures['seconds'] = round(time.monotonic() - began)
     if compare:
-        in_storm = column(pool.folder / 'a', 'val_loss')[-1]
-        figures['loss'], figures['loss undisturbed'] = in_storm, loss
-        assert abs(in_storm / loss - 1) <= 0.02, f'val_loss {in_storm} in the storm, {loss} undisturbed'
+        figures['loss'] = in_storm = column(pool.folder / 'a', 'val_loss')[-1]
+        figures.update({f'loss of {count} jobs undisturbed': loss for count, loss in losses.items()})
+        assert 0.98 * min(losses.values()) <= in_storm <= 1.02 * max(losses.values()), f'{in_storm}, and {losses}'
     say(f'seed {seed}: {figures["hits"]} hits, {figures["rounds"]} rounds, {figures["seconds"]} s')
     return figures
 
@@ -209,7 +213,7 @@ def check(pool, max_iters, figures):
     figures['shares counted'] = len(shares)
     figures['shares claimed again'] = figures['shares claimed'] - len(shares)
     ends = {}
-    for name in NAMES:
+    for name in pool.jobs:
         rows = journal(pool.folder / name)
         assert [row['round'] for row in rows] == list(range(len(commits))), f'the journal of {name} has gaps'
         for row, following in itertools.zip_longest(rows, commits[1:]):
@@ -217,8 +221,8 @@ def check(pool, max_iters, figures):
                 assert ends.setdefault(row['round'], row['digest']) == row['digest'], f'{name}, round {row["round"]}'
                 assert following is None or row['digest'] == following['state']
         figures['digests compared'] += sum('digest' in row for row in rows)
-        assert_same_weights(pool.folder / name, pool.folder / NAMES[0], max_iters)
-        assert column(pool.folder / name, 'val_loss')[-1] == column(pool.folder / NAMES[0], 'val_loss')[-1]
+        assert_same_weights(pool.folder / name, pool.folder / 'a', max_iters)
+        assert column(pool.folder / name, 'val_loss')[-1] == column(pool.folder / 'a', 'val_loss')[-1]
     keys = [*pool.keys, f'--out_dir={pool.folder / "replay"}', '--replay']
     said = run_forked('train_diloco.py', *keys, log=pool.folder / 'replay.log')
     assert f'replay: rounds 0 to {len(commits) - 1} and' in said and 'equal to the bit' in said, said

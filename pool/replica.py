@@ -41,6 +41,7 @@ import os
 import time
 import uuid
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -233,18 +234,17 @@ class Replica:
 
     # --- files that all ranks write and read -------------------------------------------------------------------------
 
-    def _write(self, name, data):
-        """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one."""
-        digest, problem = digest_of(data), None
-        try:
-            self.store.create(f'{name}_{self.rank:04}', data)
-        except OSError as error:
-            problem = str(error)
-        of_ranks, problems = zip(*self._of_ranks((digest, problem)), strict=True)
-        if any(problems):
-            raise OSError(next(filter(None, problems)))
+    def _write(self, name, data, meanwhile=lambda digests: None):
+        """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one.
+        meanwhile: called with the digests while the disk, or the network, is busy."""
+        with ThreadPoolExecutor(1) as thread:
+            written = thread.submit(self.store.create, f'{name}_{self.rank:04}', data)
+            digests = self._of_ranks(digest_of(data))
+            meanwhile(digests)
+        if problems := [problem for problem in self._of_ranks(str(written.exception() or '')) if problem]:
+            raise OSError(problems[0])
         self.bytes_written += len(data)
-        return [*of_ranks]
+        return digests
 
     def _read_rows(self, files, digests, dtype):
         """(this rank's numbers, None) out of the files of the ranks of some job, or (None, what is wrong with them)."""
@@ -388,14 +388,20 @@ class Replica:
             delta.add_(self.error, alpha=self.outer.error_decay)
         encoded = self._encode(delta)
         decoded = self._decode(encoded, dtype, self.ranks, self.rank)[: len(delta)]
-        digests = self._write(name, encoded.numpy().data)
+        self.own = name, decoded, None if self.error is None else delta.sub_(decoded)
         marker = {
             'pool': self.pool, 'job': self.name, 'steps': self.steps, 'piece': self.ledger.piece(self.number),
-            'leaves': leaves, 'state': self.state, 'dtype': dtype, 'xxh128': digests, **(facts or {}),
+            'leaves': leaves, 'state': self.state, 'dtype': dtype, **(facts or {}),
             'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
+
+        def add_up(digests):  # all deltas, if this one is the last
+            marker['xxh128'] = digests
+            if markers := on_rank_0(lambda: self.watch.look() or (not self.watch.late and dict(self.watch.markers))):
+                self._sum({**markers, self.number: marker})
+
+        self._write(name, encoded.numpy().data, meanwhile=add_up)
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
-        self.own = name, decoded, None if self.error is None else delta.sub_(decoded)
 
     def _wait(self):
         """The commit of this round, which somebody makes as soon as it is complete; None if waiting() ends it."""
@@ -403,8 +409,7 @@ class Replica:
         while True:
             commit, markers = on_rank_0(self._look)
             if commit is None and markers is not None:
-                counted, rejected = self._sum(markers)
-                commit = on_rank_0(self._commit, counted, rejected)
+                commit = on_rank_0(self._commit, *self._sum(markers))
             if commit is not None:
                 return commit
             if self.waiting():
@@ -416,8 +421,7 @@ class Replica:
             pause = min(1.5 * pause, self.watch.pause)
 
     def _lacks(self):  # on rank 0
-        watch = self.watch
-        if watch.enough_at is None:
+        if (watch := self.watch).enough_at is None:
             has = f'has {len(watch.markers)} of quorum={watch.quorum} deltas'
             return f'{has}, and waits for more: start jobs, or this one again with a smaller --quorum'
         return f'waits for {", ".join(sorted(watch.late))}'
@@ -436,7 +440,9 @@ class Replica:
 
     def _sum(self, markers):
         """Keep the mean of deltas by steps as self.average; ({number: marker} that count, {number: why not})."""
-        rejected = {}
+        rejected, contents = {}, {number: (marker['xxh128'], marker['steps']) for number, marker in markers.items()}
+        if self.average and self.average[0] == contents:
+            return markers, {}
         for number, marker in markers.items():
             shares = sum(end - first for _, first, end in self.ledger.piece(number))
             if marker['pool'] != self.pool or marker['dtype'] != self.config.exchange_dtype:
@@ -466,7 +472,7 @@ class Replica:
             of_ranks, are_good = zip(*self._of_ranks((problems, is_good)), strict=True)
             problems = {number: problem for of_rank in of_ranks for number, problem in of_rank.items()}
             if not problems and all(are_good):
-                self.average = counted, average
+                self.average = {number: contents[number] for number in counted}, average
                 return counted, rejected
             rejected |= problems
             is_careful = not all(are_good)  # some number is not finite: once more, to see whose
@@ -517,11 +523,8 @@ class Replica:
 
     def _step(self, commit):
         markers = {delta['number']: delta for delta in commit['deltas']}
-        digests = {number: marker['xxh128'] for number, marker in markers.items()}
-        if markers and (not self.average or digests != {n: m['xxh128'] for n, m in self.average[0].items()}):
-            _, rejected = self._sum(markers)
-            if rejected:
-                raise Damaged(f'a delta that counts, {next(iter(rejected))}, {next(iter(rejected.values()))}')
+        if rejected := markers and self._sum(markers)[1]:
+            raise Damaged(f'a delta that counts, {next(iter(rejected))}, {next(iter(rejected.values()))}')
         self.step_before = self.ledger.step
         self.ledger.advance(commit)
         if markers:  # without any, the momentum alone would move the parameters
