@@ -229,7 +229,8 @@ def run_sweep(folder, groups, config):
             if interrupted.is_set():
                 raise KeyboardInterrupt
             with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
-                if why := sweep.diverged(results.read_rows(out, is_running=True), entry['overrides']['max_iters']):
+                    steps = results.read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
+                if why := sweep.diverged(results.read_rows(out, is_running=True), steps):
                     raise OSError(why)
 
         failure = run_one(folder, entry, f'seed{seed}', config.launcher, watch, config.at_once)
