@@ -251,14 +251,20 @@ def scores_of(task, log_likelihoods, greedy):
         mean, error = mean_of(totals)
         return {
             'acc': mean_of([int(all(flags)) for flags in greedy]),
-            'perplexity': (math.exp(-mean), math.exp(-mean) * error),
+            'perplexity': perplexity_of(mean, error),
         }
     words = [len(re.split(r'\s+', item.pairs[0][1])) for item in items]
     per_word, per_byte = ratio_of(totals, words), ratio_of(totals, [item.byte_lengths[0] for item in items])
     scores = {'bits_per_byte': (-per_byte[0] / math.log(2), per_byte[1] / math.log(2))}
     for name, (mean, error) in (('word_perplexity', per_word), ('byte_perplexity', per_byte)):
-        scores[name] = (math.exp(-mean), math.exp(-mean) * error)
+        scores[name] = perplexity_of(mean, error)
     return scores
+
+
+def perplexity_of(mean, error):
+    """(exp(-mean), its standard error); inf where a float does not hold it: a model that knows nothing, a long text."""
+    perplexity = math.exp(-mean) if -mean < 709 else math.inf
+    return perplexity, perplexity * error
 
 
 def mean_of(values):
