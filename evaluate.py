@@ -29,7 +29,8 @@ class Config:
     out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder
     step: int | None = None  # take the checkpoint of this step; None = the newest
     tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
-    num_fewshot = 0  # examples with their answers before each item; they lie beside a task, in TASK.fewshot.jsonl
+    protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
+    num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
     limit: int | None = None  # only the first so many items of each task
     results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir
     samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl
@@ -119,8 +120,8 @@ if window > positions:
 processes.on_rank_0(append_result, None)  # before the work is done
 
 # --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
-options = (pretrained, config.batch_size, device, config.num_fewshot, config.limit)
-evaluated = evaluation.Evaluation(config.tasks, encoder, window, *options)
+options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
+evaluated = evaluation.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):
@@ -170,12 +171,16 @@ def write_samples(task, found):
             file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
 
 
+centered = []  # scores of CORE's protocol
 for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model, bars=True), strict=True):
     say(line)
+    centered += [numbers['centered']] if config.protocol == 'core' else []
     if rank == 0:
-        row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': config.num_fewshot}
-        row |= {'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.'), 'sha256': sha256_of(file)}
-        append_result(row | numbers)
+        row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': task.num_fewshot}
+        row |= {'protocol': task.protocol, 'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.')}
+        append_result({**row, 'sha256': sha256_of(file), **numbers})
         if config.samples:
             write_samples(task, found)
+if centered:
+    say(f'CORE: {sum(centered) / len(centered):.4f}, the mean of centered over {len(centered)} tasks')
 processes.leave()

@@ -323,10 +323,9 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = grad_norm.item()
     if config.checksum_interval and (saving or step % config.checksum_interval == 0):
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
-    if evaluating and (last_step or not must_stop):
-        row.update(evaluate())
-    if scoring and (last_step or not must_stop):
-        row.update(tasks.scores(model, step, log.say, watchdog.at))
+    if last_step or not must_stop:
+        row.update(evaluate() if evaluating else {})
+        row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
         read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}

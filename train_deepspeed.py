@@ -352,10 +352,9 @@ while step < config.max_iters and not must_stop:
     if step % config.log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
         row['grad_norm'] = float(model.get_global_grad_norm())
-    if evaluating and (last_step or not must_stop):
-        row.update(evaluate())
-    if scoring and (last_step or not must_stop):
-        row.update(tasks.scores(model, step, log.say, watchdog.at))
+    if last_step or not must_stop:
+        row.update(evaluate() if evaluating else {})
+        row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
         read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}

@@ -19,15 +19,12 @@ from text.tokenizer import tokenizer_of
 
 
 class Evaluation:
-    """Tasks, ready to be scored.
+    """Tasks in files, ready to be scored. encoder: of text.tasks. window: tokens that the model sees. pretrained: the
+    finetune.Pretrained of the model, or None. batch_size: requests per rank and forward pass. options: those of
+    tasks.read_task(). Raises ValueError for a bad row and for a choice longer than the window, in whichever file."""
 
-    files: of tasks. encoder: of text.tasks. window: tokens that the model sees. pretrained: the finetune.Pretrained of
-    the model, or None. batch_size: requests per rank and forward pass. num_fewshot, limit: see tasks.read_task().
-    Raises ValueError for a bad row and for a choice longer than the window, in whichever file.
-    """
-
-    def __init__(self, files, encoder, window, pretrained, batch_size, device, num_fewshot=0, limit=None):
-        self.tasks = [read_task(file, num_fewshot, limit) for file in files]
+    def __init__(self, files, encoder, window, pretrained, batch_size, device, **options):
+        self.tasks = [read_task(file, **options) for file in files]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
@@ -40,9 +37,8 @@ class Evaluation:
     def run(self, model, bars=False, beat=lambda: None):
         """Yields (task, {score: value}, its line, log-likelihoods of scoring.py) of each. Collective.
 
-        The model, which may be wrapped or sharded, is in eval mode meanwhile. A score that is not a finite number is
-        left out. bars: draw one for each task. beat: called before each forward pass.
-        """
+        The model, which may be wrapped or sharded, is in eval mode meanwhile. Scores that are not finite are left
+        out. bars: draw one for each task. beat: called before each forward pass."""
         config, was_training = getattr(model, 'module', model).config, model.training  # DDP has a module
         # Transformers' own attention would not see the branches of a row.
         shares = not self.pretrained or config._attn_implementation == finetune.ATTENTION
@@ -52,7 +48,7 @@ class Evaluation:
             found = scoring.log_likelihoods(model, requests, self.longest, *options, beat)
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
             nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
-            scores = scores_of(task, nats, greedy)
+            scores = scores_of(task, requests, nats, greedy)
             in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
             line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)'
             numbers = {name: value for name, (value, _) in scores.items()}
@@ -61,11 +57,8 @@ class Evaluation:
         model.train(was_training)
 
     def scores(self, model, step, say, at):
-        """{'task/score': value} for the row of `step`, and a line of each task. Collective.
-
-        say: called with the line. at: called with ('evaluation', step) before each forward pass, for the watchdog.
-        Rows have other shapes than in training, so compiled blocks run as they are written: they stay compiled for it.
-        """
+        """{'task/score': value} for the row of `step`; say is called with a line of each task, at('evaluation', step)
+        before each forward pass. Collective. What is compiled runs as it is written, for shapes differ here."""
         row = {}
         if not self.tasks:
             return row
