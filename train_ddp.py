@@ -323,6 +323,7 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = grad_norm.item()
     if config.checksum_interval and (saving or step % config.checksum_interval == 0):
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
+    # evaluate: the loss on validation text, the scores of tasks
     if last_step or not must_stop:
         row.update(evaluate() if evaluating else {})
         row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})

@@ -352,6 +352,7 @@ while step < config.max_iters and not must_stop:
     if step % config.log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
         row['grad_norm'] = float(model.get_global_grad_norm())
+    # evaluate: the loss on validation text, the scores of tasks
     if last_step or not must_stop:
         row.update(evaluate() if evaluating else {})
         row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})

@@ -354,6 +354,7 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = grad_norm.item()
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
+    # evaluate: the loss on validation text, the scores of tasks
     if last_step or not must_stop:
         row.update(evaluate() if evaluating else {})
         row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})

@@ -76,7 +76,7 @@ def tensors_of(rows, device):
 
 
 @torch.no_grad()
-def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None, beat=None):
+def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None):
     """[[(nats, whether all targets are the likeliest tokens), ...] of each item], on every rank. Collective.
 
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
@@ -93,8 +93,7 @@ def log_likelihoods(model, requests, longest, batch_size, device, shares=True, b
     batches = batches_of(rows, batch_size)
     totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
     for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if bar and rank == 0 else True):
-        if beat:
-            beat()
+        beat()
         mine = first + rank
         # Every rank makes equally many forward passes, for sharded models gather weights in them.
         tokens, tree, places, targets, numbers = tensors_of(batches[min(mine, len(batches) - 1)], device)
