@@ -1,7 +1,7 @@
 """
 Scores of tasks (text/tasks.py says what these are), by evaluate.py and in a run.
 
-    tasks = of_run(config, pretrained, device)  # read and tokenized: what is wrong with a file ends the run before it begins
+    tasks = of_run(config, pretrained, device)  # read and tokenized, before the run begins
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
