@@ -99,7 +99,7 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
         more = [f'--out_dir={out_dir}', f'--shard={shard}', f'--results={results}', '--device=cpu']
         run_forked('evaluate.py', *keys, *more, nproc=nproc, log=tmp_path / 'log')
         rows = [json.loads(line) for line in results.read_text().splitlines()]
-        about = ('task', 'model', 'step', 'num_fewshot', 'items', 'dtype', 'sha256')
+        about = ('task', 'model', 'step', 'num_fewshot', 'protocol', 'items', 'dtype', 'sha256')
         found = {row['task']: {key: value for key, value in row.items() if key not in about} for row in rows}
         assert found == of_run[trained_on], (trained_on, nproc, shard)
     assert 'acc_stderr' in found['choices'] and 'bits_per_byte_stderr' in found['texts']
