@@ -260,7 +260,7 @@ def core_by_hand(loop, rows, num_fewshot):
             same = common_length([sequence[::-1] for sequence in tokens])
             starts = [len(sequence) - same for sequence in tokens]
         else:
-            without = (before + row['context'].strip() + delimiter).strip()
+            without = (before + row['context'].strip() + delimiter).rstrip()  # nanochat's strip() fails on the left
             starts = [len(loop.start() + loop.tokenizer.encode(without, add_special_tokens=False))]
         scored = [loop.score(t[:start], t[start:]) for t, start in zip(tokens, starts, strict=True)]
         losses = [-nats / (len(t) - n) for (nats, _), t, n in zip(scored, tokens, starts, strict=True)]
