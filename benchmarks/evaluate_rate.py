@@ -7,7 +7,7 @@ Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip 
     python benchmarks/evaluate_rate.py llama --random --edges --rounds=0    # a class of transformers, random weights
 
 --edges: every fifth context is empty, every fifth longer than the model sees. --random: llama puts BOS before a text,
-qwen2 and gpt_neox do not; all have GPT-2's tokenizer.
+qwen2 and gpt_neox do not; each has a BPE of 2,048 tokens.
 
 Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
 folder, or on the run that it was exported from. First the log-likelihoods of all requests are compared, and the scores.
@@ -62,30 +62,34 @@ def make_model(folder, kind):
     import torch
     import transformers
 
-    from huggingface import convert
-    from text.tokenizer import load_tokenizer
+    from text.tokenizer import END_OF_TEXT, train_bpe
 
-    gpt2 = load_tokenizer('gpt2').encoding
-    sizes = {**SIZES, 'vocab_size': 50257, 'max_position_embeddings': 256, 'initializer_range': 0.1}
+    Path(folder).mkdir()
+    train_bpe([text.encode() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
+    fast = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
+    end = fast.token_to_id(END_OF_TEXT)
+    sizes = {**SIZES, 'vocab_size': 2048, 'max_position_embeddings': 256, 'initializer_range': 0.1}
     sizes |= {} if kind == 'gpt_neox' else {'num_key_value_heads': 2}
     torch.manual_seed(1)
-    config = getattr(transformers, CLASSES[kind])(**sizes, bos_token_id=50256, eos_token_id=50256)
+    config = getattr(transformers, CLASSES[kind])(**sizes, bos_token_id=end, eos_token_id=end)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    fast = convert.byte_level_bpe(gpt2._mergeable_ranks, gpt2._special_tokens, gpt2._pat_str)
-    special = {'eos_token': '<|endoftext|>'}
+    special = {'eos_token': END_OF_TEXT}
     if kind == 'llama':
-        special['bos_token'] = '<|endoftext|>'
-        with_bos = ('<|endoftext|> $A', '<|endoftext|> $A $B', [('<|endoftext|>', 50256)])
+        special['bos_token'] = END_OF_TEXT
+        with_bos = (f'{END_OF_TEXT} $A', f'{END_OF_TEXT} $A $B', [(END_OF_TEXT, end)])
         fast.post_processor = tokenizers.processors.TemplateProcessing(*with_bos)
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special).save_pretrained(folder)
+
+
+def python_sources():
+    paths = sorted(Path(os.__file__).parent.glob('*.py'))
+    return [path.read_text(encoding='utf-8', errors='replace') for path in paths]
 
 
 def make_task(path, n_items, edges=False, seed=1):
     """Which four lines come next? Of Python's sources, with the sizes of HellaSwag: 300 characters, choices of 120.
     edges: every fifth context has none, every fifth 3,000."""
-    texts = [
-        file.read_text(encoding='utf-8', errors='replace') for file in sorted(Path(os.__file__).parent.glob('*.py'))
-    ]
+    texts = python_sources()
     draws, rows = random.Random(seed), []
 
     def stretch(size):

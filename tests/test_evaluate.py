@@ -43,7 +43,7 @@ def files(tmp_path_factory):
     rows.append({'context': 'letters:', 'choices': ['A', 'B', 'C'], 'gold': 1})  # their inputs are the same
     rows.append({'context': 'alike', 'choices': ['abcd', 'abce', 'ab'], 'gold': 0})
     write_rows(folder / 'choices.jsonl', rows)
-    rows = [{'contexts': [c + ' cup', c + ' bag'], 'continuation': 'is too big.', 'gold': 1} for c in contexts]
+    rows = [{'contexts': [c + ' cup', c + ' bag'], 'continuation': 'is too old.', 'gold': 1} for c in contexts]
     write_rows(folder / 'contexts.jsonl', rows)
     rows = [{'context': context, 'continuation': draws.choice(short)} for context in contexts]
     write_rows(folder / 'words.jsonl', rows)
