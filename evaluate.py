@@ -17,9 +17,7 @@ Prints a line per task, scores with their standard errors, and appends it to res
 """
 
 import json
-import math
 import os
-import time
 from typing import Literal
 
 from configurator import configure
@@ -31,7 +29,8 @@ class Config:
     out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder
     step: int | None = None  # take the checkpoint of this step; None = the newest
     tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
-    num_fewshot = 0  # examples with their answers before each item; they lie beside a task, in TASK.fewshot.jsonl
+    protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
+    num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
     limit: int | None = None  # only the first so many items of each task
     results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir
     samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl
@@ -60,9 +59,9 @@ import fsdp_manual
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
-from runtime import checkpoint, errors, processes, setup
+from runtime import checkpoint, errors, evaluation, processes, setup
 from runtime.files import sha256_of
-from text import scoring, tasks
+from text import tasks
 from text.tokenizer import tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
@@ -76,7 +75,6 @@ if not config.tasks:
 for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_fewshot', 0)):
     if (given := getattr(config, key)) is not None and given < least:
         raise ValueError(f'{key}={given}: expected {least} or more')
-loaded = [tasks.read_task(path, config.num_fewshot, config.limit) for path in config.tasks]
 setup.join_ranks(config.timeout_s, device)
 
 
@@ -122,7 +120,8 @@ if window > positions:
 processes.on_rank_0(append_result, None)  # before the work is done
 
 # --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
-requests = [tasks.requests_of(task, encoder, window) for task in loaded]
+options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
+evaluated = evaluation.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):
@@ -150,12 +149,7 @@ else:
 if config.shard == 'none':
     for parameter in raw_model.parameters():  # once, not at every use; RoPE's frequencies, buffers, stay fp32
         parameter.data = parameter.data.to(compute_dtype)
-model.eval()
 parameters = sum(parameter.numel() for parameter in raw_model.parameters())
-# Transformers' own attention would not see the branches of a row; ours reaches sliding_window tokens back.
-shares = not pretrained or raw_model.config._attn_implementation == finetune.ATTENTION
-sliding_window = getattr(pretrained.config.get_text_config(), 'sliding_window', None) if pretrained else None
-longest = min(window, sliding_window or window)
 
 
 def say(line):
@@ -177,21 +171,16 @@ def write_samples(task, found):
             file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
 
 
-for file, task, of_task in zip(config.tasks, loaded, requests, strict=True):
-    began = time.perf_counter()
-    found = scoring.log_likelihoods(model, of_task, longest, config.batch_size, device, shares, task.name)
-    seconds = time.perf_counter() - began
-    nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
-    scores = tasks.scores_of(task, nats, greedy)
-    rate = sum(map(len, of_task)) / seconds
-    in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
-    say(f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)')
+centered = []  # scores of CORE's protocol
+for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model, bars=True), strict=True):
+    say(line)
+    centered += [numbers['centered']] if config.protocol == 'core' else []
     if rank == 0:
-        row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': config.num_fewshot}
-        row |= {'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.'), 'sha256': sha256_of(file)}
-        numbers = {name: value for name, (value, _) in scores.items()}
-        numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
-        append_result(row | {name: value for name, value in numbers.items() if math.isfinite(value)})
+        row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': task.num_fewshot}
+        row |= {'protocol': task.protocol, 'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.')}
+        append_result({**row, 'sha256': sha256_of(file), **numbers})
         if config.samples:
             write_samples(task, found)
+if centered:
+    say(f'CORE: {sum(centered) / len(centered):.4f}, the mean of centered over {len(centered)} tasks')
 processes.leave()

@@ -24,6 +24,8 @@ class Config:
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
+    eval_tasks = []  # files of tasks that the model is scored on, as by evaluate.py: tasks/piqa.jsonl,tasks/mine.jsonl
+    eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
     eval_only = False  # evaluate the newest checkpoint and stop
     log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
@@ -119,7 +121,7 @@ import data
 import optim
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
-from runtime import checkpoint, errors, estimate, health, processes, scaling, setup, stopping
+from runtime import checkpoint, errors, estimate, evaluation, health, processes, scaling, setup, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
@@ -141,6 +143,7 @@ train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of s
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
+tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
@@ -231,7 +234,7 @@ def evaluate():
 
 
 if config.eval_only:
-    log.row(step, evaluate())
+    log.row(step, evaluate() | tasks.scores(model, step, log.say, watchdog.at))
     log.close()
     watchdog.close()
     processes.leave()
@@ -309,6 +312,7 @@ while step < config.max_iters and not must_stop:
     last_step = step == config.max_iters
     must_stop = stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank: save and leave
     evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
+    scoring = last_step or (config.eval_tasks_interval and step % config.eval_tasks_interval == 0)
     saving = last_step or must_stop
     saving = saving or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
 
@@ -319,8 +323,10 @@ while step < config.max_iters and not must_stop:
         row['grad_norm'] = grad_norm.item()
     if config.checksum_interval and (saving or step % config.checksum_interval == 0):
         health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
-    if evaluating and (last_step or not must_stop):
-        row.update(evaluate())
+    # evaluate: the loss on validation text, the scores of tasks
+    if last_step or not must_stop:
+        row.update(evaluate() if evaluating else {})
+        row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
         read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}

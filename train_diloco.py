@@ -29,6 +29,8 @@ class Config:
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
+    eval_tasks = []  # files of tasks that the model is scored on, as by evaluate.py: tasks/piqa.jsonl,tasks/mine.jsonl
+    eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
     eval_only = False  # evaluate the newest checkpoint and stop
     log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
@@ -159,7 +161,7 @@ from model import GPT, pointwise_cross_entropy
 from pool.plan import make_plan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
-from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
+from runtime import checkpoint, errors, estimate, evaluation, health, offload, processes, scaling, setup, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
@@ -189,6 +191,7 @@ train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of s
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
 model_config, notes = setup.fill_in(config, explicit, all_ranks, train_data, val_data, pretrained)
+tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, all_ranks)
@@ -233,9 +236,7 @@ processes.set_timeouts(whole_mesh, config.timeout_s)
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(
-        raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offload=offloads
-    )
+    model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
     sharding = {
         'mesh': mesh,
@@ -312,10 +313,8 @@ if pretrained:
     as_loaded = found is None and step == 0  # who joins a pool has its weights by now
     log.say(finetune.self_test(model, raw_model, pretrained, as_loaded, train_data.is_packed, device))
 log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
-watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 if config.replay:
     log.say(f'replay: {pool.replay()}')
-    watchdog.close()
     processes.leave()
 
 
@@ -352,13 +351,13 @@ def targets_of(at):
 
 
 if config.verify:
-    watchdog.close()
     outer.restart_from_anchors()
     passed = diloco_check.verify(model, trained, batches_from, targets_of, make_outer, config, log.say)
     processes.leave(0 if passed else 1)
+watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 if config.eval_only:
     with outer.outer_parameters():
-        log.row(step, evaluate())
+        log.row(step, evaluate() | tasks.scores(model, step, log.say, watchdog.at))
     log.close()
     watchdog.close()
     processes.leave()
@@ -411,7 +410,7 @@ if pool:
 must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
 at = end = step  # whose data is next; in a pool, end of the part that is being trained on
 looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due till then
-INTERVALS = config.eval_interval, config.checkpoint_interval, config.permanent_interval
+INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
 while (pool or step < config.max_iters) and not must_stop:
     # a pool: the next part of the data that nobody has, the one of replica number `replica`
     if pool and at == end:
@@ -483,6 +482,7 @@ while (pool or step < config.max_iters) and not must_stop:
     last_step = step == config.max_iters and round_ends
     due = [n for n in INTERVALS if n and step // n > looked_at // n and (round_ends or not pool)]
     evaluating = config.eval_iters and (last_step or config.eval_interval in due)
+    scoring = config.eval_tasks and (last_step or config.eval_tasks_interval in due)
     saving = last_step or config.checkpoint_interval in due or config.permanent_interval in due
     # the replicas' own losses, each on its part of the text, before they meet
     if evaluating and outer.is_mid_round(step):
@@ -506,23 +506,23 @@ while (pool or step < config.max_iters) and not must_stop:
         row['grad_norm'] = grad_norm.item()
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
-        if not (round_ends or evaluating or saving):
+        if not (round_ends or evaluating or scoring or saving):
             journal.show(step, row)
     if round_ends and not pool:
         row.update(outer.health())
     # evaluate the outer parameters, which are what the run is for
-    if evaluating:
+    if evaluating or scoring:
         with outer.outer_parameters():
-            row.update(evaluate())
+            row.update(evaluate() if evaluating else {})
+            row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
     if row:
         skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
         read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}
         journal.keep(step, {**read, **row, **skipped})
-    if round_ends or evaluating or saving:  # at no other time do ranks of different replicas wait for each other
+    if round_ends or evaluating or scoring or saving:  # only then do ranks of different replicas wait for each other
         journal.write()
         looked_at = step
-        if not pool:
-            must_stop = round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP: save and leave
+        must_stop = must_stop if pool else round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP
 
     # save: the outer parameters, and what each replica needs to go on
     if saving or must_stop:
@@ -530,7 +530,7 @@ while (pool or step < config.max_iters) and not must_stop:
 if pool:
     if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
         step = config.max_iters
-        log.row(step, evaluate() if config.eval_iters else {})
+        log.row(step, (evaluate() if config.eval_iters else {}) | tasks.scores(model, step, log.say, watchdog.at))
         save()
     pool.leave()
 

@@ -4,6 +4,10 @@ Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
     python benchmarks/evaluate_rate.py models/gpt2 --tasks=tasks/piqa.jsonl --num_fewshot=2
     python benchmarks/evaluate_rate.py models/mine --run=out/mine           # models/mine is the export of out/mine
+    python benchmarks/evaluate_rate.py llama --random --edges --rounds=0    # a class of transformers, random weights
+
+--edges: every fifth context is empty, every fifth longer than the model sees. --random: llama puts BOS before a text,
+qwen2 and gpt_neox do not; each has a BPE of 2,048 tokens.
 
 Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
 folder, or on the run that it was exported from. First the log-likelihoods of all requests are compared, and the scores.
@@ -48,20 +52,54 @@ FORMS = {
 }  # fmt: skip
 
 
-def make_task(path, n_items, seed=1):
-    """Which four lines come next? Of Python's sources, with the sizes of HellaSwag: 300 characters, choices of 120."""
-    texts = [
-        file.read_text(encoding='utf-8', errors='replace') for file in sorted(Path(os.__file__).parent.glob('*.py'))
-    ]
+SIZES = {'hidden_size': 128, 'intermediate_size': 256, 'num_hidden_layers': 3, 'num_attention_heads': 4}
+CLASSES = {'llama': 'LlamaConfig', 'qwen2': 'Qwen2Config', 'gpt_neox': 'GPTNeoXConfig'}
+
+
+def make_model(folder, kind):
+    """A model of transformers with random weights, large enough that logits differ, for 256 tokens at once."""
+    import tokenizers
+    import torch
+    import transformers
+
+    from text.tokenizer import END_OF_TEXT, train_bpe
+
+    Path(folder).mkdir()
+    train_bpe([text.encode() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
+    fast = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
+    end = fast.token_to_id(END_OF_TEXT)
+    sizes = {**SIZES, 'vocab_size': 2048, 'max_position_embeddings': 256, 'initializer_range': 0.1}
+    sizes |= {} if kind == 'gpt_neox' else {'num_key_value_heads': 2}
+    torch.manual_seed(1)
+    config = getattr(transformers, CLASSES[kind])(**sizes, bos_token_id=end, eos_token_id=end)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    special = {'eos_token': END_OF_TEXT}
+    if kind == 'llama':
+        special['bos_token'] = END_OF_TEXT
+        with_bos = (f'{END_OF_TEXT} $A', f'{END_OF_TEXT} $A $B', [(END_OF_TEXT, end)])
+        fast.post_processor = tokenizers.processors.TemplateProcessing(*with_bos)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special).save_pretrained(folder)
+
+
+def python_sources():
+    paths = sorted(Path(os.__file__).parent.glob('*.py'))
+    return [path.read_text(encoding='utf-8', errors='replace') for path in paths]
+
+
+def make_task(path, n_items, edges=False, seed=1):
+    """Which four lines come next? Of Python's sources, with the sizes of HellaSwag: 300 characters, choices of 120.
+    edges: every fifth context has none, every fifth 3,000."""
+    texts = python_sources()
     draws, rows = random.Random(seed), []
 
     def stretch(size):
-        text = draws.choice([text for text in texts if len(text) > 2000])
+        text = draws.choice([text for text in texts if len(text) > max(2000, 2 * size)])
         start = draws.randrange(len(text) - 2 * size)
         return ' '.join(text[start : start + size].split()), ' '.join(text[start + size : start + size + 120].split())
 
     while len(rows) < n_items:
-        context, true = stretch(draws.randint(100, 500))
+        size = {0: 0, 1: 3000}.get(len(rows) % 5) if edges else None
+        context, true = stretch(draws.randint(100, 500) if size is None else size)
         others = [stretch(draws.randint(60, 180))[0] for _ in range(3)]
         gold = draws.randrange(4)
         choices = [*others[:gold], true, *others[gold:]]
@@ -179,6 +217,8 @@ def compare_rates(lm, model_folder, run, path, rounds, batch_size):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model', help='a Hugging Face folder')
+    parser.add_argument('--random', action='store_true', help='model is one of ' + ', '.join(CLASSES))
+    parser.add_argument('--edges', action='store_true', help='of the task that is made: empty and long contexts')
     parser.add_argument('--run', help='the out_dir that the folder was exported from')
     parser.add_argument('--tasks', help='files of items, with commas between; one is made if there is none')
     parser.add_argument('--items', type=int, default=300, help='of the task that is made')
@@ -189,7 +229,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         paths = arguments.tasks.split(',') if arguments.tasks else [f'{folder}/next_lines.jsonl']
         if not arguments.tasks:
-            make_task(paths[0], arguments.items)
+            make_task(paths[0], arguments.items, arguments.edges)
+        if arguments.random:
+            make_model(f'{folder}/model', arguments.model)
+            arguments.model = f'{folder}/model'
         lm = harness_model(arguments.model, arguments.batch_size, is_ours=bool(arguments.run))
         options = (arguments.num_fewshot, arguments.batch_size)
         found = of_ours(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)

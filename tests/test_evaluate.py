@@ -43,7 +43,7 @@ def files(tmp_path_factory):
     rows.append({'context': 'letters:', 'choices': ['A', 'B', 'C'], 'gold': 1})  # their inputs are the same
     rows.append({'context': 'alike', 'choices': ['abcd', 'abce', 'ab'], 'gold': 0})
     write_rows(folder / 'choices.jsonl', rows)
-    rows = [{'contexts': [c + ' cup', c + ' bag'], 'continuation': 'is too big.', 'gold': 1} for c in contexts]
+    rows = [{'contexts': [c + ' cup', c + ' bag'], 'continuation': 'is too old.', 'gold': 1} for c in contexts]
     write_rows(folder / 'contexts.jsonl', rows)
     rows = [{'context': context, 'continuation': draws.choice(short)} for context in contexts]
     write_rows(folder / 'words.jsonl', rows)
@@ -224,6 +224,123 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
         tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=4)
 
 
+# --- CORE -------------------------------------------------------------------------------------------------------------
+
+
+def with_answer(row):
+    delimiter = row.get('delimiter', ' ')
+    if 'choices' in row:
+        return row['context'] + delimiter + row['choices'][row['gold']]
+    context = row['contexts'][row['gold']] if 'contexts' in row else row['context'].strip()
+    return context + delimiter + row['continuation']
+
+
+def common_length(sequences):
+    n = 0
+    while n < min(map(len, sequences)) and len({sequence[n] for sequence in sequences}) == 1:
+        n += 1
+    return n
+
+
+def core_by_hand(loop, rows, num_fewshot):
+    """[(mean loss of each prompt's targets, whether all are greedy, right?)], one prompt after the other, as nanochat's
+    core_eval.py goes about it; which has no number for a choice that begins another: here its last token counts."""
+    for number, row in enumerate(rows):
+        others = [n for n in range(len(rows)) if n != number]
+        shown = random.Random(1234 + number).sample(others, num_fewshot)
+        before, delimiter = ''.join(with_answer(rows[n]) + '\n\n' for n in shown), row.get('delimiter', ' ')
+        prompts = [
+            before + with_answer({**row, 'gold': n}) for n in range(len(row.get('choices', row.get('contexts', 'x'))))
+        ]
+        tokens = [loop.start() + loop.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        if 'choices' in row:
+            start = min(common_length(tokens), min(map(len, tokens)) - 1)
+            starts = [start] * len(tokens)
+        elif 'contexts' in row:
+            same = common_length([sequence[::-1] for sequence in tokens])
+            starts = [len(sequence) - same for sequence in tokens]
+        else:
+            without = (before + row['context'].strip() + delimiter).rstrip()  # nanochat's strip() fails on the left
+            starts = [len(loop.start() + loop.tokenizer.encode(without, add_special_tokens=False))]
+        scored = [loop.score(t[:start], t[start:]) for t, start in zip(tokens, starts, strict=True)]
+        losses = [-nats / (len(t) - n) for (nats, _), t, n in zip(scored, tokens, starts, strict=True)]
+        right = losses.index(min(losses)) == row['gold'] if 'gold' in row else scored[0][1]
+        yield [nats for nats, _ in scored], [greedy for _, greedy in scored], right
+
+
+def said_by(loop):
+    """Continuations that the model would say itself."""
+    rows = []
+    for context in map(chr, range(ord('0'), ord('z'))):
+        tokens = loop.start() + loop.tokenizer.encode(context, add_special_tokens=False)
+        with torch.no_grad():
+            likeliest = loop.model(torch.tensor([tokens])).logits[0, -1].argmax().item()
+        if ord(' ') < likeliest < 127:  # a token is a byte
+            rows.append({'context': context, 'continuation': chr(likeliest)})
+    return [*rows[:3], {'context': 'a', 'continuation': 'never'}]
+
+
+@pytest.mark.parametrize('name', ['native', 'gpt2', 'with_bos', 'llama'])
+def test_with_cores_protocol_scores_are_those_of_a_plain_loop(models, files, name, tmp_path):
+    out_dir, folder = models[name]
+    loop = PlainLoop(folder)
+    texts = [[json.loads(line) for line in file.read_text(encoding='utf-8').splitlines()] for file in files[:3]]
+    choices, contexts, words = texts
+    (tmp_path / 'rows').mkdir()
+    tasks_of = {
+        'choices': [{**row, 'num_fewshot': 3, 'chance': 0.4, 'delimiter': '\nA: '} for row in choices],
+        'contexts': contexts,
+        'words': [{**row, 'num_fewshot': 1, 'delimiter': '\nSo: '} for row in words],
+        'said': [{**row, 'delimiter': ''} for row in said_by(loop)],
+    }
+    paths = [write_rows(tmp_path / 'rows' / f'{task}.jsonl', rows) for task, rows in tasks_of.items()]
+    results, samples, text = evaluate(out_dir, paths, tmp_path / 'found', '--protocol=core')
+    centered = []
+    for result, (task, rows) in zip(results, tasks_of.items(), strict=True):
+        shots = rows[0].get('num_fewshot', 0)
+        assert (result['protocol'], result['num_fewshot']) == ('core', shots)
+        nats, greedy, right = zip(*core_by_hand(loop, rows, shots), strict=True)
+        assert [sample['nats'] for sample in samples[task]] == [pytest.approx(of_item, abs=1e-4) for of_item in nats]
+        assert [sample['greedy'] for sample in samples[task]] == list(greedy)
+        assert result['acc'] == pytest.approx(statistics.mean(right)) and (task != 'said' or 0 < result['acc'] < 1)
+        chance = {'choices': 0.4, 'contexts': 0.5}.get(task, 0)
+        assert result['centered'] == pytest.approx((result['acc'] - chance) / (1 - chance))
+        assert result['centered_stderr'] == pytest.approx(result['acc_stderr'] / (1 - chance))
+        centered.append(result['centered'])
+    assert f'CORE: {statistics.mean(centered):.4f}, the mean of centered over 4 tasks' in text
+
+
+def test_cores_tasks_are_made_from_its_bundle(models, tmp_path):
+    bundle = tmp_path / 'eval_bundle'
+    (bundle / 'eval_data' / 'some').mkdir(parents=True)
+    questions = [{'query': f'q{n}', 'choices': ['a', 'b', 'c'], 'gold': n % 3, 'other': 1} for n in range(12)]
+    schemas = [{'context_options': [f'he{n}', 'she'], 'continuation': 'left', 'gold': 1} for n in range(5)]
+    says = [{'context': f'c{n} \u2028', 'continuation': 'Größe', 'aliases': []} for n in range(5)]
+    for name, rows in (('questions', questions), ('schemas', schemas), ('says', says)):
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (bundle / 'eval_data' / 'some' / f'{name}.jsonl').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    tasks_of = [('twice', 'questions', 'multiple_choice', 10, 25.0), ('none', 'questions', 'multiple_choice', 0, 25.0)]
+    tasks_of += [('schemas', 'schemas', 'schema', 0, 50.0), ('says', 'says', 'language_modeling', 2, 0.0)]
+    lines, table = ['icl_tasks:'], ['Eval Task,Task Category,Random baseline']
+    for label, file, kind, shots, chance in tasks_of:
+        lines += ['-', f'  label: {label}', f'  dataset_uri: some/{file}.jsonl', f'  num_fewshot: [{shots}]']
+        lines += [f'  icl_task_type: {kind}'] + ['  continuation_delimiter: "\\nAnswer: "'] * (label == 'twice')
+        table.append(f'{label},"of, some kind",{chance}')
+    (bundle / 'core.yaml').write_text('\n'.join(lines))
+    (bundle / 'eval_meta_data.csv').write_text('\n'.join(table))
+    run_script('prepare_data.py', f'--tasks={bundle / "core.yaml"}', cwd=tmp_path)
+    made = {name: tmp_path / 'tasks' / 'core' / f'{name}.jsonl' for name, *_ in tasks_of}
+    rows = {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in made.items()}
+    order = list(range(12))
+    random.Random(1337).shuffle(order)
+    same = {'choices': ['a', 'b', 'c'], 'delimiter': '\nAnswer: ', 'num_fewshot': 10, 'chance': 0.25}
+    assert rows['twice'] == [{'context': f'q{n}', 'gold': n % 3, **same} for n in order]
+    assert rows['says'][0].keys() == {'context', 'continuation', 'delimiter', 'num_fewshot', 'chance'}
+    assert len(rows['says']) == 5 and rows['schemas'][0]['contexts'][1] == 'she' and rows['none'][0]['delimiter'] == ' '
+    results, _, _ = evaluate(models['gpt2'][0], list(made.values()), tmp_path / 'found', '--protocol=core')
+    assert [result['num_fewshot'] for result in results] == [10, 0, 0, 2]
+
+
 # --- a task with a known answer ---------------------------------------------------------------------------------------
 
 
@@ -279,6 +396,12 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
     assert '\n' not in str(caught.value)
 
 
+def test_a_model_that_knows_nothing_has_no_perplexity_that_a_float_could_hold(tmp_path):
+    path = write_rows(tmp_path / 'words.jsonl', [{'context': 'a', 'continuation': 'b' * 9}] * 2)
+    scores = tasks.scores_of(tasks.read_task(path), None, [[-800.0], [-900.0]], [[False], [True]])
+    assert scores['perplexity'][0] == math.inf and scores['acc'][0] == 0.5
+
+
 def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_path):
     run, _ = models['native']
     results = tmp_path / 'results.jsonl'
@@ -290,6 +413,7 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
         ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl'),
         ([f'--tasks={files[0]}', '--block_size=33'], 'the model has 32 positions'),
         ([f'--tasks={files[3]}', '--num_fewshot=1'], 'texts, which have no answers'),
+        ([f'--tasks={files[3]}', '--protocol=core'], 'texts, which have no answers: .*--protocol=harness'),
         ([], 'no tasks'),
     ]
     for arguments, expected in cases:

@@ -5,9 +5,11 @@ The text of each item is that of lm-evaluation-harness 0.4.13, lm_eval/tasks/NAM
 takes them from, in TASK.fewshot.jsonl. tasks/pins.json notes the revision of each dataset and the sha256 of each file.
 """
 
+import csv
 import difflib
 import hashlib
 import json
+import random
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +113,34 @@ KNOWN = {
 }
 
 
+CORE_KEYS = {  # of the rows of each type, and what they are called here
+    'multiple_choice': {'query': 'context', 'choices': 'choices', 'gold': 'gold'},
+    'schema': {'context_options': 'contexts', 'continuation': 'continuation', 'gold': 'gold'},
+    'language_modeling': {'context': 'context', 'continuation': 'continuation'},
+}
+
+
+def make_core_tasks(config_file, folder):
+    """Write the tasks of core.yaml in DCLM's evaluation bundle, beside which lie eval_meta_data.csv and eval_data/.
+
+    In the order in which nanochat evaluates them, from which it draws examples: shuffled by Random(1337).
+    """
+    import yaml
+
+    bundle = Path(config_file).parent
+    folder.mkdir(exist_ok=True)
+    with open(bundle / 'eval_meta_data.csv', encoding='utf-8', newline='') as file:
+        chances = {row['Eval Task']: float(row['Random baseline']) / 100 for row in csv.DictReader(file)}
+    for task in yaml.safe_load(Path(config_file).read_text(encoding='utf-8'))['icl_tasks']:
+        keys, same = CORE_KEYS[task['icl_task_type']], {'delimiter': task.get('continuation_delimiter', ' ')}
+        same |= {'num_fewshot': task['num_fewshot'][0], 'chance': chances[task['label']]}
+        lines = (bundle / 'eval_data' / task['dataset_uri']).read_text(encoding='utf-8').strip().split('\n')
+        rows = [{ours: row[theirs] for theirs, ours in keys.items()} | same for row in map(json.loads, lines)]
+        random.Random(1337).shuffle(rows)
+        write_file(folder / f'{task["label"]}.jsonl', '\n'.join(map(json.dumps, rows)) + '\n')
+        print(f'{folder}/{task["label"]}.jsonl: {len(rows):,} items, {same["num_fewshot"]} examples before each')
+
+
 def make_tasks(names, hub_folder, folder=Path('tasks')):
     """Write tasks/NAME.jsonl and NAME.fewshot.jsonl of these tasks, and note in tasks/pins.json what they are.
 
@@ -118,12 +148,15 @@ def make_tasks(names, hub_folder, folder=Path('tasks')):
     not what pins.json says: numbers of two versions must not be compared.
     """
     for name in names:
-        if name not in KNOWN:
+        if name not in KNOWN and not name.endswith('core.yaml'):
             close = difflib.get_close_matches(name, KNOWN, n=1) or KNOWN
             raise ValueError(f'tasks={name}: not a task that is known here; did you mean {" or ".join(close)}?')
     folder.mkdir(parents=True, exist_ok=True)
     pins = folder / 'pins.json'
     for name in names:
+        if name not in KNOWN:
+            make_core_tasks(name, folder / 'core')
+            continue
         known, pinned = KNOWN[name], json.loads(pins.read_text(encoding='utf-8')) if pins.exists() else {}
         files, revision = {}, None
         for split, ending in ((known.split, '.jsonl'), (known.fewshot_split, '.fewshot.jsonl')):

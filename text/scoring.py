@@ -76,12 +76,13 @@ def tensors_of(rows, device):
 
 
 @torch.no_grad()
-def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None):
+def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None):
     """[[(nats, whether all targets are the likeliest tokens), ...] of each item], on every rank. Collective.
 
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
     tokens of a row. batch_size: requests per rank and forward pass. shares: the model takes trees, see rows_of().
-    Batches do not depend on the number of ranks, so neither do the numbers.
+    bar: its title, to draw one. beat: called before each forward pass. Batches do not depend on the number of ranks, so
+    neither do the numbers.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     flat, rows = [request for of_item in requests for request in of_item], []
@@ -92,6 +93,7 @@ def log_likelihoods(model, requests, longest, batch_size, device, shares=True, b
     batches = batches_of(rows, batch_size)
     totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
     for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if bar and rank == 0 else True):
+        beat()
         mine = first + rank
         # Every rank makes equally many forward passes, for sharded models gather weights in them.
         tokens, tree, places, targets, numbers = tensors_of(batches[min(mine, len(batches) - 1)], device)

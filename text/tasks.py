@@ -8,13 +8,15 @@ Tasks that a language model is evaluated on: JSON lines, one item each, of one o
 
 Any item but a text may have a "delimiter" (between context and choice, " " without one), a "description" (before all
 else) and a "group" (its few-shot examples are of the same one). These lie beside TASK.jsonl in TASK.fewshot.jsonl.
+The first row may have "num_fewshot", for who does not ask for another number, and "chance", what guessing scores.
 
 The rules are those of EleutherAI's lm-evaluation-harness 0.4.13: api/task.py, api/model.py, api/samplers.py and
-models/huggingface.py there.
+models/huggingface.py there. Or, with protocol='core', those of CORE (DCLM, arXiv 2406.11794) as nanochat scores it.
 """
 
 import json
 import math
+import os
 import random
 import re
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ FORMS = {
     'continuation': {'context', 'continuation'},
     'text': {'text'},
 }
-OPTIONAL = {'delimiter', 'description', 'group'}
+OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float}
 FEWSHOT_SEED = 1234  # the harness's
 
 
@@ -44,6 +46,9 @@ class Item:
     gold: int | None
     group: str | None
     description: str
+    delimiter: str
+    num_fewshot: int
+    chance: float  # what guessing scores
     place: str  # file and row, for messages
 
 
@@ -51,6 +56,8 @@ class Task(NamedTuple):
     name: str
     form: str
     items: list  # of Item
+    num_fewshot: int
+    protocol: str  # 'harness' or 'core'
 
 
 class Request(NamedTuple):
@@ -63,19 +70,25 @@ class Request(NamedTuple):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_task(path, num_fewshot=0, limit=None):
-    """The Task in a file. num_fewshot: so many examples with their answers stand before each item. limit: only the
-    first so many items. Raises ValueError with the number of a row that is none, or where examples are too few."""
+def read_task(path, num_fewshot=None, limit=None, protocol='harness'):
+    """The Task in a file. num_fewshot: so many examples with their answers stand before each item; None = what the
+    first row says, or none. limit: only the first so many items. Raises ValueError with the number of a row that is
+    none, or where examples are too few."""
     path = Path(path)
     all_items = read_items(path)
     items = all_items[:limit]
-    if num_fewshot and items[0].form == 'text':
-        raise ValueError(f'num_fewshot={num_fewshot}: {path} holds texts, which have no answers: use --num_fewshot=0')
+    num_fewshot = items[0].num_fewshot if num_fewshot is None else num_fewshot
+    for item in all_items if protocol == 'core' and items[0].form == 'continuation' else ():
+        ((context, answer),) = item.pairs  # CORE counts the delimiter, which may be a word, as context
+        item.pairs = [(context.strip() + item.delimiter, answer[len(item.delimiter) :])]
+    if items[0].form == 'text' and (num_fewshot or protocol == 'core'):
+        given, other = f'num_fewshot={num_fewshot}, protocol={protocol}', '--num_fewshot=0 --protocol=harness'
+        raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')
     if num_fewshot:
-        add_examples(items, all_items, path, num_fewshot)
+        add_examples(items, all_items, path, num_fewshot, protocol)
     for item in items:
         item.pairs = [(item.description + context, continuation) for context, continuation in item.pairs]
-    return Task(path.stem, items[0].form, items)
+    return Task(path.stem, items[0].form, items, num_fewshot, protocol)
 
 
 def read_items(path):
@@ -99,7 +112,7 @@ def item_of(line, place):
     except ValueError as error:
         raise ValueError(f'{place}: not JSON ({error}): {line.strip()[:60]}') from None
     keys = set(row) if isinstance(row, dict) else set()
-    form = next((form for form, needed in FORMS.items() if keys - OPTIONAL == needed), None)
+    form = next((form for form, needed in FORMS.items() if keys - OPTIONAL.keys() == needed), None)
     if form is None:
         forms = ', '.join('+'.join(sorted(needed)) for needed in FORMS.values())
         raise ValueError(f'{place}: has the keys {", ".join(sorted(keys)) or "of no object"}; expected one of {forms}')
@@ -111,8 +124,9 @@ def item_of(line, place):
         if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(texts):
             raise ValueError(f'{place}: gold={json.dumps(gold)}; expected a number from 0 to {len(texts) - 1}')
     for key in keys & {'context', 'continuation', 'text', *OPTIONAL}:
-        if not isinstance(row[key], str):
-            raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected a text')
+        if not isinstance(row[key], kind := OPTIONAL.get(key, str)):
+            expected = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25'}[kind]
+            raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected {expected}')
     answers = row['choices'] if form == 'choices' else [row.get('continuation', row.get('text'))]
     if '' in answers:
         raise ValueError(f'{place}: an empty {"choice" if form == "choices" else form}, which has no probability')
@@ -124,23 +138,28 @@ def item_of(line, place):
     else:
         pairs, normalised = [(row['context'], delimiter + answer) for answer in answers], answers
     lengths = [[len(text) for text in normalised], [len(text.encode('utf-8', 'replace')) for text in normalised]]
-    return Item(form, pairs, *lengths, row.get('gold'), row.get('group'), row.get('description', ''), place)
+    chance = row.get('chance', 1 / len(pairs) if several else 0.0)
+    texts = (row.get('group'), row.get('description', ''), delimiter)
+    return Item(form, pairs, *lengths, row.get('gold'), *texts, row.get('num_fewshot', 0), chance, place)
 
 
-def add_examples(items, all_items, path, num_fewshot):
+def add_examples(items, all_items, path, num_fewshot, protocol):
     """Write examples with their answers before the contexts, as the harness does: an item with a group has the first
     ones of its group (so does MMLU), others have some that are drawn anew for each item. Without a file of examples
-    they are drawn from the task's other items."""
+    they are drawn from the task's other items, as CORE always does, by a generator of the item's own."""
     beside = path.with_name(f'{path.stem}.fewshot.jsonl')
-    is_own = not beside.exists()
+    is_own = protocol == 'core' or not beside.exists()
     examples = all_items if is_own else read_items(beside)
     draws, before = random.Random(FEWSHOT_SEED), []
-    for item in items:
+    for number, item in enumerate(items):
         pool = [example for example in examples if example.group == item.group]
         if len(pool) < num_fewshot + is_own:
             where = f'{path if is_own else beside}{f", group {item.group}" if item.group else ""}'
             raise ValueError(f'num_fewshot={num_fewshot}: {where} has {len(pool)} examples, too few for {item.place}')
-        chosen = pool if item.group else draws.sample(pool, num_fewshot + is_own)
+        if protocol == 'core':
+            pool, draws = [example for example in pool if example is not item], random.Random(FEWSHOT_SEED + number)
+        extra = is_own and protocol != 'core'  # for the item itself, if it is drawn
+        chosen = pool if item.group else draws.sample(pool, num_fewshot + extra)
         chosen = [example for example in chosen if example is not item][:num_fewshot]
         before.append(''.join(''.join(example.pairs[example.gold or 0]) + '\n\n' for example in chosen))
     for item, text in zip(items, before, strict=True):
@@ -185,6 +204,8 @@ class TransformersEncoder:
 def requests_of(task, encoder, window):
     """[[Request, ...] of each item] by the harness's rules, for a model that sees `window` tokens. Raises ValueError
     for a continuation that is longer than that."""
+    if task.protocol == 'core':
+        return requests_of_core(task, encoder, window)
     if task.form == 'text':
         documents = encoder.encode([item.pairs[0][1] for item in task.items])
         return [rolling(document, encoder.prefix, window) for document in documents]
@@ -204,11 +225,37 @@ def requests_of(task, encoder, window):
                 before, targets = [encoder.prefix], tokens_alone[answer]
                 if targets[:1] == before:
                     targets = targets[1:]
-            if not 0 < len(targets) <= window:
-                why = f'is longer than the {window} tokens that the model sees' if targets else 'adds no token'
-                raise ValueError(f'{item.place}: {answer[:40]!r} has {len(targets)} tokens: it {why}')
-            requests[-1].append(Request([*before, *targets][-(window + 1) :], len(targets)))
+            requests[-1].append(request_of([*before, *targets], len(targets), window, item, answer))
     return requests
+
+
+def requests_of_core(task, encoder, window):
+    """The same by CORE's rules: BOS first. Scored is of choices what follows their common beginning, of contexts the
+    common end, of a continuation what follows the tokens of its context; in tokens, not in characters."""
+    requests, pairs = [], [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
+    encoded = iter(encoder.encode([context + answer for context, answer in pairs], special=False))
+    contexts = [context for context, _ in pairs] if task.form == 'continuation' else []
+    before = iter(encoder.encode(contexts, special=False))
+    for item in task.items:
+        whole = [next(encoded) for _ in item.pairs]
+        if item.form == 'choices':  # one that begins another would have no token: it keeps its last
+            shared = min(len(os.path.commonprefix(whole)), min(map(len, whole)) - 1)  # it takes lists, too
+            counts = [len(tokens) - shared for tokens in whole]
+        elif item.form == 'contexts':
+            counts = [len(os.path.commonprefix([tokens[::-1] for tokens in whole]))] * len(whole)
+        else:
+            counts = [len(whole[0]) - len(next(before))]
+        of_item = zip(whole, counts, item.pairs, strict=True)
+        requests.append([request_of([encoder.prefix, *t], n, window, item, pair[1]) for t, n, pair in of_item])
+    return requests
+
+
+def request_of(tokens, n_targets, window, item, answer):
+    """A Request of tokens that the model sees."""
+    if not 0 < n_targets <= window:
+        why = f'is longer than the {window} tokens that the model sees' if n_targets > 0 else 'adds no token'
+        raise ValueError(f'{item.place}: {answer[:40]!r} has {n_targets} tokens: it {why}')
+    return Request(tokens[-(window + 1) :], n_targets)
 
 
 def with_spaces_behind(context, continuation):
@@ -229,7 +276,18 @@ def rolling(tokens, prefix, window):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def scores_of(task, log_likelihoods, greedy):
+def scores_of_core(task, requests, log_likelihoods, greedy):
+    """acc, by the mean log-likelihood per token, and centered, which is 0 for guessing and 1 where all is right."""
+    hits = [int(all(flags)) for flags in greedy]
+    if task.form != 'continuation':
+        sizes = [[request.n_targets for request in of_item] for of_item in requests]
+        per_item = zip(task.items, log_likelihoods, sizes, strict=True)
+        hits = [np.argmax(np.array(nats) / of_item) == item.gold for item, nats, of_item in per_item]
+    (acc, error), chance = mean_of(hits), mean_of([item.chance for item in task.items])[0]
+    return {'acc': (acc, error), 'centered': ((acc - chance) / (1 - chance), error / (1 - chance))}
+
+
+def scores_of(task, requests, log_likelihoods, greedy):
     """{name of the score: (value, standard error)}.
 
     log_likelihoods: [[nats of each request] of each item]; greedy: [[whether all its targets are the likeliest ones]].
@@ -237,6 +295,8 @@ def scores_of(task, log_likelihoods, greedy):
     errors are those of a ratio of sums over documents, carried through exp() (delta method).
     """
     items = task.items
+    if task.protocol == 'core':
+        return scores_of_core(task, requests, log_likelihoods, greedy)
     if task.form in ('choices', 'contexts'):
         scores = {}
         for name in ('acc', 'acc_norm', 'acc_bytes') if task.form == 'choices' else ('acc',):
@@ -251,14 +311,20 @@ def scores_of(task, log_likelihoods, greedy):
         mean, error = mean_of(totals)
         return {
             'acc': mean_of([int(all(flags)) for flags in greedy]),
-            'perplexity': (math.exp(-mean), math.exp(-mean) * error),
+            'perplexity': perplexity_of(mean, error),
         }
     words = [len(re.split(r'\s+', item.pairs[0][1])) for item in items]
     per_word, per_byte = ratio_of(totals, words), ratio_of(totals, [item.byte_lengths[0] for item in items])
     scores = {'bits_per_byte': (-per_byte[0] / math.log(2), per_byte[1] / math.log(2))}
     for name, (mean, error) in (('word_perplexity', per_word), ('byte_perplexity', per_byte)):
-        scores[name] = (math.exp(-mean), math.exp(-mean) * error)
+        scores[name] = perplexity_of(mean, error)
     return scores
+
+
+def perplexity_of(mean, error):
+    """(exp(-mean), its standard error); inf where a float does not hold it: a model that knows nothing, a long text."""
+    perplexity = math.exp(-mean) if -mean < 709 else math.inf
+    return perplexity, perplexity * error
 
 
 def mean_of(values):

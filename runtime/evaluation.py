@@ -1,0 +1,83 @@
+"""
+Scores of tasks (text/tasks.py says what these are), by evaluate.py and in a run.
+
+    tasks = of_run(config, pretrained, device)  # read and tokenized, before the run begins
+    row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
+"""
+
+import math
+import time
+
+import torch
+
+import data
+from huggingface import finetune
+from huggingface.files import load_transformers_tokenizer
+from text import scoring
+from text.tasks import NativeEncoder, TransformersEncoder, read_task, requests_of, scores_of
+from text.tokenizer import tokenizer_of
+
+
+class Evaluation:
+    """Tasks in files, ready to be scored. encoder: of text.tasks. window: tokens that the model sees. pretrained: the
+    finetune.Pretrained of the model, or None. batch_size: requests per rank and forward pass. options: those of
+    tasks.read_task(). Raises ValueError for a bad row and for a choice longer than the window, in whichever file."""
+
+    def __init__(self, files, encoder, window, pretrained, batch_size, device, **options):
+        self.tasks = [read_task(file, **options) for file in files]
+        names = [task.name for task in self.tasks]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
+        self.requests = [requests_of(task, encoder, window) for task in self.tasks]
+        self.batch_size, self.device, self.pretrained = batch_size, device, pretrained
+        # Our attention for transformers' models reaches sliding_window tokens back.
+        text = pretrained.config.get_text_config() if pretrained else None
+        self.longest = min(window, getattr(text, 'sliding_window', None) or window)
+
+    def run(self, model, bars=False, beat=lambda: None):
+        """Yields (task, {score: value}, its line, log-likelihoods of scoring.py) of each. Collective.
+
+        The model, which may be wrapped or sharded, is in eval mode meanwhile. Scores that are not finite are left
+        out. bars: draw one for each task. beat: called before each forward pass."""
+        config, was_training = getattr(model, 'module', model).config, model.training  # DDP has a module
+        # Transformers' own attention would not see the branches of a row.
+        shares = not self.pretrained or config._attn_implementation == finetune.ATTENTION
+        model.eval()
+        for task, requests in zip(self.tasks, self.requests, strict=True):
+            began, options = time.perf_counter(), (self.batch_size, self.device, shares, task.name if bars else None)
+            found = scoring.log_likelihoods(model, requests, self.longest, *options, beat)
+            rate = sum(map(len, requests)) / (time.perf_counter() - began)
+            nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
+            scores = scores_of(task, requests, nats, greedy)
+            in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
+            line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)'
+            numbers = {name: value for name, (value, _) in scores.items()}
+            numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
+            yield task, {name: value for name, value in numbers.items() if math.isfinite(value)}, line, found
+        model.train(was_training)
+
+    def scores(self, model, step, say, at):
+        """{'task/score': value} for the row of `step`; say is called with a line of each task, at('evaluation', step)
+        before each forward pass. Collective. What is compiled runs as it is written, for shapes differ here."""
+        row = {}
+        if not self.tasks:
+            return row
+        with torch.compiler.set_stance('force_eager'):
+            for task, numbers, line, _ in self.run(model, beat=lambda: at('evaluation', step)):
+                say(f'step {step} | {line}')
+                row |= {f'{task.name}/{name}': value for name, value in numbers.items()}
+        return row
+
+
+def of_run(config, pretrained, device):
+    """The Evaluation of a train script's eval_tasks; of none if there are none. Raises ValueError, too, where the data
+    of the run names no tokenizer."""
+    encoder = None
+    if config.eval_tasks and pretrained:
+        encoder = TransformersEncoder(load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))
+    elif config.eval_tasks:
+        try:
+            encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
+        except (ValueError, OSError) as error:
+            raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
+    return Evaluation(config.eval_tasks, encoder, config.block_size, pretrained, config.batch_size, device)
