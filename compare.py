@@ -8,11 +8,12 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md
+    python compare.py config/sweep_lr.py --slurm='--time=1:00:00'      # each run a job
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
-Leaves in out_dir: table.md (tables and verdict), results.json, four pictures, and runs/LABEL/repN, each the out_dir of
-a train script. The same command goes on after an interruption: what is finished is not run again.
+Leaves in out_dir: report.html (all of it as one page), table.md (tables and verdict), results.json, pictures, and
+runs/LABEL/repN, each the out_dir of a train script. The same command goes on after an interruption: what is finished is not run again.
 """
 
 import sys

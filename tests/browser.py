@@ -6,7 +6,7 @@ Debian's chromium without a screen, steered through a pipe in its DevTools proto
         browser.run('document.title')
         browser.errors, browser.requests        # what its console said, and the addresses that it asked for
 
-    python tests/browser.py out/sweep_lr/report.html report.png 390 dark     # a picture: width, and light or dark
+    python tests/browser.py out/sweep_lr/report.html report.png 390 dark     # a picture; its width, light or dark
 """
 
 import base64
@@ -116,7 +116,7 @@ class Browser:
 
 
 if __name__ == '__main__':
-    page, picture, width, scheme = [*sys.argv[1:], '1200', 'light'][:4] if len(sys.argv) < 5 else sys.argv[1:5]
+    page, picture, width, scheme = sys.argv[1:]
     with Browser() as browser:
         browser.open(page, int(width), scheme=scheme)
         browser.picture(picture)
