@@ -13,7 +13,8 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
 Leaves in out_dir: report.html (all of it as one page), table.md (tables and verdict), results.json, pictures, and
-runs/LABEL/repN, each the out_dir of a train script. The same command goes on after an interruption: what is finished is not run again.
+runs/LABEL/repN, each the out_dir of a train script. The same command goes on after an interruption: what is finished
+is not run again.
 """
 
 import sys
@@ -232,15 +233,15 @@ def run_of_sweep(folder, repeat, entry, launcher, at_once=1, interrupted=None):
 def run_sweep(folder, groups, config):
     """Run what is not finished yet of a sweep, at_once runs at a time; whether all ended, well or diverged."""
     interrupted, failures = threading.Event(), []
+
+    def run(one):
+        return run_of_sweep(folder, *one, config.launcher, config.at_once, interrupted)
+
     with ThreadPoolExecutor(config.at_once) as threads:
         try:
             while not failures and (todo := sweep.next_runs_of_all(folder, groups, config)):
                 print(f'{len(todo)} run(s) to go, as far as is known', flush=True)
-                started = [
-                    threads.submit(run_of_sweep, folder, *run, config.launcher, config.at_once, interrupted)
-                    for run in todo
-                ]
-                ended = [one.result() for one in started]
+                ended = threads.map(run, todo)
                 failures = [failure for failure in ended if failure and not sweep.has_diverged(failure)]
         finally:
             interrupted.set()

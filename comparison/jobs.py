@@ -49,15 +49,15 @@ def waiting(folder):
 
 def submit(folder, numbers, config):
     """An array of the runs of these numbers; its job id. Raises ValueError with what sbatch says if it refuses."""
-    options = '' if config.slurm is True else config.slurm
-    array = f'--array={",".join(map(str, sorted(numbers)))}'
-    command = ['sbatch', '--parsable', *shlex.split(options), f'--job-name={name_of(folder)}', array]
-    command += ['slurm/compare.sh', f'--out_dir={folder.absolute()}']
-    command += [f'--launcher={config.launcher}'] if config.launcher else []
+    command = ['sbatch', '--parsable', *shlex.split('' if config.slurm is True else config.slurm)]
+    command += [f'--job-name={name_of(folder)}', f'--array={",".join(map(str, sorted(numbers)))}', 'slurm/compare.sh']
+    command += [f'--out_dir={folder.absolute()}', f'--launcher={config.launcher}']
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         said = (result.stderr.strip().splitlines() or ['it said nothing'])[-1]
-        raise ValueError(f'slurm={options}: {said}: has this shell done `source slurm/local.sh`? see docs/slurm.md')
+        raise ValueError(
+            f'slurm={config.slurm}: {said}: has this shell done `source slurm/local.sh`? see docs/slurm.md'
+        )
     return result.stdout.strip().partition(';')[0]
 
 
@@ -78,15 +78,12 @@ def run_sweep(folder, groups, config):
         queue = waiting(folder)  # before the files are looked at: what has left it has written them
         for number in [*waits]:
             if not (run := ended(number)):
-                since = time.monotonic() if number in queue else missing.get(number, time.monotonic())
-                missing[number] = since
-                if time.monotonic() < since + ASK_S:  # on a shared disk files come late
+                now = time.monotonic()
+                missing[number] = now if number in queue else missing.get(number, now)
+                if now < missing[number] + ASK_S:  # on a shared disk files come late
                     continue
-            failure = (
-                run.failure
-                if run
-                else f'no result (time limit? lost node?): slurm/logs/{name_of(folder)}-*_{number}.out'
-            )
+            lost = f'no result (time limit? lost node?): slurm/logs/{name_of(folder)}-*_{number}.out'
+            failure = run.failure if run else lost
             print(sweep.how_it_ended(folder, *waits.pop(number), failure), flush=True)
             failures += [failure] if failure and not sweep.has_diverged(failure) else []
         if not failures:

@@ -24,21 +24,15 @@ LEADS = {
     'do NOT agree': 'Losses differ that should be the same',
     'fastest': 'Fastest',
 }
-BRACKETS = {  # of the numbers of a kind
-    'Comparison': 'In brackets: the smallest and the largest of the repeats, or what was predicted.',
-    'Sweep': 'In brackets: where a value lies with 95%. +-: the standard error over the seeds.',
-}
 WARNS = re.compile(r'WARNING|do NOT|NOT |do not trust|failed|not finished|.*EXTRAPOLATED|.*no clear difference')
 
 
 def write(folder, kind, lines, tables, figures):
     """
-    Write folder/report.html.
-
-    lines: the verdict, each 'lead: text'. tables: {title: [{column: text}]}. figures: {caption: matplotlib's Figure},
-    none where it is not installed.
+    Write folder/report.html. lines: the verdict, each 'lead: text'. tables: {title: [{column: text}]}. figures:
+    {caption: matplotlib's Figure}, none where it is not installed.
     """
-    runs = [of_run(path) for path in sorted(folder.glob('runs/*/*'), key=natural)]
+    runs = [of_run(path) for path in sorted(folder.glob('runs/*/*'))]
     parts = [f'<figure class="card wide">{svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>'
              for caption, figure in figures.items()]  # fmt: skip
     parts = ['<h2>Pictures</h2>', *parts] if parts else ['<p>No pictures: pip install matplotlib</p>']
@@ -51,14 +45,12 @@ def write(folder, kind, lines, tables, figures):
         command = ' '.join(f'<span>{escape(word)}</span>' for word in words)
         parts.append(f'<details><summary>{escape(run["name"])}</summary><pre>{command}</pre></details>')
     parts.append('</div>')
-    dates = sorted(run['date'][:10] for run in runs if run['date'])
-    ended = sum(not run['failure'] for run in runs)
-    about = [f'{ended} of {len(runs)} runs ended well', *dict.fromkeys([*dates[:1], *dates[-1:]])]
+    about = [f'{sum(not run["failure"] for run in runs)} of {len(runs)} runs ended well']
+    about += sorted({run['date'][:10] for run in runs if run['date']})
     page = Template(Path(__file__).with_name('report.html').read_text(encoding='utf-8')).substitute(
         title=escape(f'{kind}: {folder.absolute().name}'),
         about=escape(' · '.join(about)),
         verdict='\n'.join(map(item, lines)),
-        brackets=escape(BRACKETS.get(kind, BRACKETS['Sweep'])),
         body='\n'.join(parts),
     )
     results.write(folder / 'report.html', page)
@@ -101,18 +93,15 @@ def differences(runs):
         last = run['rows'][-1] if run['rows'] else {}
         row = {'run': run['name'], 'loss': '', 'val_loss': '', 'why it failed': run['failure']}
         row |= {key: f'{last[key]:.4f}' for key in ('loss', 'val_loss') if math.isfinite(last.get(key, math.nan))}
-        found.append(row | {key: str(config.get(key, '')) for key in keys})
+        found.append(row | {key: str(config.get(key, '')) for key in keys} | {'started': run['date']})
     return found
 
 
 def environment(runs):
-    """A row for each thing that the logs tell of code and machine; several values where the runs are not alike."""
+    """What the logs tell of code and machine, a row each; several values where the runs are not alike."""
     of = {'git commit': 'code', 'versions': 'versions', 'machine': 'host'}
-    rows = [{'what': what, 'value': ' | '.join(dict.fromkeys(run[key] for run in runs if run[key]))}
-            for what, key in of.items()]  # fmt: skip
-    dates = sorted(run['date'] for run in runs if run['date'])
-    rows.append({'what': 'started', 'value': ' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))})
-    return [row for row in rows if row['value']]
+    found = {what: ' | '.join(dict.fromkeys(run[key] for run in runs if run[key])) for what, key in of.items()}
+    return [{'what': what, 'value': value} for what, value in found.items() if value]
 
 
 # --- HTML -------------------------------------------------------------------------------------------------------------
@@ -121,8 +110,7 @@ def environment(runs):
 def item(line):
     """A line of the verdict, its lead in bold, marked where it warns."""
     lead, colon, text = line.partition(': ')
-    lead = LEADS.get(lead, lead)
-    text = f'<b>{escape(lead)}{colon.strip()}</b> {escape(text)}' if colon else escape(line)
+    text = f'<b>{escape(LEADS.get(lead, lead))}:</b> {escape(text)}' if colon else escape(line)
     return f'<li{" class=warn" if WARNS.match(line) else ""}>{text}</li>'
 
 
@@ -144,9 +132,3 @@ def svg(figure):
         figure.savefig(text, format='svg', metadata=dict.fromkeys(('Creator', 'Date', 'Format', 'Type')))
     text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', '', text.getvalue(), count=1)
     return re.sub(r' id="[\w.]+_\d+"', '', text[text.index('<svg') :])
-
-
-def natural(path):
-    """A path's parts, its numbers as numbers: rate 0.002 comes before 0.016, and seed 2 before seed 10."""
-    parts = re.split(r'(\d+(?:\.\d+)?(?:e[+-]?\d+)?)', str(path))
-    return [float(part) if number % 2 else part for number, part in enumerate(parts)]

@@ -110,10 +110,8 @@ def has_diverged(failure):
 
 def how_it_ended(folder, repeat, entry, failure):
     """The line about a run that has ended."""
-    if not failure:
-        last = results.read_rows(results.folder_of(folder, entry, repeat))[-1]
-        failure = f'val loss {last["val_loss"]:.4f}'
-    return f'{entry["label"]}, {repeat}: {failure}'
+    last = {} if failure else results.read_rows(results.folder_of(folder, entry, repeat))[-1]
+    return f'{entry["label"]}, {repeat}: ' + (failure or f'val loss {last["val_loss"]:.4f}')
 
 
 def runs_of(folder, group):
@@ -198,9 +196,7 @@ def cells(rows):
 
 
 def facts(rows):
-    """
-    What a sweep says, as lines: each group's best rate and loss, which group of a size is the best, and what to doubt.
-    """
+    """What a sweep says, as lines: each group's best rate and loss, which group is the best, what to doubt."""
     lines, doubts = [], []
     for row in rows:
         losses, rate, label = [*row['losses'].values()], row.get('rate'), row['label']
@@ -208,34 +204,29 @@ def facts(rows):
             doubts.append(f'WARNING: {label}: every run diverged, try smaller learning rates')
             continue
         seeds = f'over {len(losses)} seeds' if len(losses) > 1 else 'of one seed, whose noise is not known'
-        loss = f'validation loss {mean_and_error(losses)} {seeds}'
-        if not rate:
-            lines.append(f'{label}: {loss}')
-            continue
-        low, high = row['interval'] or (None, None)
-        within = f'with 95% between {low:.3g} and {high:.3g}' if low else 'too few runs for an interval'
-        tried = f'{rate["tried"]:g}, the best tried, has {loss}'
-        lines.append(f'{label}: take learning_rate={rate["best"]:.3g} ({within}); {tried}')
-        if rate['edge']:
-            end = {'lower': 'smallest', 'upper': 'largest'}[rate['edge']]
-            doubts.append(f'WARNING: {label}: the best rate is the {end} that was tried, a better one may lie beyond')
+        said = f'validation loss {mean_and_error(losses)} {seeds}'
+        if rate:
+            low, high = row['interval'] or (None, None)
+            within = f'with 95% between {low:.3g} and {high:.3g}' if low else 'too few runs for an interval'
+            said = f'take learning_rate={rate["best"]:.3g} ({within}); {rate["tried"]:g}, the best tried, has {said}'
+            end = {'lower': 'smallest', 'upper': 'largest', '': ''}[rate['edge']]
+            doubts += (
+                [f'WARNING: {label}: the best rate is the {end} tried, a better one may lie beyond'] if end else []
+            )
+        lines.append(f'{label}: {said}')
     for size in dict.fromkeys(row['size'] for row in rows):
-        ranked = [row for row in rows if row['size'] == size and row['losses']]
-        ranked.sort(key=lambda row: statistics.fmean(row['losses'].values()))
-        for other in ranked[1:]:
-            lines.append(against(ranked[0], other))
+        found = [
+            (statistics.fmean(row['losses'].values()), row) for row in rows if row['size'] == size and row['losses']
+        ]
+        (low, best), *others = sorted(found, key=lambda one: one[0]) or [(0, None)]
+        for loss, row in others:
+            pair = [[*one['losses'].values()] for one in (best, row)]
+            said = f'{best["label"]} against {row["label"]}: {loss - low:.4f} lower'
+            if min(map(len, pair)) > 1:
+                error = math.sqrt(sum(statistics.variance(some) / len(some) for some in pair))
+                said += f' +- {error:.4f}, {"a clear difference" if loss - low > 2 * error else "no clear difference"}'
+            lines.append(said)
     return lines + doubts
-
-
-def against(best, other):
-    """A line: how much lower the loss of one row is, and whether that is more than two standard errors."""
-    mine, theirs = ([*row['losses'].values()] for row in (best, other))
-    gap = statistics.fmean(theirs) - statistics.fmean(mine)
-    said = f'{best["label"]} against {other["label"]}: {gap:.4f} lower'
-    if min(len(mine), len(theirs)) < 2:
-        return f'{said}, no clear difference: several seeds would show the noise'
-    error = math.sqrt(sum(statistics.variance(some) / len(some) for some in (mine, theirs)))
-    return f'{said} +- {error:.4f}, {"a clear difference" if gap > 2 * error else "no clear difference"}'
 
 
 def mean_and_error(values):

@@ -150,6 +150,29 @@ def test_a_ladder_tells_the_compute_that_a_recipe_saves_and_foretells_the_next_s
     assert any('at ten times the compute' in line for line in lines)
 
 
+def row(label, losses, best, edge='', size=''):
+    rate = {'best': best, 'tried': best, 'edge': edge}
+    return {'label': label, 'size': size, 'losses': dict(enumerate(losses)), 'rate': rate, 'interval': (1e-3, 5e-3)}
+
+
+def test_a_sweep_says_what_to_take_whether_one_is_better_and_what_to_doubt():
+    said = sweep.facts([row('a', [3.0, 3.02], 2e-3), row('b', [2.5, 2.52], 4e-3, 'upper'), row('c', [], 1e-3)])
+    assert said[0] == (
+        'a: take learning_rate=0.002 (with 95% between 0.001 and 0.005); 0.002, the best tried, has validation loss '
+        '3.0100 +- 0.0100 over 2 seeds'
+    )
+    assert said[2] == 'b against a: 0.5000 lower +- 0.0141, a clear difference'
+    assert said[3:] == [
+        'WARNING: b: the best rate is the largest tried, a better one may lie beyond',
+        'WARNING: c: every run diverged, try smaller learning rates',
+    ]
+    noisy = sweep.facts([row('a', [3.0, 3.3], 1e-3), row('b', [3.1, 3.3], 1e-3)])
+    assert noisy[-1].startswith('a against b: 0.0500 lower') and noisy[-1].endswith('no clear difference')
+    alone = sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3, size='2')])
+    assert len(alone) == 2 and 'of one seed, whose noise is not known' in alone[0]
+    assert sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3)])[-1] == 'a against b: 0.1000 lower'
+
+
 # --- with real runs ---------------------------------------------------------------------------------------------------
 
 SMALL = """
