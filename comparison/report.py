@@ -93,7 +93,9 @@ def differences(runs):
         last = run['rows'][-1] if run['rows'] else {}
         row = {'run': run['name'], 'loss': '', 'val_loss': '', 'why it failed': run['failure']}
         row |= {key: f'{last[key]:.4f}' for key in ('loss', 'val_loss') if math.isfinite(last.get(key, math.nan))}
-        found.append(row | {key: str(config.get(key, '')) for key in keys} | {'started': run['date']})
+        values = {key: config.get(key, '') for key in keys}
+        row |= {key: f'{value:.6g}' if isinstance(value, float) else str(value) for key, value in values.items()}
+        found.append(row | {'started': run['date']})
     return found
 
 
@@ -117,7 +119,8 @@ def item(line):
 def table(rows):
     """Rows {column: text} without empty columns; it scrolls in its box."""
     titles = [title for title in rows[0] if any(row[title] for row in rows)] if rows else []
-    cells = [[f'<td>{escape(row[title])}</td>' for title in titles] for row in rows]
+    cells = [[f'<td{" class=long" if len(row[title]) > 15 else ""}>{escape(row[title])}</td>' for title in titles]
+             for row in rows]  # fmt: skip
     head = ''.join(f'<th>{escape(title)}</th>' for title in titles)
     body = '\n'.join(f'<tr>{"".join(row)}</tr>' for row in cells)
     return f'<div class="card wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
