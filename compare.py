@@ -7,8 +7,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
-    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md
-    python compare.py config/sweep_lr.py --slurm='--time=1:00:00'      # each run a job
+    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
@@ -252,8 +251,12 @@ def run_sweep(folder, groups, config):
 def do_element(folder, config):
     """--element: what a job of --slurm does; its exit code."""
     repeat, entry = jobs.runs_of(folder)[config.element]
-    run = results.read_run(folder_of(folder, entry, repeat), entry['world_size'])
+    out, keep = folder_of(folder, entry, repeat), entry['overrides'].get('keep_checkpoints', 1)
+    entry['overrides']['keep_checkpoints'] = max(1, keep)  # cut by its time limit, it goes on from there
+    run = results.read_run(out, entry['world_size'])
     failure = run_of_sweep(folder, repeat, entry, config.launcher) if not run or run.failure else ''
+    if not keep and not (out / 'PREEMPTED').exists():
+        shutil.rmtree(out / 'checkpoints', ignore_errors=True)
     return 1 if failure and not sweep.has_diverged(failure) else 0
 
 

@@ -62,10 +62,7 @@ def submit(folder, numbers, config):
 
 
 def run_sweep(folder, groups, config):
-    """
-    Run what is not finished yet of a sweep; whether all ended, well or diverged. A job that leaves no result ends it,
-    once the others are through: the same command runs that one again.
-    """
+    """Run what is not finished yet of a sweep; whether all ended, well or diverged. After a failure nothing begins."""
     if not shutil.which('sbatch'):
         raise ValueError('slurm: there is no sbatch on this machine: start this on a login node, or leave out --slurm')
     waits, missing, failures = {}, {}, []  # {number: [repeat, entry]}, {number: when it was first missed}
@@ -82,8 +79,7 @@ def run_sweep(folder, groups, config):
                 missing[number] = now if number in queue else missing.get(number, now)
                 if now < missing[number] + ASK_S:  # on a shared disk files come late
                     continue
-            lost = f'no result (time limit? lost node?): slurm/logs/{name_of(folder)}-*_{number}.out'
-            failure = run.failure if run else lost
+            failure = run.failure if run else f'no result: slurm/logs/{name_of(folder)}-*_{number}.out'
             print(sweep.how_it_ended(folder, *waits.pop(number), failure), flush=True)
             failures += [failure] if failure and not sweep.has_diverged(failure) else []
         if not failures:

@@ -44,14 +44,13 @@ def write(folder, kind, lines, tables, figures):
         words = (run['command'] or 'none is known: the run ended before it began its train.log').split(' ')
         command = ' '.join(f'<span>{escape(word)}</span>' for word in words)
         parts.append(f'<details><summary>{escape(run["name"])}</summary><pre>{command}</pre></details>')
-    parts.append('</div>')
     about = [f'{sum(not run["failure"] for run in runs)} of {len(runs)} runs ended well']
     about += sorted({run['date'][:10] for run in runs if run['date']})
     page = Template(Path(__file__).with_name('report.html').read_text(encoding='utf-8')).substitute(
         title=escape(f'{kind}: {folder.absolute().name}'),
         about=escape(' · '.join(about)),
         verdict='\n'.join(map(item, lines)),
-        body='\n'.join(parts),
+        body='\n'.join([*parts, '</div>']),
     )
     results.write(folder / 'report.html', page)
 

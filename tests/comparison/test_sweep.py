@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from launch import REPO, environment
 
-from comparison import laws, sweep
+from comparison import jobs, laws, sweep
 
 
 def points(generator, noise):
@@ -211,7 +211,25 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
     assert row['losses']['1'] == best and len(row['losses']) == 2
     assert 'best rate' in (tmp_path / 'out/table.md').read_text() and (tmp_path / 'out/rates.png').exists()
     said = start(tmp_path).communicate()[0]
-    assert 'to go' not in said and said.count('best rate') == 1
+    assert 'to go' not in said and said.count('| best rate') == 1
+
+
+def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_path):
+    keys = {'arch': 'llama', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2}
+    keys |= {'dataset': 'synthetic', 'vocab_size': 64, 'device': 'cpu', 'eval_iters': 0, 'keep_checkpoints': 0}
+    keys |= {'max_iters': 100_000, 'log_interval': 1}
+    entry = {'label': 'run', 'script': 'train_ddp.py', 'world_size': 1, 'overrides': keys}
+    assert list(jobs.numbered(tmp_path, [('seed1', entry)])) == [0] and jobs.runs_of(tmp_path) == [['seed1', entry]]
+    out = tmp_path / 'runs/run/seed1'
+    for beginning in ('starting from scratch', 'resuming '):
+        command = [sys.executable, str(REPO / 'compare.py'), f'--out_dir={tmp_path}', '--element=0']
+        job = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        log = out / 'train.log'
+        while not (log.exists() and 'step ' in log.read_text().partition(beginning)[2].partition('\n')[2]):
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.05)
+        (out / 'STOP').touch()  # as the run does itself before the end of its job
+        assert 'the same command goes on (it did not finish)' in job.communicate()[0] and job.returncode == 1
 
 
 MISTAKES = {

@@ -581,7 +581,7 @@ def test_a_sweep_as_jobs_is_collected_by_whoever_comes_and_submits_nothing_twice
     assert read_until(process, 'already') == '2 run(s) are in the queue already\n'
     read_until(process, '1 run(s) submitted as job')  # the one that was cancelled meanwhile
     slurm(f'scancel {job}_0')
-    assert 'run-lr0.001, seed1: no result (time limit? lost node?)' in read_until(process, 'no result')
+    assert 'run-lr0.001, seed1: no result: slurm/logs/' in read_until(process, 'no result')
     slurm(f'scontrol release {job}')
     said = process.communicate()[0]
     assert process.returncode == 1 and 'run-lr0.01, seed1: val loss ' in said, said
