@@ -7,12 +7,13 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
-    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md
+    python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
-Leaves in out_dir: table.md (tables and verdict), results.json, four pictures, and runs/LABEL/repN, each the out_dir of
-a train script. The same command goes on after an interruption: what is finished is not run again.
+Leaves in out_dir: report.html (all of it as one page), table.md (tables and verdict), results.json, pictures, and
+runs/LABEL/repN, each the out_dir of a train script. The same command goes on after an interruption: what is finished
+is not run again.
 """
 
 import sys
@@ -46,9 +47,11 @@ class Config:
     bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
     trace = False  # record a step of each run for chrome://tracing
     gpu_gb = 80.0  # memory of a GPU: what would fit? 0 = do not ask
+    slurm: bool | str = False  # each run of a sweep is a job; or options of sbatch: --slurm='--time=1:00:00'
     # other modes
     write_only = False  # run nothing: write plan.json, and runs.sh with one line per run
     analyze = False  # run nothing: tables and pictures of what is finished in out_dir
+    element: int | None = None  # what a job of --slurm does: the run of this number in out_dir/jobs.json
     bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
     plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
     keys = []  # --plot: draw these keys of metrics.jsonl in place of the loss, as in --keys=grad_norm,val_bpb
@@ -75,7 +78,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import planning, plots, results, sweep, verdict
+from comparison import jobs, planning, plots, report, results, sweep, verdict
+from comparison.results import folder_of
 from runtime import errors, processes
 from runtime.files import ROOT
 
@@ -104,10 +108,6 @@ def environment(ranks):
     """This process's, with the cores shared out over so many ranks."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {**os.environ, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'}
-
-
-def folder_of(folder, entry, repeat):
-    return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
 
 
 def execute(command, console, ranks, watch):
@@ -152,11 +152,8 @@ def run_one(folder, entry, repeat, launcher, watch=lambda: None, at_once=1):
     out = folder_of(folder, entry, repeat)
     if repeat == 'resumed':
         shutil.rmtree(out, ignore_errors=True)
-    elif (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
-        shutil.rmtree(out / 'checkpoints', ignore_errors=True)
+    results.clear(out)
     results.write(out / 'console.txt', '')
-    for marker in ('FAILED', 'DONE'):
-        (out / marker).unlink(missing_ok=True)
     try:
         if repeat == 'resumed':
             shutil.copytree(*halves(folder, entry))
@@ -216,38 +213,52 @@ def run_all(folder, plan, config):
     return not failures
 
 
+def run_of_sweep(folder, repeat, entry, launcher, at_once=1, interrupted=None):
+    """run_one() that ends a run which has diverged; prints how it ended. interrupted: an Event that ends it, too."""
+    out = folder_of(folder, entry, repeat)
+
+    def watch():
+        if interrupted and interrupted.is_set():
+            raise KeyboardInterrupt
+        with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
+            steps = results.read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
+            if why := sweep.diverged(results.read_rows(out, is_running=True), steps):
+                raise OSError(why)
+
+    failure = run_one(folder, entry, repeat, launcher, watch, at_once)
+    print(sweep.how_it_ended(folder, repeat, entry, failure), flush=True)
+    return failure
+
+
 def run_sweep(folder, groups, config):
     """Run what is not finished yet of a sweep, at_once runs at a time; whether all ended, well or diverged."""
     interrupted, failures = threading.Event(), []
 
-    def run(group, rate, seed):
-        entry = sweep.entry_of(group, rate)
-        entry['overrides']['seed'] = seed
-        out = folder_of(folder, entry, f'seed{seed}')
-
-        def watch():
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-            with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
-                    steps = results.read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
-                if why := sweep.diverged(results.read_rows(out, is_running=True), steps):
-                    raise OSError(why)
-
-        failure = run_one(folder, entry, f'seed{seed}', config.launcher, watch, config.at_once)
-        loss = '' if failure else f'val loss {results.read_rows(out)[-1]["val_loss"]:.4f}'
-        print(f'{entry["label"]}, seed {seed}: {failure or loss}', flush=True)
-        return failure
+    def run(one):
+        return run_of_sweep(folder, *one, config.launcher, config.at_once, interrupted)
 
     with ThreadPoolExecutor(config.at_once) as threads:
         try:
             while not failures and (todo := sweep.next_runs_of_all(folder, groups, config)):
                 print(f'{len(todo)} run(s) to go, as far as is known', flush=True)
-                ended = threads.map(run, *zip(*todo, strict=True))
+                ended = threads.map(run, todo)
                 failures = [failure for failure in ended if failure and not sweep.has_diverged(failure)]
         finally:
             interrupted.set()
             threads.shutdown(cancel_futures=True)
     return not failures
+
+
+def do_element(folder, config):
+    """--element: what a job of --slurm does; its exit code."""
+    repeat, entry = jobs.runs_of(folder)[config.element]
+    out, keep = folder_of(folder, entry, repeat), entry['overrides'].get('keep_checkpoints', 1)
+    entry['overrides']['keep_checkpoints'] = max(1, keep)  # cut by its time limit, it goes on from there
+    run = results.read_run(out, entry['world_size'])
+    failure = run_of_sweep(folder, repeat, entry, config.launcher) if not run or run.failure else ''
+    if not keep and not (out / 'PREEMPTED').exists():
+        shutil.rmtree(out / 'checkpoints', ignore_errors=True)
+    return 1 if failure and not sweep.has_diverged(failure) else 0
 
 
 def steps_done(out):
@@ -283,19 +294,24 @@ def analyse(folder, plan, gpu_gb):
             row['curve'] = plots.loss_curves(first.rows)['loss']
             if resumed and not resumed.failure:
                 row['resume_diff'] = results.difference(resumed.rows, first.rows)
-    text = [verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows, gpu_gb)]
-    text = '\n\n'.join(part for part in text if part)
+    facts = verdict.facts(rows, gpu_gb)
+    text = '\n\n'.join(part for part in (verdict.table(rows), verdict.memory_table(rows), facts) if part)
     print(f'\n{text}\n', flush=True)
     results.write(folder / 'table.md', text + '\n')
     results.write_json(folder / 'results.json', rows)
     measured = sorted((row for row in rows if row['rows']), key=lambda row: row['label'] != plan['baseline'])
+    figures = {}
     if importlib.util.find_spec('matplotlib') is None:
         print('no pictures: they need a package that is missing: pip install matplotlib')
     elif measured:
-        plots.plot_comparison(measured, folder / 'loss.png')
-        plots.plot_phases(measured, folder / 'phases.png')
-        plots.plot_memory(measured, folder / 'memory.png')
-        plots.plot_communication(measured, folder / 'communication.png')
+        figures = {
+            'Training loss, and how far it is from the first run': plots.plot_comparison(measured, folder / 'loss.png'),
+            'Where the time of a step goes': plots.plot_phases(measured, folder / 'phases.png'),
+            'What a rank holds in memory': plots.plot_memory(measured, folder / 'memory.png'),
+            'What ranks send each other': plots.plot_communication(measured, folder / 'communication.png'),
+        }
+    tables = {'Speed and loss': verdict.cells(rows), 'Memory of a rank': verdict.memory_cells(rows)}
+    report.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
     return rows
 
 
@@ -305,16 +321,21 @@ def analyse_sweep(folder, groups, config):
     rows = [row for row in rows if row]
     if not rows:
         raise ValueError(f'{folder}: no run has finished yet: start the sweep without --analyze')
-    said = sweep.ladder(rows) if len(config.sizes) > 1 else []
-    text = '\n\n'.join(filter(None, [sweep.table(rows), '\n'.join(f'- {line}' for line in said)]))
+    is_ladder, figures = len(config.sizes) > 1, {}
+    said = sweep.facts(rows)
+    if is_ladder:  # what is best at each size stands in the table
+        said = sweep.ladder(rows) + [line for line in said if line.startswith('WARNING')]
+    text = '\n'.join([verdict.markdown(sweep.cells(rows)), '', *(f'- {line}' for line in said)])
     print(f'\n{text}\n', flush=True)
     results.write(folder / 'table.md', text + '\n')
     results.write_json(folder / 'sweep.json', rows)
     if importlib.util.find_spec('matplotlib'):
+        if is_ladder:
+            figures['Loss against compute, and the laws'] = plots.plot_ladder(rows, folder / 'ladder.png')
         if config.sweep.get('learning_rate'):
-            plots.plot_rates(rows, folder / 'rates.png')
-        if said:
-            plots.plot_ladder(rows, folder / 'ladder.png')
+            figures['Loss against learning rate'] = plots.plot_rates(rows, folder / 'rates.png')
+    cells = [{key: cell for key, cell in row.items() if key != sweep.GRID} for row in sweep.cells(rows)]
+    report.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
 
 
 # --- MODES ------------------------------------------------------------------------------------------------------------
@@ -380,9 +401,10 @@ def main_of_sweep(folder, config, train_keys, explicit):
     ended_well = True
     if not config.analyze:
         try:
-            ended_well = run_sweep(folder, groups, config)
+            ended_well = jobs.run_sweep(folder, groups, config) if config.slurm else run_sweep(folder, groups, config)
         except KeyboardInterrupt:
-            print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
+            theirs = f'; its jobs go on, `scancel --name={jobs.name_of(folder)}` ends them' if config.slurm else ''
+            print(f'\ninterrupted: the same command goes on with {folder}{theirs}', file=sys.stderr, flush=True)
             return 130
     analyse_sweep(folder, groups, config)
     print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
@@ -397,6 +419,8 @@ def main(config, train_keys, explicit):
     if config.bench_links:
         return measure_links(config, train_keys)
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
+    if config.element is not None:
+        return do_element(folder, config)
     if config.sweep or config.recipes or config.sizes:
         return main_of_sweep(folder, config, train_keys, explicit)
     if config.analyze:
@@ -408,6 +432,8 @@ def main(config, train_keys, explicit):
         )
         analyse(folder, plan, config.gpu_gb)
         return 0
+    if config.slurm:
+        raise ValueError('slurm: a comparison measures its runs in turns on one machine: start it in a job of your own')
     plan, notes = planning.expand(config, train_keys, explicit)
     results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or config.bench):
@@ -422,7 +448,7 @@ def main(config, train_keys, explicit):
         print(f'\ninterrupted: the same command goes on with {folder}', file=sys.stderr, flush=True)
         return 130
     rows = analyse(folder, plan, config.gpu_gb)
-    written = sorted(path.name for path in folder.iterdir() if path.suffix in ('.json', '.md', '.png'))
+    written = sorted(path.name for path in folder.iterdir() if path.is_file())
     print(f'{folder}: {", ".join(written)}')
     if config.trace:
         print(f'traces: {folder}/runs/*/rep0/trace_rank*.json, for chrome://tracing or https://ui.perfetto.dev')

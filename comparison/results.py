@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import re
+import shutil
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -57,6 +58,19 @@ class Run:
 # --- FILES ------------------------------------------------------------------------------------------------------------
 
 
+def folder_of(folder, entry, repeat):
+    """The out_dir of a run; repeat: a number, or a name."""
+    return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
+
+
+def clear(out):
+    """Take away what an out_dir tells of a run that has ended, but not well."""
+    if (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
+        shutil.rmtree(out / 'checkpoints', ignore_errors=True)
+    for marker in ('FAILED', 'DONE'):
+        (out / marker).unlink(missing_ok=True)
+
+
 def keep_plan(folder, plan, may_grow=False):
     """Write plan.json. Raises ValueError where another comparison is kept already, which this one would mix with.
     may_grow: what has a label of its own is no other comparison."""
@@ -88,8 +102,8 @@ def finished(runs):
     return {repeat: run for repeat, run in runs.items() if not run.failure}
 
 
-def read_run(folder, world_size):
-    """The Run in an out_dir, None where none has ended. With files that are damaged or on other ranks it has failed."""
+def read_run(folder, world_size=None):
+    """The Run in an out_dir, None where none has ended. With damaged files, or on other ranks than these, it failed."""
     about = {}
     try:
         about = read_json(folder / 'config.json') if (folder / 'config.json').exists() else {}
@@ -102,7 +116,7 @@ def read_run(folder, world_size):
         run = Run(read_rows(folder), about, others=others)
     except (OSError, ValueError) as error:
         return Run([], about, str(error))
-    if about.get('world_size', world_size) != world_size:
+    if world_size and about.get('world_size', world_size) != world_size:
         run = Run([], about, f'it ran on {about["world_size"]} rank(s), expected {world_size}: use another --launcher')
     return run
 

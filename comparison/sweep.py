@@ -8,7 +8,7 @@ the other seeds run at the best rate.
     groups = groups_of(config, train_keys, explicit)
     while todo := next_runs_of_all(folder, groups, config): ...
     rows = [summarise(group, runs_of(folder, group), config.seeds) for group in groups]
-    print(table(rows), ladder(rows))
+    print(cells(rows), facts(rows), ladder(rows))
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import statistics
 from pathlib import Path
 
 from comparison import laws, planning, results
-from comparison.verdict import markdown
 from configurator import Mistake
 
+GRID = 'rate: loss, first seed'  # the column of the table that has the most in it
 BEYOND = 3  # rates beyond the grid, on each side
 DIVERGED, BAD_STEPS = 'diverged', 'bad steps in a row'  # in the line that ends such a run, by us or by itself
 
@@ -68,11 +68,11 @@ def groups_of(config, train_keys, explicit):
     return found
 
 
-def entry_of(group, rate):
+def entry_of(group, rate, seed):
     """What is run of a group at one rate, as an entry of a plan; its folder has a folder for each seed."""
-    at_rate = {} if rate is None else {'learning_rate': rate}
+    keys = ({} if rate is None else {'learning_rate': rate}) | {'seed': seed}
     label = group['label'] + ('' if rate is None else f'-lr{float(rate)!r}')
-    return {**group, 'label': label, 'overrides': {**group['overrides'], **at_rate}}
+    return {**group, 'label': label, 'overrides': {**group['overrides'], **keys}}
 
 
 def diverged(rows, max_iters):
@@ -108,6 +108,12 @@ def has_diverged(failure):
     return DIVERGED in failure or BAD_STEPS in failure
 
 
+def how_it_ended(folder, repeat, entry, failure):
+    """The line about a run that has ended."""
+    last = {} if failure else results.read_rows(results.folder_of(folder, entry, repeat))[-1]
+    return f'{entry["label"]}, {repeat}: ' + (failure or f'val loss {last["val_loss"]:.4f}')
+
+
 def runs_of(folder, group):
     """{(rate, seed): {'loss', 'tokens', 'flops', 'config'}} of what has ended; {'loss': inf} of what diverged."""
     found = {}
@@ -128,14 +134,13 @@ def runs_of(folder, group):
 
 
 def next_runs_of_all(folder, groups, config):
-    """[(group, rate, seed)]."""
-    rates = config.sweep.get('learning_rate')
-    losses = [{key: run['loss'] for key, run in runs_of(folder, group).items()} for group in groups]
-    return [
-        (group, *run)
-        for group, known in zip(groups, losses, strict=True)
-        for run in next_runs(known, rates, config.seeds)
-    ]
+    """[(name of the run's folder in that of its entry, entry)], as a queue of planning has them."""
+    found = []
+    for group in groups:
+        losses = {key: run['loss'] for key, run in runs_of(folder, group).items()}
+        runs = next_runs(losses, config.sweep.get('learning_rate'), config.seeds)
+        found += [(f'seed{seed}', entry_of(group, rate, seed)) for rate, seed in runs]
+    return found
 
 
 def summarise(group, runs, seeds):
@@ -168,9 +173,9 @@ def summarise(group, runs, seeds):
     return row
 
 
-def table(rows):
-    """The Markdown table of a sweep: each group's rates, its best one, and the loss over the seeds."""
-    cells = []
+def cells(rows):
+    """[{column: text}] of a sweep: each group's rates, its best one, and the loss over the seeds."""
+    found = []
     for row in rows:
         losses, rate = [*row['losses'].values()], row.get('rate')
         where = {'lower': ' (at the lower edge)', 'upper': ' (at the upper edge)'}
@@ -178,16 +183,50 @@ def table(rows):
         if rate and row['interval']:
             best += f' [{row["interval"][0]:.3g}, {row["interval"][1]:.3g}]'
         of_grid = [f'{key:g}: {loss:.4f}' for key, loss in row['grid'].items() if key is not None]
-        cells.append({
+        found.append({
             'run': row['label'],
             'parameters': f'{row["params"]:,}' if losses else '',
             'tokens': f'{row["tokens"]:,}' if losses else '',
-            'rate: loss, first seed': ', '.join(of_grid),
+            GRID: ', '.join(of_grid),
             'best rate [95%]': best,
             'loss at the best tried': mean_and_error(losses) if losses else 'diverged',
             'seeds': str(len(losses)),
         })  # fmt: skip
-    return markdown(cells)
+    return found
+
+
+def facts(rows):
+    """What a sweep says, as lines: each group's best rate and loss, which group is the best, what to doubt."""
+    lines, doubts = [], []
+    for row in rows:
+        losses, rate, label = [*row['losses'].values()], row.get('rate'), row['label']
+        if not losses:
+            doubts.append(f'WARNING: {label}: every run diverged, try smaller learning rates')
+            continue
+        seeds = f'over {len(losses)} seeds' if len(losses) > 1 else 'of one seed, whose noise is not known'
+        said = f'validation loss {mean_and_error(losses)} {seeds}'
+        if rate:
+            low, high = row['interval'] or (None, None)
+            within = f'with 95% between {low:.3g} and {high:.3g}' if low else 'too few runs for an interval'
+            said = f'take learning_rate={rate["best"]:.3g} ({within}); {rate["tried"]:g}, the best tried, has {said}'
+            end = {'lower': 'smallest', 'upper': 'largest', '': ''}[rate['edge']]
+            doubts += (
+                [f'WARNING: {label}: the best rate is the {end} tried, a better one may lie beyond'] if end else []
+            )
+        lines.append(f'{label}: {said}')
+    for size in dict.fromkeys(row['size'] for row in rows):
+        found = [
+            (statistics.fmean(row['losses'].values()), row) for row in rows if row['size'] == size and row['losses']
+        ]
+        (low, best), *others = sorted(found, key=lambda one: one[0]) or [(0, None)]
+        for loss, row in others:
+            pair = [[*one['losses'].values()] for one in (best, row)]
+            said = f'{best["label"]} against {row["label"]}: {loss - low:.4f} lower'
+            if min(map(len, pair)) > 1:
+                error = math.sqrt(sum(statistics.variance(some) / len(some) for some in pair))
+                said += f' +- {error:.4f}, {"a clear difference" if loss - low > 2 * error else "no clear difference"}'
+            lines.append(said)
+    return lines + doubts
 
 
 def mean_and_error(values):
@@ -197,7 +236,7 @@ def mean_and_error(values):
 
 def ladder(rows):
     """
-    What several sizes say, as lines: each recipe's law, the compute that it saves against the first one at equal loss,
+    What several sizes say, as lines: the compute that each recipe saves against the first one at equal loss, its law,
     and the loss that the next size should have.
 
     The compute of a run is its FLOPs, forward and backward. Saved is the compute that the first recipe's law needs for
@@ -220,10 +259,7 @@ def ladder(rows):
         text = f'{recipe or "law"}: loss = {law.floor:.3f} + {scale:.3f} (C / {unit:.3g} FLOPs)^-{exponent:.3f}'
         lines.append(f'{text}, exponent {interval(lambda some: law_of(some).terms["compute"][1], own)}')
         lines += predictions(recipe, own, law)
-    for recipe in recipes[1:]:
-        if recipes[0] in fits:
-            lines += saved(points, recipes[0], recipe)
-    return lines
+    return [line for recipe in recipes[1:] if recipes[0] in fits for line in saved(points, recipes[0], recipe)] + lines
 
 
 def law_of(points):

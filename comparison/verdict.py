@@ -20,17 +20,17 @@ OTHERS = 0.1  # share of the machine's time for other programs from which on the
 # --- TABLES -----------------------------------------------------------------------------------------------------------
 
 
-def table(rows):
-    """The Markdown table of the comparison."""
+def cells(rows):
+    """[{column: text}], a row for each run."""
     phases = [phase for phase in PHASES if any(f'time/{phase}' in row for row in rows)]
     has_references = len({row.get('reference') for row in rows if 'loss_diff' in row}) > 1
-    cells = []
+    found = []
     for row in rows:
         exposed = row.get('time/comm_exposed', 0) / row.get('time/total', 1)
         share = f' ({exposed:.0%})' if 0 < exposed <= 1 else ''  # above 1: the profiled step was slower than the others
         failed = f'failed: {row["failed"]}' if 'failed' in row else ''
         times = [number(row, f'time/{phase}', '{:.1f}') for phase in phases if f'time/{phase}' in row]
-        cells.append({
+        found.append({
             'run': row['label'],
             'ranks': str(row['world_size']),
             'loss': number(row, 'loss', '{:.4f}') or failed,
@@ -48,22 +48,31 @@ def table(rows):
             'peak GB': number(row, 'mem/rank_max_gb', '{:.2f}'),
             'MFU': number(row, 'mfu', '{:.1%}'),
         })  # fmt: skip
-    lines = [markdown(cells)]
+    return found
+
+
+def table(rows):
+    """The Markdown table of the comparison."""
+    lines = [markdown(cells(rows))]
     if outer := names([row for row in rows if 'outer_is_comm' in row]):
         also = 'and that of the inner steps where a replica has several ranks'
         lines += ['', f'{outer}: communication is the outer step, exchange and update, {also}.']
     return '\n'.join(lines)
 
 
-def memory_table(rows):
-    """What a rank holds in MB, measured and, in brackets, predicted and their ratio; '' if nothing was measured."""
-    cells = []
+def memory_cells(rows):
+    """What a rank holds in MB, measured and, in brackets, predicted and their ratio; [] if nothing was measured."""
+    found = []
     for row in rows:
-        cells.append({'run': row['label']})
+        found.append({'run': row['label']})
         for part in ('weights', 'gradients', 'optimizer'):
             predicted = row.get('predicted', {}).get(f'{part}_gb')
-            cells[-1][f'{part} MB (predicted)'] = megabytes(row.get(f'mem/{part}_gb'), predicted)
-    return markdown(cells) if any(cell for row in cells for cell in list(row.values())[1:]) else ''
+            found[-1][f'{part} MB (predicted)'] = megabytes(row.get(f'mem/{part}_gb'), predicted)
+    return found if any(cell for row in found for cell in list(row.values())[1:]) else []
+
+
+def memory_table(rows):
+    return markdown(found) if (found := memory_cells(rows)) else ''
 
 
 def number(row, key, form):

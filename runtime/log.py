@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -218,8 +219,9 @@ def write_config(path, config, flops_per_token):
 
 def header(config):
     """What runs: command, code, versions, machine; lines of text."""
+    command = shlex.join([Path(sys.executable).name, *sys.argv])
     lines = [
-        f'command: {" ".join([Path(sys.executable).name, *sys.argv])} (WORLD_SIZE={os.environ.get("WORLD_SIZE", "1")})',
+        f'command: {command} (WORLD_SIZE={os.environ.get("WORLD_SIZE", "1")})',
         f'code: {code_version(Path(ROOT))}',
         f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
         f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',

@@ -259,6 +259,7 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     assert '[1/6] ddp, repeat 1: loss 4.6000, 5,000 tokens/s' in said
     assert {path.name for path in start.out.glob('*.*')} == {
         'plan.json', 'table.md', 'results.json', 'loss.png', 'phases.png', 'memory.png', 'communication.png',
+        'report.html',
     }  # fmt: skip
     speedups = {row['label']: row['speedup'] for row in json.loads((start.out / 'results.json').read_text())}
     assert speedups == {'ddp': 1.0, 'fsdp': 0.5, 'fsdp_manual': 0.8}

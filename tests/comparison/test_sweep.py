@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from launch import REPO, environment
 
-from comparison import laws, sweep
+from comparison import jobs, laws, sweep
 
 
 def points(generator, noise):
@@ -150,6 +150,29 @@ def test_a_ladder_tells_the_compute_that_a_recipe_saves_and_foretells_the_next_s
     assert any('at ten times the compute' in line for line in lines)
 
 
+def row(label, losses, best, edge='', size=''):
+    rate = {'best': best, 'tried': best, 'edge': edge}
+    return {'label': label, 'size': size, 'losses': dict(enumerate(losses)), 'rate': rate, 'interval': (1e-3, 5e-3)}
+
+
+def test_a_sweep_says_what_to_take_whether_one_is_better_and_what_to_doubt():
+    said = sweep.facts([row('a', [3.0, 3.02], 2e-3), row('b', [2.5, 2.52], 4e-3, 'upper'), row('c', [], 1e-3)])
+    assert said[0] == (
+        'a: take learning_rate=0.002 (with 95% between 0.001 and 0.005); 0.002, the best tried, has validation loss '
+        '3.0100 +- 0.0100 over 2 seeds'
+    )
+    assert said[2] == 'b against a: 0.5000 lower +- 0.0141, a clear difference'
+    assert said[3:] == [
+        'WARNING: b: the best rate is the largest tried, a better one may lie beyond',
+        'WARNING: c: every run diverged, try smaller learning rates',
+    ]
+    noisy = sweep.facts([row('a', [3.0, 3.3], 1e-3), row('b', [3.1, 3.3], 1e-3)])
+    assert noisy[-1].startswith('a against b: 0.0500 lower') and noisy[-1].endswith('no clear difference')
+    alone = sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3, size='2')])
+    assert len(alone) == 2 and 'of one seed, whose noise is not known' in alone[0]
+    assert sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3)])[-1] == 'a against b: 0.1000 lower'
+
+
 # --- with real runs ---------------------------------------------------------------------------------------------------
 
 SMALL = """
@@ -188,7 +211,25 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
     assert row['losses']['1'] == best and len(row['losses']) == 2
     assert 'best rate' in (tmp_path / 'out/table.md').read_text() and (tmp_path / 'out/rates.png').exists()
     said = start(tmp_path).communicate()[0]
-    assert 'to go' not in said and said.count('best rate') == 1
+    assert 'to go' not in said and said.count('| best rate') == 1
+
+
+def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_path):
+    keys = {'arch': 'llama', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2}
+    keys |= {'dataset': 'synthetic', 'vocab_size': 64, 'device': 'cpu', 'eval_iters': 0, 'keep_checkpoints': 0}
+    keys |= {'max_iters': 100_000, 'log_interval': 1}
+    entry = {'label': 'run', 'script': 'train_ddp.py', 'world_size': 1, 'overrides': keys}
+    assert list(jobs.numbered(tmp_path, [('seed1', entry)])) == [0] and jobs.runs_of(tmp_path) == [['seed1', entry]]
+    out = tmp_path / 'runs/run/seed1'
+    for beginning in ('starting from scratch', 'resuming '):
+        command = [sys.executable, str(REPO / 'compare.py'), f'--out_dir={tmp_path}', '--element=0']
+        job = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        log = out / 'train.log'
+        while not (log.exists() and 'step ' in log.read_text().partition(beginning)[2].partition('\n')[2]):
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.05)
+        (out / 'STOP').touch()  # as the run does itself before the end of its job
+        assert 'the same command goes on (it did not finish)' in job.communicate()[0] and job.returncode == 1
 
 
 MISTAKES = {

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -427,7 +428,7 @@ def uninterrupted(cluster, project, submitted):
     return out_dir, wait_until_ended(cluster, project, job)
 
 
-@pytest.mark.parametrize('name', [*REQUESTS, 'diloco_jobs', 'prepare_data'])
+@pytest.mark.parametrize('name', [*REQUESTS, 'compare', 'diloco_jobs', 'prepare_data'])
 def test_slurm_accepts_the_request_of_a_script_as_committed(cluster, project, name):
     result = bash(f'sbatch --test-only slurm/{name}.sh', project, **cluster)
     assert 'to start at' in result.stderr, result.stderr
@@ -515,6 +516,92 @@ def test_jobs_of_an_array_are_replicas_of_one_pool(cluster, project):
     digests = [[json.loads(row)['digest'] for row in journal] for journal in journals]
     assert len(digests[0]) == 2 and digests[0] == digests[1]
     assert [len(json.loads(row)['deltas']) for row in journals[0]] == [2, 2]
+
+
+# --- the runs of a sweep as jobs --------------------------------------------------------------------------------------
+
+SWEEP = """
+strategies = ['single']
+sweep = {'learning_rate': [1e-3, 1e-2, 1e5]}
+seeds = [1, 2]
+arch, n_layer, n_head, n_embd, block_size, batch_size = 'llama', 1, 2, 16, 16, 2
+dataset, vocab_size, dtype = 'synthetic', 64, 'float32'
+max_iters, log_interval, eval_iters, warmup_iters, grad_clip = 12, 1, 2, 0, 0.0
+device = 'cpu'
+"""
+OFTEN = """
+import runpy, sys
+from comparison import jobs
+jobs.ASK_S = 1
+sys.argv[0] = 'compare.py'
+runpy.run_path('compare.py', run_name='__main__')
+"""  # compare.py, which asks Slurm every second
+
+
+@pytest.fixture
+def start_sweep(cluster, project):
+    """start_sweep(*keys) -> Popen of compare.py in the project's folder."""
+    (project / 'config' / 'sweep_jobs.py').write_text(SWEEP)
+    started = []
+
+    def start(*keys):
+        command = [sys.executable, '-c', OFTEN, 'config/sweep_jobs.py', '--out_dir=out/sweep', *keys]
+        env = job_environment(**cluster, PYTHONPATH=str(project))
+        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+        started.append(subprocess.Popen(command, cwd=project, env=env, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def read_until(process, text):
+    """The next line of a process that has the text."""
+    said = []
+    while text not in (line := process.stdout.readline()):
+        assert line, ''.join(said)
+        said.append(line)
+    return line
+
+
+def test_a_sweep_as_jobs_is_collected_by_whoever_comes_and_submits_nothing_twice(cluster, project, start_sweep):
+    process = start_sweep('--slurm=--hold --cpus-per-task=50')
+    job = re.fullmatch(r'3 run\(s\) submitted as job (\d+)\n', read_until(process, 'submitted'))[1]
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 130 and 'its jobs go on' in said, said
+
+    def slurm(command):
+        subprocess.run(command.split(), env=job_environment(**cluster), check=True)
+
+    slurm(f'scancel {job}_2')
+    process = start_sweep('--slurm')
+    assert read_until(process, 'already') == '2 run(s) are in the queue already\n'
+    read_until(process, '1 run(s) submitted as job')  # the one that was cancelled meanwhile
+    slurm(f'scancel {job}_0')
+    assert 'run-lr0.001, seed1: no result: slurm/logs/' in read_until(process, 'no result')
+    slurm(f'scontrol release {job}')
+    said = process.communicate()[0]
+    assert process.returncode == 1 and 'run-lr0.01, seed1: val loss ' in said, said
+    assert 'submitted' not in said, 'after a failure nothing new begins'
+
+    said = start_sweep('--slurm').communicate()[0]
+    assert re.search(r'^1 run\(s\) submitted as job \d+\nrun-lr0.001, seed1: val loss ', said, re.M), said
+    logs = [path.read_text() for path in project.glob('out/sweep/runs/*/*/train.log')]
+    assert len(logs) >= 4 and all(log.count('command: ') == 1 for log in logs), 'a run ran twice'
+    row = json.loads((project / 'out/sweep/sweep.json').read_text())[0]
+    assert len(row['losses']) == 2 and (project / 'out/sweep/report.html').exists()
+    assert start_sweep('--slurm').communicate()[0].count('submitted') == 0
+
+
+def test_what_sbatch_refuses_is_one_line(start_sweep):
+    process = start_sweep('--slurm=--partition=nowhere', '--out_dir=out/refused')
+    said = process.communicate()[0]
+    assert process.returncode == 1 and said.count('\n') == 1 and 'slurm=--partition=nowhere: sbatch: error' in said, (
+        said
+    )
 
 
 def test_a_mistake_ends_the_chain_with_one_line(cluster, project):
