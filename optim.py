@@ -48,8 +48,8 @@ def make_optimizer(
 ):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
-    learning_rate: the peak. Before each step the loop sets group['lr'] to the schedule's times group['lr_factor'], 1 but
-        for a GPT with a parametrization (runtime/scaling.py); gamma = schedule's / peak scales the DANA weight decay.
+    learning_rate: the peak. Before each step the loop sets group['lr'] to the schedule's rate times group['lr_factor'],
+        which a parametrization sets (runtime/scaling.py); gamma = the schedule's rate / peak scales the DANA decay.
     weight_decay: of AdamW, AdEMAMix and Muon as lr * weight_decay; of the DANA family as gamma * weight_decay, without
         the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
     kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of

@@ -4,8 +4,8 @@ The coordinate check: do activations keep their size as the model gets wider or 
     rows = measure_all(config, train_keys, explicit)
     print(table(rows))
 
-Where they do after a few steps at one learning rate, that rate suits all sizes. For each recipe, key of `coordinates`,
-value and seed a model is made and trained here, in this process, by model.py and optim.py as train_ddp.py would do it.
+Where they do after a few steps at one learning rate, that rate suits all sizes. For each recipe, axis and size of
+`coordinates` and seed a model is made and trained here, in this process, by model.py and optim.py as train_ddp.py does.
 """
 
 import itertools
@@ -19,33 +19,38 @@ from comparison.verdict import markdown
 from configurator import Mistake, read_knobs
 from runtime.files import ROOT
 
-PARTS = ('embedding', 'attention', 'mlp', 'logits')
+PARTS = ('embedding', 'attention', 'mlp', 'residual', 'logits')
 
 
 def measure_all(config, train_keys, explicit):
     """
-    [{'recipe', 'key', 'value', 'seed', and of each part the mean |activation|}]. Prints a line for each model.
+    [{'recipe', 'axis', 'size', 'seed', and of each part the mean |activation|}]. Prints a line for each model.
     Raises ValueError for keys that no run could have.
     """
     planning.check(config)
-    for key, values in config.coordinates.items():
-        if not isinstance(values, list | tuple) or len({*values}) < 2 or not all(type(v) is int for v in values):
-            raise ValueError(f'coordinates: {key}={values!r}: expected several sizes, as in [64, 128, 256]')
+    if not config.recipes or not config.seeds:
+        raise ValueError('coordinates: expected recipes to compare, and seeds')
+    for axis, sizes in config.coordinates.items():
+        good = isinstance(sizes, dict) and len(sizes) > 1 and all(isinstance(keys, dict) for keys in sizes.values())
+        if not good or not all(isinstance(size, int | float) and size > 0 for size in sizes):
+            raise ValueError(
+                f'coordinates: {axis}={sizes!r}: expected several sizes, as in {{64: {{"n_embd": 64}}, ...}}'
+            )
     defaults = {key: knob.default for key, knob in read_knobs(Path(ROOT) / planning.SCRIPTS['single']).items()}
     models = []
-    for (recipe, keys), (key, values) in itertools.product(config.recipes.items(), config.coordinates.items()):
-        for value, seed in itertools.product(values, config.seeds):
-            given = {**keys, key: value, 'seed': seed}
+    for (recipe, of_recipe), (axis, sizes) in itertools.product(config.recipes.items(), config.coordinates.items()):
+        for (size, of_size), seed in itertools.product(sizes.items(), config.seeds):
+            given = {**of_recipe, **of_size, 'seed': seed}
             try:
-                keys_of_run = planning.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
+                keys = planning.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
             except (Mistake, ValueError) as error:
-                raise ValueError(f'{recipe}: {error}') from None
-            models.append(({'recipe': recipe, 'key': key, 'value': value, 'seed': seed}, defaults | keys_of_run))
+                raise ValueError(f'{recipe}, {axis} {size}: {error}') from None
+            models.append(({'recipe': recipe, 'axis': axis, 'size': size, 'seed': seed}, {**defaults, **keys}))
     rows = []
     for row, keys in models:
         rows.append(row | measure(keys))
-        sizes = ', '.join(f'{part} {rows[-1][part]:.4g}' for part in PARTS)
-        print(f'{row["recipe"]}, {row["key"]}={row["value"]}, seed {row["seed"]}: {sizes}', flush=True)
+        found = ', '.join(f'{part} {rows[-1][part]:.4g}' for part in PARTS)
+        print(f'{row["recipe"]}, {row["axis"]} {row["size"]}, seed {row["seed"]}: {found}', flush=True)
     return rows
 
 
@@ -84,7 +89,7 @@ def measure(keys):
     batches.close()
 
     found = {part: [] for part in PARTS}
-    modules = [('embedding', model.embed)]
+    modules = [('embedding', model.embed), ('residual', model.blocks[-1])]
     modules += [pair for block in model.blocks for pair in (('attention', block.attn), ('mlp', block.mlp))]
     for part, module in modules:
         module.register_forward_hook(lambda _, __, output, part=part: found[part].append(output.abs().mean().item()))
@@ -94,21 +99,21 @@ def measure(keys):
 
 
 def slopes(rows):
-    """{(recipe, key, part): d log |activation| / d log size}, by least squares over sizes and seeds; 0 is what is meant."""
+    """{(recipe, axis): {part: d log |activation| / d log size}}, by least squares over sizes and seeds; 0 is meant."""
     found = {}
-    for recipe, key in dict.fromkeys((row['recipe'], row['key']) for row in rows):
-        own = [row for row in rows if (row['recipe'], row['key']) == (recipe, key)]
-        for part in PARTS:
-            points = [(math.log(row['value']), math.log(row[part])) for row in own]
-            found[recipe, key, part] = statistics.linear_regression(*zip(*points, strict=True)).slope
+    for key in dict.fromkeys((row['recipe'], row['axis']) for row in rows):
+        own = [row for row in rows if (row['recipe'], row['axis']) == key]
+        sizes = [math.log(row['size']) for row in own]
+        logs = {part: [math.log(row[part]) for row in own] for part in PARTS}
+        found[key] = {part: statistics.linear_regression(sizes, logs[part]).slope for part in PARTS}
     return found
 
 
 def table(rows):
     """The Markdown table of the slopes."""
-    found, cells = slopes(rows), []
-    for recipe, key in dict.fromkeys((recipe, key) for recipe, key, _ in found):
-        values = [row['value'] for row in rows if (row['recipe'], row['key']) == (recipe, key)]
-        of_parts = {part: f'{found[recipe, key, part]:+.3f}' for part in PARTS}
-        cells.append({'parametrization': recipe, 'slope over': f'{key} {min(values)} to {max(values)}', **of_parts})
+    cells = []
+    for (recipe, axis), of_parts in slopes(rows).items():
+        sizes = [row['size'] for row in rows if row['axis'] == axis]
+        cells.append({'recipe': recipe, 'slope over': f'{axis} {min(sizes)} to {max(sizes)}'})
+        cells[-1] |= {part: f'{slope:+.3f}' for part, slope in of_parts.items()}
     return markdown(cells)

@@ -61,8 +61,8 @@ def is_in_transformers(model_config):
 
 
 def without_multipliers(state_dict, model_config):
-    """(state dict, ModelConfig) of a GPT that computes the same under parametrization='standard': what mup and completep
-    divide the logits and the blocks' outputs by is divided out of the final norm and of the last matrix of each branch.
+    """(state dict, ModelConfig) of a GPT that computes the same with parametrization='standard': the final norm takes
+    over what mup and completep divide the logits by, the last matrix of a branch what completep divides that by.
     """
     if model_config.parametrization == 'standard':
         return state_dict, model_config
