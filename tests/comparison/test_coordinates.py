@@ -38,7 +38,7 @@ def test_activations_keep_their_size_under_completep_and_not_under_standard(data
     found = checked(tmp_path / 'out', tmp_path / 'config.py', dataset)
     for axis in ('width', 'depth'):
         assert all(abs(slope) < 0.1 for slope in found['completep', axis].values()), found
-    assert found['standard', 'width']['attention'] > 0.3 and found['standard', 'depth']['residual'] > 0.3
+    assert found['standard', 'width']['residual'] > 0.3 and found['standard', 'depth']['residual'] > 0.3
 
 
 @pytest.mark.slow
