@@ -261,7 +261,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
     config = SimpleNamespace(max_iters=100, out_dir='a', eval_only=False)
 
     def resume(**before):
-        model = ModelConfig(n_embd=64, vocab_size=9, parametrization='completep', base_width=32, base_depth=2).to_dict()
+        model = ModelConfig(n_embd=72, vocab_size=9, parametrization='completep', base_width=32, base_depth=2).to_dict()
         identity = {'model': model}
         older = {key: value for key, value in (model | before).items() if value != 'absent'}
         saved = {'identity': {'model': older}, 'step': 5, 'config': {}}
