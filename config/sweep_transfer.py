@@ -1,5 +1,5 @@
 # Does the learning rate of a small model suit one that is 8 times as wide? Both parametrizations, two widths, 7 rates.
-# Some 10 minutes on 2 CPU cores.
+# 11 minutes of CPU time.
 #
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
 #   python compare.py config/sweep_transfer.py

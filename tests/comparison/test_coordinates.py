@@ -48,6 +48,8 @@ def test_the_slopes_in_the_docs(tmp_path, more):
     found = checked(tmp_path / 'out', REPO / 'config/coordinate_check.py', [f'--data_dir={tmp_path}'], *more)
     for axis in ('width', 'depth'):
         assert all(abs(slope) < 0.05 for slope in found['completep', axis].values()), found
+    if more:
+        return
     assert found['standard', 'width']['residual'] > 1 and found['standard', 'depth']['residual'] > 0.5
     assert abs(found['mup', 'width']['residual']) < 0.05 and found['mup', 'depth']['residual'] > 0.5
 
