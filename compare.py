@@ -8,6 +8,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
+    python compare.py config/coordinate_check.py                       # will it hold for a larger model?
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
     python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
 
@@ -41,6 +42,7 @@ class Config:
     sizes = {}  # label -> keys: the recipes at several sizes; of 3 or more laws are fitted
     seeds = [1337]  # the first finds the rates; the others run at the best
     at_once = 1  # runs of a sweep side by side, each with its share of the cores
+    coordinates = {}  # axis -> size -> keys: do activations keep their size? Models of the recipes; docs/sweeps.md
     # how
     out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
     launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
@@ -78,7 +80,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import jobs, planning, plots, report, results, sweep, verdict
+from comparison import coordinates, jobs, planning, plots, report, results, sweep, verdict
 from comparison.results import folder_of
 from runtime import errors, processes
 from runtime.files import ROOT
@@ -411,6 +413,19 @@ def main_of_sweep(folder, config, train_keys, explicit):
     return 0 if ended_well else 1
 
 
+def check_coordinates(folder, config, train_keys, explicit):
+    """Train a few steps at each size, in this process; slopes and a picture."""
+    rows = coordinates.measure_all(config, train_keys, explicit)
+    text = coordinates.table(rows)
+    print(f'\n{text}\n', flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    results.write(folder / 'table.md', text + '\n')
+    results.write_json(folder / 'coordinates.json', rows)
+    if importlib.util.find_spec('matplotlib'):
+        plots.plot_coordinates(rows, coordinates.PARTS, folder / 'coordinates.png')
+    print(f'{folder}: {", ".join(sorted(path.name for path in folder.iterdir() if path.is_file()))}')
+
+
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
@@ -421,6 +436,9 @@ def main(config, train_keys, explicit):
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:
         return do_element(folder, config)
+    if config.coordinates:
+        check_coordinates(folder, config, train_keys, explicit)
+        return 0
     if config.sweep or config.recipes or config.sizes:
         return main_of_sweep(folder, config, train_keys, explicit)
     if config.analyze:

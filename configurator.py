@@ -45,6 +45,7 @@ class Knob:
     comment: str
     types: tuple[str, ...]  # names of the accepted types, 'None' among them where it is; () = any
     choices: tuple  # the only values of a Literal; () = any
+    default: object
 
 
 class Mistake(Exception):
@@ -150,8 +151,9 @@ def read_knobs(script):
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
             continue
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-        types, choices = accepted(getattr(statement, 'annotation', None), literal(statement.value))
-        knobs[target.id] = Knob(section, comments.get(last_line, ''), types, choices)
+        default = literal(statement.value)
+        types, choices = accepted(getattr(statement, 'annotation', None), default)
+        knobs[target.id] = Knob(section, comments.get(last_line, ''), types, choices, default)
     return knobs
 
 

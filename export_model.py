@@ -115,7 +115,7 @@ if is_fine_tuned:
     model = finetune.for_inference(pretrained, weights)
 else:
     config.dtype = config.dtype or 'float32'
-    model_config = ModelConfig(**model_facts)
+    weights, model_config = convert.without_multipliers(weights, ModelConfig(**model_facts))
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
     with torch.device('meta'):
         model = GPT(model_config).eval()

@@ -36,32 +36,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 
-# The loss's chunks hold at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens, enough for a fast
-# matmul.
+# The loss's chunks hold at most so many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
 
 # Of the parts of a model the first with a word that is in a parameter's name, here or in transformers, counts it.
-PARTS = {
-    'norms': ('norm', 'ln_'),
-    'embedding': ('embed', 'wte', 'wpe'),
-    'attention': ('attn', 'attention'),
-    'mlp': ('mlp',),
-    'head': ('head',),
-}
+PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
+PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
 
 # To varlen_attn(), which in torch 2.11 takes fewer heads of keys than of queries without being told so.
 GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
 # What selective activation checkpointing keeps: the results that are dear to compute.
-SAVED_OPS = [
-    'aten.mm.default',
-    'aten.addmm.default',
-    'aten._scaled_dot_product_flash_attention.default',
-    'aten._scaled_dot_product_flash_attention_for_cpu.default',
-    'aten._scaled_dot_product_efficient_attention.default',
-    'aten._scaled_dot_product_cudnn_attention.default',
-    'torch_attn._varlen_attn.default',
-]
+ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
+SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'torch_attn._varlen_attn.default']
+SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -87,6 +75,9 @@ class ModelConfig:
     attention_gate: bool = False
     norm_eps: float | None = None
     z_loss: float = 0.0
+    parametrization: str = 'standard'  # or 'mup', 'completep': the table is in runtime/scaling.py
+    base_width: int | None = None
+    base_depth: int | None = None
 
     @classmethod
     def from_keys(cls, config):
@@ -95,6 +86,11 @@ class ModelConfig:
 
     def to_dict(self):
         return asdict(self)
+
+    @property
+    def ratios(self):
+        """(m_N, m_L): how many times as wide and as deep this is as the model that the rates were tuned on."""
+        return self.n_embd / (self.base_width or self.n_embd), self.n_layer / (self.base_depth or self.n_layer)
 
     @property
     def padded_vocab_size(self):
@@ -109,7 +105,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.arch not in ARCHITECTURES:
             raise ValueError(f'arch={self.arch!r}: expected one of {", ".join(ARCHITECTURES)}')
-        for name in ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'block_size'):
+        sizes = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'block_size')
+        for name in (*sizes, 'base_width', 'base_depth'):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f'{name}={value}: expected 1 or more')
@@ -134,6 +131,11 @@ class ModelConfig:
             raise ValueError(f'head_dim={self.head_dim}: expected an even number, since RoPE rotates pairs')
         if self.attention_gate and self.arch != 'qwen3':
             raise ValueError(f'attention_gate=True with arch={self.arch!r}: only qwen3 has it')
+        for name, users in (('base_width', ('mup', 'completep')), ('base_depth', ('completep',))):
+            if (self.parametrization in users) != (getattr(self, name) is not None):
+                given = f'{name}={getattr(self, name)} with parametrization={self.parametrization!r}'
+                where = f'where the learning rate was tuned (--parametrization={" or ".join(users)}), else None'
+                raise ValueError(f'{given}: expected the {"n_embd" if name == "base_width" else "n_layer"} {where}')
         if not 0 <= self.dropout < 1 or self.z_loss < 0:
             raise ValueError(f'dropout={self.dropout}, z_loss={self.z_loss}: expected 0 <= dropout < 1 and 0 <= z_loss')
 
@@ -324,6 +326,7 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config, config.n_embd)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
+        self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
 
     def forward(self, x, cache=None, documents=None):
@@ -334,8 +337,8 @@ class Block(nn.Module):
         return recomputed(self.add_attention_and_mlp, x, None, documents, **options)
 
     def add_attention_and_mlp(self, x, cache, documents):
-        x = x + self.drop(self.attn(self.attn_norm(x), cache, documents))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
+        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, documents)), alpha=self.branch_scale)
+        return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
 
 
 def recomputed(forward, *args, mode, noise, **kwargs):
@@ -511,6 +514,8 @@ class GPT(nn.Module):
         if cache:
             h = h[:, -1:]  # (B, 1, C)
         h = self.final_norm(h)
+        if self.config.base_width is not None:  # the logits get smaller by m_N
+            h = h / self.config.ratios[0]
 
         if then is not None:
             return then(h, self.head.weight[: self.config.vocab_size])
@@ -564,13 +569,16 @@ class GPT(nn.Module):
 
         It depends on (seed, name) alone, not on ranks or shards. (The random numbers of a CPU and of a GPU differ.)
         Normal with std 0.02 (GPT-2) or 1 / sqrt(fan_in) (enoki: "ScaledGPT", arXiv 2602.05298), residual projections
-        1 / sqrt(2 n_layer) times that. Norms 1, biases 0.
+        1 / sqrt(2 n_layer) times that. Norms 1, biases 0. Under mup and completep all as at base_width, without the
+        1 / sqrt(2 n_layer), but matrices in blocks 1 / sqrt(m_N) times that.
         """
         if parameter.dim() == 1:
             return torch.full(parameter.shape, 0.0 if name.endswith('bias') else 1.0, device=device)
-        fan_in = parameter.shape[1]  # of an embedding: n_embd
-        std = fan_in**-0.5 if self.config.arch == 'enoki' else 0.02
-        if name.endswith(('attn.proj.weight', 'mlp.down.weight')):  # 2 n_layer of them add to the residual stream
+        fan_in, m_N = parameter.shape[1], self.config.ratios[0]  # of an embedding: n_embd
+        std = (fan_in / m_N) ** -0.5 if self.config.arch == 'enoki' else 0.02
+        if self.config.base_width is not None:
+            std *= m_N**-0.5 if name.startswith('blocks.') else 1
+        elif name.endswith(('attn.proj.weight', 'mlp.down.weight')):  # 2 n_layer of them add to the residual stream
             std *= (2 * self.config.n_layer) ** -0.5
         return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std
 

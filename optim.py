@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from runtime import scaling
+
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
@@ -46,7 +48,8 @@ def make_optimizer(
 ):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
-    learning_rate: the peak. The loop sets group['lr'] before each step; gamma = lr / peak scales the DANA weight decay.
+    learning_rate: the peak. Before each step the loop sets group['lr'] to the schedule's rate times group['lr_factor'],
+        which a parametrization sets (runtime/scaling.py); gamma = the schedule's rate / peak scales the DANA decay.
     weight_decay: of AdamW, AdEMAMix and Muon as lr * weight_decay; of the DANA family as gamma * weight_decay, without
         the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
     kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of
@@ -55,7 +58,6 @@ def make_optimizer(
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
 
     'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below.
-
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
     """
     if optimizer not in OPTIMIZERS:
@@ -75,21 +77,21 @@ def make_optimizer(
         if not is_good:
             raise ValueError(f'{name}={value}: expected {expected}')
 
-    groups = parameter_groups(model, weight_decay)
+    groups = [{'lr_factor': 1.0, 'eps': 1e-8, **group} for group in parameter_groups(model, weight_decay)]
+    if optimizer == 'muon':
+        hidden = hidden_matrices(model)
+        for group in groups:  # their wd_ts is infinite: plain AdamW
+            group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
+        groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
+    groups = scaling.scaled_groups(groups, model, optimizer)
+    assert_each_in_one_group(model, groups)
     if optimizer == 'sgd':
         return torch.optim.SGD(groups, lr=learning_rate)
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
-    if optimizer == 'adamw':
-        return AdamW(groups, constants, compile=False)
-    if optimizer != 'muon':
-        return Elementwise(groups, constants, compile)
-    hidden = hidden_matrices(model)
-    for group in groups:  # their wd_ts is infinite: plain AdamW
-        group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
-    groups.insert(0, {'params': list(hidden), 'weight_decay': weight_decay})
-    assert_each_in_one_group(model, groups)
-    return Muon(groups, hidden, constants, compile)
+    if optimizer == 'muon':
+        return Muon(groups, hidden, constants, compile)
+    return AdamW(groups, constants, False) if optimizer == 'adamw' else Elementwise(groups, constants, compile)
 
 
 def parameter_groups(model, weight_decay):
@@ -106,9 +108,7 @@ def parameter_groups(model, weight_decay):
                 if parameter.dim() >= 2 and not isinstance(module, nn.Embedding):
                     matrices[parameter] = True
     others = [parameter for parameter in trained if parameter not in matrices]
-    groups = [{'params': list(matrices), 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
-    assert_each_in_one_group(model, groups)
-    return groups
+    return [{'params': list(matrices), 'weight_decay': weight_decay}, {'params': others, 'weight_decay': 0.0}]
 
 
 def hidden_matrices(model):
@@ -158,17 +158,17 @@ def adamw(scalars, theta, g, m, v):
     m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * (weight_decay/(1 + t/wd_ts)*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + eps))
     """
-    one_minus_beta1, one_minus_beta2, unbias1, unbias2, minus_lr, minus_decay = scalars
+    one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, one_minus_beta1)
     v.lerp_(g.mul(g), one_minus_beta2)
-    update = m.mul(unbias1).div_(v.mul(unbias2).sqrt_().add_(1e-8))
+    update = m.mul(unbias1).div_(v.mul(unbias2).sqrt_().add_(eps))
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
 
 def adamw_scalars(group, t):
     (beta1, beta2), lr = group['betas'], group['lr']
     decay = lr * group['weight_decay'] / (1 + t / group['wd_ts'])
-    return 1 - beta1, 1 - beta2, 1 / (1 - beta1**t), 1 / (1 - beta2**t), -lr, -decay
+    return 1 - beta1, 1 - beta2, 1 / (1 - beta1**t), 1 / (1 - beta2**t), group['eps'], -lr, -decay
 
 
 def adana(scalars, theta, g, m, v):
@@ -183,10 +183,10 @@ def adana(scalars, theta, g, m, v):
     (1+t)^(1-kappa) + 1, and the decay comes after the update. With d = gamma * weight_decay / (1 + t/wd_ts) that is
     (1-d)*(theta - lr*u) = theta - d*theta - (1-d)*lr*u: the same kernel with another rate.
     """
-    a, growth, minus_lr, minus_decay = scalars
+    a, growth, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
-    root = v.rsqrt().reciprocal_().add_(1e-8)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
+    root = v.rsqrt().reciprocal_().add_(eps)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
     update = g.addcmul(m, growth).div_(root)
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
@@ -194,13 +194,13 @@ def adana(scalars, theta, g, m, v):
 def adana_scalars(group, t):
     a = group['delta'] / (group['delta'] + t)
     growth = (1 + t) ** (1 - group['kappa'])
-    decay = group['lr'] / group['peak_lr'] * group['weight_decay'] / (1 + t / group['wd_ts'])
-    return a, growth, -group['lr'], -decay
+    gamma = group['lr'] / (group['peak_lr'] * group['lr_factor'])
+    return a, growth, group['eps'], -group['lr'], -gamma * group['weight_decay'] / (1 + t / group['wd_ts'])
 
 
 def adana_released_scalars(group, t):
-    a, growth, minus_lr, minus_decay = adana_scalars(group, t)
-    return a, growth + 1, minus_lr * (1 + minus_decay), minus_decay
+    a, growth, eps, minus_lr, minus_decay = adana_scalars(group, t)
+    return a, growth + 1, eps, minus_lr * (1 + minus_decay), minus_decay
 
 
 def dana_mk4(scalars, theta, g, m, v):
@@ -209,10 +209,10 @@ def dana_mk4(scalars, theta, g, m, v):
     A = min((1+t)^(1-kappa) * |m|/(sqrt(v)+eps), clipsnr)
     theta -= lr * (g/(sqrt(v)+eps) + sign(m)*A + m/(sqrt(v)+eps))
     """
-    a, growth, minus_lr, minus_decay = scalars
+    a, growth, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
-    root = v.sqrt().add_(1e-8)
+    root = v.sqrt().add_(eps)
     snr = m.div(root)
     # sign(m) * A is the same without |.|, clamped from both sides.
     update = snr.mul(growth).clamp_max_(2.0).clamp_min_(-2.0).add_(snr).add_(g.div(root))
@@ -228,10 +228,10 @@ def dana_star_mk4(scalars, theta, g, m, v, tau):
     A = min(T^(1-kappa) * |m|*n/p, clipsnr)
     theta -= lr * (g*n + sign(m)*(p*A + |m|*n))
     """
-    a, t, exponent, least_p, minus_lr, minus_decay = scalars
+    a, t, exponent, least_p, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
-    root = v.sqrt().add_(1e-8)
+    root = v.sqrt().add_(eps)
     size = g.abs()
     tau.lerp_(size.div(root.add(size)), a)
     tau_c = tau.clamp_max(0.5)
@@ -244,8 +244,8 @@ def dana_star_mk4(scalars, theta, g, m, v, tau):
 
 
 def dana_star_scalars(group, t):
-    a, _, minus_lr, minus_decay = adana_scalars(group, t)
-    return a, t, 1 - group['kappa'], 1 / (1 + t), minus_lr, minus_decay
+    a, _, *eps_and_rates = adana_scalars(group, t)
+    return a, t, 1 - group['kappa'], 1 / (1 + t), *eps_and_rates
 
 
 def ademamix(scalars, theta, g, fast, slow, v):
@@ -255,11 +255,11 @@ def ademamix(scalars, theta, g, fast, slow, v):
     fast = beta1*fast + (1-beta1)*g;   slow = beta3_t*slow + (1-beta3_t)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * ((fast/(1-beta1^t) + alpha_t*slow) / (sqrt(v/(1-beta2^t)) + eps) + weight_decay*theta)
     """
-    one_minus_beta3, alpha, one_minus_beta1, one_minus_beta2, unbias1, unbias2, minus_lr, minus_decay = scalars
+    one_minus_beta3, alpha, one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay = scalars
     fast.lerp_(g, one_minus_beta1)
     slow.lerp_(g, one_minus_beta3)
     v.lerp_(g.mul(g), one_minus_beta2)
-    update = slow.mul(alpha).addcmul_(fast, unbias1).div_(v.mul(unbias2).sqrt_().add_(1e-8))
+    update = slow.mul(alpha).addcmul_(fast, unbias1).div_(v.mul(unbias2).sqrt_().add_(eps))
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
 
@@ -409,7 +409,7 @@ class AdamW(Elementwise):
         steps = [torch.full((), t, device=rows[0][0].device)] * len(rows)
         (beta1, beta2), lr, weight_decay = group['betas'], group['lr'], group['weight_decay']
         torch._fused_adamw_(
-            *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=1e-8,
+            *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
             amsgrad=False, maximize=False, found_inf=self.found_inf,
         )  # fmt: skip
 

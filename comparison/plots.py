@@ -6,6 +6,7 @@ distinction. Every function writes a PNG for a page of 800 to 1000 pixels and re
 """
 
 import contextlib
+import itertools
 import math
 import statistics
 import textwrap
@@ -145,6 +146,28 @@ def plot_ladder(rows, output):
     axes.set(xscale='log', xlabel='FLOPs, forward and backward', ylabel='validation loss')
     axes.grid(alpha=0.25)
     return _save(figure, output, columns=4)
+
+
+def plot_coordinates(rows, parts, output):
+    """Mean |activation| of each part (columns) against the size along each axis (rows), a line per recipe."""
+    axes_of, recipes = ([*dict.fromkeys(row[key] for row in rows)] for key in ('axis', 'recipe'))
+    figure, panels = _panels(len(axes_of), len(parts), height=1 + 2.5 * len(axes_of), sharex='row')
+    for (axis, part), panel in zip(itertools.product(axes_of, parts), panels.flat, strict=True):
+        for number, recipe in enumerate(recipes):
+            sizes = {}  # size -> of all seeds
+            for row in rows:
+                if (row['axis'], row['recipe']) == (axis, recipe):
+                    sizes.setdefault(row['size'], []).append(row[part])
+            label = {'label': recipe} if (axis, part) == (axes_of[0], parts[0]) else {}  # one legend, for all panels
+            means = [statistics.geometric_mean(values) for values in sizes.values()]
+            panel.plot([*sizes], means, marker='o', markersize=3, **_line(number, len(recipes)), **label)
+        panel.set(xscale='log', yscale='log', xlabel=axis, title=part)
+        panel.set_xticks([*sizes], [f'{size:g}' for size in sizes], fontsize=8)
+        panel.minorticks_off()
+        low, high = panel.get_ylim()  # a decade at least, or noise would look like a slope
+        panel.set_ylim(min(low, high / 10), max(high, low * 10))
+        panel.grid(alpha=0.25)
+    return _save(figure, output, columns=len(recipes))
 
 
 def _line(number, count):

@@ -10,6 +10,7 @@ keys and values are three matrices in the latter two; those of GPT-2's blocks ar
 """
 
 import re
+from dataclasses import replace
 
 # Modules here -> modules there, first those of the root, then those of a block.
 GPT2_MODULES = {
@@ -57,6 +58,19 @@ def is_in_transformers(model_config):
     if model_config.arch == 'qwen3':
         return not model_config.bias and not model_config.attention_gate
     return model_config.arch == 'llama'
+
+
+def without_multipliers(state_dict, model_config):
+    """(state dict, ModelConfig) of a GPT that computes the same with parametrization='standard': the final norm takes
+    over what mup and completep divide the logits by, the last matrix of a branch what completep divides that by.
+    """
+    if model_config.parametrization == 'standard':
+        return state_dict, model_config
+    (m_N, m_L), plain = model_config.ratios, {}
+    for name, tensor in state_dict.items():
+        ends_branch = name.startswith('blocks.') and name.split('.')[-2] in ('proj', 'down')
+        plain[name] = tensor / (m_N if name.startswith('final_norm.') else m_L if ends_branch else 1)
+    return plain, replace(model_config, parametrization='standard', base_width=None, base_depth=None)
 
 
 def to_transformers(state_dict, model_config):

@@ -230,6 +230,9 @@ def fill_from_heads(config, explicit):
     settle(warmup_iters=run['max_iters'] // 50, above=-1)
     if 'learning_rate' in explicit:
         settle(learning_rate=None)
+    elif config.get('parametrization', 'standard') != 'standard':
+        of_size = f'heads={heads} gives the rate of this size, parametrization={config["parametrization"]!r}'
+        raise ValueError(f'{of_size} needs that of base_width={config["base_width"]}: add --learning_rate')
     else:
         settle(learning_rate=fitted_learning_rate(arch, optimizer, non_embedding, lr_rule, config['kappa']))
         if batch != (lr_rule, RULE_BLOCK_SIZE):
@@ -284,6 +287,47 @@ def rule_rows(run):
     rows |= {'iterations': run['max_iters'], 'warm-up': run['warmup_iters'], 'wd_ts': run['wd_ts']}
     rows |= {'weight decay': f'{run["weight_decay"]:.3g}', 'learning rate': f'{run["learning_rate"]:.2e}'}
     return {name: str(value).replace('e-0', 'e-') for name, value in rows.items()}
+
+
+# --- PARAMETRIZATIONS ------------------------------------------------------------------------------------------------
+# Rates found on a small model hold for a larger one under muP (arXiv 2203.03466), which widens it, and CompleteP (arXiv
+# 2505.01618, table 1 with alpha = 1), which deepens it, too: m_N = n_embd / base_width, m_L = n_layer / base_depth (in
+# muP 1). Heads get more, not larger: attention scores are divided by sqrt(head_dim) as always.
+#
+#                                  initial variance   learning rate   weight decay   eps            forward
+#   matrices of blocks             / m_N              / m_N           x m_N          / (m_N m_L)
+#   norms and biases of blocks                                                       / (m_N m_L)
+#   embedding, final norm, head                                                                     logits / m_N
+#   what a block adds                                                                               / m_L
+#
+# The first and the last column are in model.py. An optimizer whose update of a number does not depend on the scale of
+# its gradients is like Adam in this. Weight decay is as strong at all sizes: AdamW's is multiplied by the learning
+# rate, the DANA family's is not. Muon's update of a matrix, in place of m_N sqrt(m_N): 0.2 sqrt(max(rows, columns))
+# times one of norm 1, where the norm is what must not grow with m_N.
+
+
+def scaled_groups(groups, model, optimizer):
+    """
+    The groups of an optimizer for `model`, those of a GPT with a parametrization split: what is in its blocks has
+    'lr_factor', weight decay and 'eps' by the table. Raises ValueError for an optimizer that the table is wrong for.
+    """
+    config = getattr(model, 'config', None)
+    if getattr(config, 'parametrization', 'standard') == 'standard':
+        return groups
+    if optimizer == 'sgd':
+        advice = 'its steps grow with the gradients; use --optimizer=adamw'
+        raise ValueError(f'optimizer=sgd with parametrization={config.parametrization!r}: {advice}')
+    (m_N, m_L), in_blocks, found = config.ratios, set(model.blocks.parameters()), []
+    for group in groups:
+        found.append(group | {'params': [parameter for parameter in group['params'] if parameter not in in_blocks]})
+        inside = [parameter for parameter in group['params'] if parameter in in_blocks]
+        rate = 1.0
+        if inside and inside[0].dim() == 2:
+            rate = 1 / m_N**0.5 if group.get('update', optimizer) == 'muon' else 1 / m_N
+        decay = group['weight_decay'] / (1 if optimizer in DANA_FAMILY else rate)
+        factors = {'lr_factor': rate, 'weight_decay': decay, 'eps': group['eps'] / (m_N * m_L)}
+        found.append(group | {'params': inside} | factors)
+    return [group for group in found if group['params']]
 
 
 # --- COMMAND LINE -----------------------------------------------------------------------------------------------------

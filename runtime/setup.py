@@ -204,7 +204,9 @@ def check_resume(saved, config, identity, learning_rate_at):
             f'the checkpoint was trained on {in_words(before)}, {other}: use another --out_dir, perhaps with '
             f'--init_from={config.out_dir}, which begins with its weights'
         )
-    checkpoint.check_identity({**saved['identity'], 'data': now_is}, {**identity, 'data': now_is})
+    then = {**saved['identity'], 'data': now_is}
+    then['model'] = {'parametrization': 'standard', **then.get('model', {})}  # versions before had no other
+    checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
         raise ValueError(
             f'out_dir={config.out_dir} is at step {step}, beyond max_iters={config.max_iters}: go on with a larger '

@@ -21,6 +21,7 @@ from model import GPT, ModelConfig
 from runtime import checkpoint
 from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
 
+COMPLETEP = ['--parametrization=completep', '--base_width=8', '--base_depth=2']  # n_embd=40, n_layer=3
 RUNS = {  # name: (script, its arguments, the class that transformers has for it)
     'gpt2': ('train_ddp.py', ['--arch=gpt2', '--dropout=0.1'], 'GPT2LMHeadModel'),
     'llama': ('train_fsdp.py', ['--arch=llama', '--n_kv_head=1', '--bias=True'], 'LlamaForCausalLM'),
@@ -28,6 +29,8 @@ RUNS = {  # name: (script, its arguments, the class that transformers has for it
     'qwen3': ('train_fsdp.py', ['--arch=qwen3', '--n_kv_head=1', '--head_dim=24'], 'Qwen3ForCausalLM'),
     'enoki': ('train_fsdp.py', ['--arch=enoki'], 'GPTForCausalLM'),
     'nanogpt': ('train_fsdp.py', ['--arch=gpt2', '--bias=False'], 'GPTForCausalLM'),
+    'completep': ('train_fsdp.py', ['--arch=llama', *COMPLETEP], 'LlamaForCausalLM'),
+    'enoki_completep': ('train_fsdp.py', ['--arch=enoki', *COMPLETEP], 'GPTForCausalLM'),
     'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate'], 'GPTForCausalLM'),
 }
 TRAIN = ['--dataset=tiny', '--max_iters=3', '--global_batch_size=4', '--dtype=float32']

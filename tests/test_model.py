@@ -510,6 +510,41 @@ def test_initial_values_have_the_published_sizes(arch):
             assert parameter.std().item() == pytest.approx(std[module], rel=0.05), name
 
 
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+@pytest.mark.parametrize('parametrization', ['mup', 'completep'])
+def test_under_mup_and_completep_hidden_variances_fall_with_the_width_and_others_keep_those_of_the_base(
+    arch, parametrization
+):
+    base = {'parametrization': parametrization, 'base_width': 32}
+    base |= {'base_depth': 2} if parametrization == 'completep' else {}
+    model = make_model(arch, n_embd=128, mlp_hidden_dim=512, n_layer=8, tie_embeddings=False, **base)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 0.02 if arch != 'enoki' else 512**-0.5 * 2 if 'down' in name else 32**-0.5  # of width 32
+            std *= 4**-0.5 if name.startswith('blocks.') else 1
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+
+
+@pytest.mark.parametrize('arch', ARCHITECTURES)
+@torch.no_grad()
+def test_without_its_multipliers_in_the_weights_instead_a_model_computes_the_same(arch):
+    keys = {'n_layer': 3, 'parametrization': 'completep', 'base_width': 16, 'base_depth': 2}
+    wide = make_model(arch, torch.float64, tie_embeddings=False, **keys).double()
+    weights, config = convert.without_multipliers(wide.state_dict(), wide.config)
+    plain = GPT(config, torch.float64).double()
+    plain.load_state_dict(weights)
+    assert (config.parametrization, config.ratios) == ('standard', (1, 1))
+    x = make_tokens(2, 12)
+    for name in ('final_norm.weight', 'blocks.1.attn.proj.weight', 'blocks.2.mlp.down.weight'):
+        factor = 40 / 16 if 'norm' in name else 3 / 2
+        torch.testing.assert_close(weights[name] * factor, wide.state_dict()[name])
+    torch.testing.assert_close(plain(x), wide(x), rtol=1e-6, atol=1e-9)  # RoPE turns in fp32
+    torch.testing.assert_close(plain(x, x)[1], wide(x, x)[1], rtol=1e-6, atol=0)
+    assert (wide(x) - make_model(arch, torch.float64, n_layer=3, tie_embeddings=False).double()(x)).abs().max() > 1e-3
+    tokens = [model.generate(x[:, :4], 6, temperature=0) for model in (plain, wide)]
+    assert torch.equal(*tokens)
+
+
 # --- activation checkpointing -----------------------------------------------------------------------------------------
 
 
@@ -804,6 +839,10 @@ def test_configuration_is_filled_in_from_the_architecture():
         ({'vocab_size': None}, 'vocab_size=None'),
         ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: expected an even number'),
         ({'attention_gate': True}, 'only qwen3'),
+        ({'parametrization': 'mup'}, "base_width=None with parametrization='mup': expected the n_embd where the"),
+        ({'base_width': 20}, r"base_width=20 with parametrization='standard': .*--parametrization=mup or completep"),
+        ({'parametrization': 'mup', 'base_width': 20, 'base_depth': 1}, 'base_depth=1 .* expected the n_layer where'),
+        ({'parametrization': 'completep', 'base_width': 20, 'base_depth': 0}, 'base_depth=0: expected 1 or more'),
         ({'dropout': 1.0}, 'dropout=1.0'),
         ({'z_loss': -1.0}, 'z_loss=-1.0'),
     ],

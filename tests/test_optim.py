@@ -134,7 +134,7 @@ def take_steps(model, optimizer, gradients, steps, mesh=None):
             gradient = gradients[name][step]
             parameter.grad = gradient.clone() if mesh is None else piece(gradient, mesh)
         for group in optimizer.param_groups:
-            group['lr'] = RATES[step]
+            group['lr'] = RATES[step] * group['lr_factor']
         optimizer.step()
 
 
@@ -143,16 +143,19 @@ def full_values(model):
     return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in full.items()}
 
 
-def reference(optimizer, name, theta, gradients):
-    """The parameter `name` after all steps: the published equations, in float64, one after the other."""
+def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8):
+    """The parameter `name` after all steps: the published equations, in float64, one after the other.
+
+    rate, decays: factors of the learning rate and of the weight decay.
+    """
     theta, gradients = theta.double(), gradients.double()
     lr_max, b1, b2, kappa, delta, ts = (
         KEYS[key] for key in ('learning_rate', 'beta1', 'beta2', 'kappa', 'delta', 'wd_ts')
     )
-    wd = KEYS['weight_decay'] if name in DECAYED else 0.0
+    wd = KEYS['weight_decay'] * decays if name in DECAYED else 0.0
     m, v, tau, slow = (torch.zeros_like(theta) for _ in range(4))
     for t in range(1, STEPS + 1):
-        g, lr = gradients[t - 1], RATES[t - 1]
+        g, lr = gradients[t - 1], RATES[t - 1] * rate
         if optimizer == 'muon' and name in HIDDEN:
             m = 0.95 * m + 0.05 * g
             nesterov = 0.05 * g + 0.95 * m
@@ -171,14 +174,14 @@ def reference(optimizer, name, theta, gradients):
                 slow = b3 * slow + (1 - b3) * g
                 m_hat = m_hat + 8 * done * slow
             decay = wd / (1 + t / ts) if optimizer == 'adamw-decay' else wd
-            theta = theta - lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * theta)
+            theta = theta - lr * (m_hat / (v_hat.sqrt() + eps) + decay * theta)
         else:
             a = delta / (delta + t)
             m = m + a * (g - m)
             v = (1 - a) * v + a * g**2
-            root = v.sqrt() + 1e-8
+            root = v.sqrt() + eps
             growth = (1 + t) ** (1 - kappa)
-            decay = 1 - lr / lr_max * wd / (1 + t / ts)
+            decay = 1 - RATES[t - 1] / lr_max * wd / (1 + t / ts)
             if optimizer == 'adana':
                 theta = theta * decay - lr * (g + growth * m) / root
             elif optimizer == 'adana-released':
@@ -286,6 +289,41 @@ def test_plain_tensors_follow_the_equation(name, expected):
     model, optimizer = build(name, start)
     take_steps(model, optimizer, gradients, range(STEPS))
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
+
+
+class Wide(Zoo):
+    """Zoo as a model that is 4 times as wide and 3 times as deep as the one that its rates were tuned on."""
+
+    config = ModelConfig(n_layer=6, n_embd=48, parametrization='completep', base_width=12, base_depth=2, vocab_size=11)
+
+    @property
+    def blocks(self):
+        return nn.ModuleList([self.attn, self.tall, self.wide, self.single, self.norm])
+
+
+@pytest.mark.parametrize('name', [name for name in OPTIMIZERS if name != 'sgd'])
+def test_rates_decay_and_eps_are_those_of_completep(name, monkeypatch):
+    """m_N = 4, m_L = 3, and gradients so small that eps counts."""
+    monkeypatch.setitem(globals(), 'Zoo', Wide)
+    start, gradients = values()
+    gradients = {key: 1e-7 * gradient for key, gradient in gradients.items()}
+    model, optimizer = build(name, start)
+    take_steps(model, optimizer, gradients, range(STEPS))
+    expected, independent = {}, name in ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')
+    for key in start:
+        table = {'eps': 1e-8 if key.startswith(('embed', 'head')) else 1e-8 / (4 * 3)}
+        if key in HIDDEN:
+            rate = 1 / 2 if name == 'muon' else 1 / 4
+            table |= {'rate': rate, 'decays': 1 if independent else 1 / rate}
+        expected[key] = reference(name, key, start[key], gradients[key], **table)
+    assert max(errors(full_values(model), expected).values()) <= TOLERANCE[name]
+    plain = reference(name, 'tall.weight', start['tall.weight'], gradients['tall.weight'])
+    assert errors({'': plain}, {'': expected['tall.weight']})[''] > 1e-3
+
+
+def test_an_optimizer_whose_steps_grow_with_the_gradients_is_refused_under_completep():
+    with pytest.raises(ValueError, match=r"optimizer=sgd with parametrization='completep': .* --optimizer=adamw"):
+        make_optimizer(Wide(), 'sgd', **KEYS)
 
 
 @pytest.mark.parametrize('name', ELEMENTWISE)

@@ -40,6 +40,9 @@ finally:
 with open(f'{{config.out_dir}}/seeds_{{rank}}.json', 'w') as file:
     json.dump(seeds, file)
 """
+COMPLETEP = ('--arch=enoki', '--parametrization=completep', '--base_width=8', '--base_depth=2', '--eval_iters=1')
+SCALED = ('adamw', 'adana', 'muon')
+OUTER_IS_INNER = ('--num_replicas=1', '--inner_steps=5', '--outer_lr=1', '--outer_momentum=0')
 STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, and adds what is 0 in fp32
 
 
@@ -68,6 +71,10 @@ def one_process(data_dir, runs):
     cases = [case('plain', 'train_ddp.py', data_dir, runs, '--max_iters=50')]
     for arch in ('enoki', 'llama', 'qwen3'):
         cases.append(case(arch, 'train_ddp.py', data_dir, runs, f'--arch={arch}'))
+    for optimizer in SCALED:
+        cases.append(
+            case(f'scaled_{optimizer}', 'train_ddp.py', data_dir, runs, *COMPLETEP, f'--optimizer={optimizer}')
+        )
     cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=50'))
     cases.append(case('still', 'train_ddp.py', data_dir, runs, *STILL))
     return run_many(cases, 1, runs)
@@ -84,6 +91,16 @@ def two_ranks(data_dir, runs, one_process):
         *(
             case(f'{arch}_fsdp2', 'train_fsdp.py', data_dir, runs, f'--arch={arch}')
             for arch in ('enoki', 'llama', 'qwen3')
+        ),
+        *(
+            case(f'scaled_{optimizer}_{name}', script, data_dir, runs, *COMPLETEP, f'--optimizer={optimizer}', *more)
+            for optimizer in SCALED
+            for name, script, more in (
+                ('ddp', 'train_ddp.py', ()),
+                ('fsdp', 'train_fsdp.py', ()),
+                ('manual', 'train_fsdp.py', MANUAL),
+                ('diloco', 'train_diloco.py', OUTER_IS_INNER),
+            )
         ),
         case('ddp_micro1', 'train_ddp.py', data_dir, runs, '--batch_size=1'),
         case('ddp_micro6', 'train_ddp.py', data_dir, runs, '--batch_size=6'),
@@ -143,6 +160,14 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
 @pytest.mark.parametrize('arch', ['enoki', 'llama', 'qwen3'])
 def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
     assert largest_difference(runs / f'{arch}_fsdp2', runs / arch) <= 1e-5
+
+
+@pytest.mark.parametrize('optimizer', SCALED)
+def test_completep_is_the_same_under_every_strategy_and_another_run_than_standard(runs, two_ranks, optimizer):
+    reference = runs / f'scaled_{optimizer}'
+    for name in ('ddp', 'fsdp', 'manual', 'diloco'):
+        assert largest_difference(runs / f'scaled_{optimizer}_{name}', reference) <= 1e-5, name
+    assert largest_difference(runs / 'enoki', reference) > 1e-3
 
 
 @pytest.mark.parametrize('strategy', NOISE)

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_manual
 import optim
+from model import ModelConfig
 from runtime import checkpoint, setup
 
 
@@ -254,6 +255,23 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     with pytest.raises(ValueError, match=r'out_dir=a is at step 75, beyond max_iters=3: .* another --out_dir'):
         lines(max_iters=3)
     assert lines(max_iters=3, eval_only=True)
+
+
+def test_a_run_of_another_parametrization_or_base_is_not_resumed():
+    config = SimpleNamespace(max_iters=100, out_dir='a', eval_only=False)
+
+    def resume(**before):
+        model = ModelConfig(n_embd=72, vocab_size=9, parametrization='completep', base_width=32, base_depth=2).to_dict()
+        identity = {'model': model}
+        older = {key: value for key, value in (model | before).items() if value != 'absent'}
+        saved = {'identity': {'model': older}, 'step': 5, 'config': {}}
+        return setup.check_resume(saved, config, identity, optim.learning_rate_at)
+
+    assert resume() == []
+    with pytest.raises(ValueError, match=r'has model.base_width=16, you ask for 32: use another --out_dir'):
+        resume(base_width=16)
+    with pytest.raises(ValueError, match=r"has model.parametrization='standard', you ask for 'completep'"):
+        resume(**dict.fromkeys(('parametrization', 'base_width', 'base_depth'), 'absent'))  # of an earlier version
 
 
 class Exploit:
