@@ -416,8 +416,7 @@ INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_
 while (pool or step < config.max_iters) and not must_stop:
     # a pool: the next part of the data that nobody has, the one of replica number `replica`
     if pool and at == end:
-        part = pool.claim()
-        if part is None:  # all is trained
+        if (part := pool.claim()) is None:  # all is trained
             break
         train_batches.close()
         replica, at, end = part
@@ -504,8 +503,7 @@ while (pool or step < config.max_iters) and not must_stop:
 
     # log: shown as it comes, written when the replicas meet
     if at % config.log_interval == 0 or at == 1 or last_step:
-        row |= {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
-        row['grad_norm'] = grad_norm.item()
+        row |= {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval(), 'grad_norm': grad_norm.item()}
         if config.fsdp_impl == 'manual':
             row.update(model.communication())
         if not (round_ends or evaluating or scoring or saving):
