@@ -62,7 +62,8 @@ OWN_KEYS = set(
     wandb_project wandb_group wandb_run_name tensorboard_log dataset data_dir max_epochs batch_size init_from
     trust_remote_code num_epochs device dtype tf32 compile deterministic activation_checkpointing timeout_s
     stop_before_end_s max_failures max_bad_steps loss_spike_guard fsdp_impl zero_stage cpu_offload accumulate
-    blocks_per_unit prefetch outer_on_host plan verify exchange quorum grace_s keep_deltas replay dataset_stages""".split()
+    blocks_per_unit prefetch outer_on_host plan verify exchange quorum grace_s keep_deltas replay
+    dataset_stages""".split()
 )
 
 

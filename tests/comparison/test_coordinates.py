@@ -20,9 +20,9 @@ dtype, max_iters, learning_rate = 'float32', 10, 1e-3
 """
 
 
-def checked(folder, config, dataset, *more):
+def checked(folder, config, dataset):
     """{(recipe, axis): {part: slope}} of compare.py, from what it leaves."""
-    run_script('compare.py', config, *dataset, f'--out_dir={folder}', '--device=cpu', *more, timeout=3000)
+    run_script('compare.py', config, *dataset, f'--out_dir={folder}', '--device=cpu', timeout=3000)
     rows = json.loads((folder / 'coordinates.json').read_text())
     found = coordinates.slopes(rows)
     table = (folder / 'table.md').read_text()
@@ -42,14 +42,11 @@ def test_activations_keep_their_size_under_completep_and_not_under_standard(data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('more', [(), ('--optimizer=muon',), ('--optimizer=adana',)], ids=' '.join)
-def test_the_slopes_in_the_docs(tmp_path, more):
+def test_the_slopes_in_the_docs(tmp_path):
     run_script('prepare_data.py', '--tokenizer=bytes', '--name=stdlib-bytes', f'--data_dir={tmp_path}')
-    found = checked(tmp_path / 'out', REPO / 'config/coordinate_check.py', [f'--data_dir={tmp_path}'], *more)
+    found = checked(tmp_path / 'out', REPO / 'config/coordinate_check.py', [f'--data_dir={tmp_path}'])
     for axis in ('width', 'depth'):
         assert all(abs(slope) < 0.05 for slope in found['completep', axis].values()), found
-    if more:
-        return
     assert found['standard', 'width']['residual'] > 1 and found['standard', 'depth']['residual'] > 0.5
     assert abs(found['mup', 'width']['residual']) < 0.05 and found['mup', 'depth']['residual'] > 0.5
 
