@@ -429,8 +429,7 @@ class Replica:
 
     def _look(self):
         """(the commit, None), (None, {number: marker} of what can be closed), or (None, None): to be waited for."""
-        watch = self.watch
-        watch.look()
+        (watch := self.watch).look()
         if watch.is_committed:
             return self._read_json(f'commits/{self.ledger.round:06}.json'), None
         if watch.enough_at is not None and (not watch.late or watch.waited_s > self.config.grace_s):
