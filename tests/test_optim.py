@@ -134,7 +134,7 @@ def take_steps(model, optimizer, gradients, steps, mesh=None):
             gradient = gradients[name][step]
             parameter.grad = gradient.clone() if mesh is None else piece(gradient, mesh)
         for group in optimizer.param_groups:
-            group['lr'] = RATES[step] * group['lr_factor']
+            group['lr'] = RATES[step] * group.get('lr_factor', 1)  # torch's own optimizers have none
         optimizer.step()
 
 
