@@ -12,10 +12,10 @@ at_once = 2
 sweep = {'learning_rate': [1e-3, 2e-3, 4e-3, 8e-3]}
 recipes = {name: {'optimizer': name} for name in ('adamw', 'adana', 'dana-mk4', 'muon')}
 sizes = {  # label: parameters
-    '131k': {'heads': 2, 'n_layer': 2},
-    '270k': {'heads': 3, 'n_layer': 2},
-    '381k': {'heads': 3, 'n_layer': 3},
-    '655k': {'heads': 4, 'n_layer': 3},
+    '139k': {'heads': 2, 'n_layer': 2},
+    '283k': {'heads': 3, 'n_layer': 2},
+    '393k': {'heads': 3, 'n_layer': 3},
+    '672k': {'heads': 4, 'n_layer': 3},
 }
 seeds = [1, 2, 3]  # the first for all rates
 out_dir = 'out/ladder_adana'
