@@ -111,7 +111,9 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert said.splitlines()[-1] == f'exported to {folder}'
     assert f', {sum(parameter.numel() for parameter in ours.parameters()):,} parameters' in said
     assert f'loaded again as {RUNS[name][2]}: weights equal, logits equal ' in said
-    torch.testing.assert_close(theirs(x).logits, ours(x), atol=1e-6, rtol=0)
+    # With multipliers in the weights sums round otherwise, in each layer: some units in the last place of the logits.
+    atol = 1e-6 if ours.config.parametrization == 'standard' else 4e-6
+    torch.testing.assert_close(theirs(x).logits, ours(x), atol=atol, rtol=0)
     vocab_size = ours.config.vocab_size
     assert theirs.get_input_embeddings().weight.shape == (vocab_size, 40)  # without the rows that pad it
     assert theirs.get_output_embeddings().weight.shape == (vocab_size, 40)
