@@ -1,5 +1,6 @@
 """Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
 
+import copyreg
 import itertools
 import os
 import pickle
@@ -24,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from faults import wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -272,6 +274,28 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         resume(base_width=16)
     with pytest.raises(ValueError, match=r"has model.parametrization='standard', you ask for 'completep'"):
         resume(**dict.fromkeys(('parametrization', 'base_width', 'base_depth'), 'absent'))  # of an earlier version
+
+
+def test_an_index_as_early_versions_of_python_3_11_pickle_it(runs, tmp_path):
+    """They write a member of an Enum as getattr(class, name); no other getattr is answered."""
+    shutil.copytree(folder_of(runs['single', 1][0], 2), tmp_path / 'early')
+    index = dcp.FileSystemReader(tmp_path / 'early').read_metadata()
+
+    def write(attribute):
+        of_member = {_MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), attribute(member)))}
+        with open(tmp_path / 'early' / '.metadata', 'wb') as file:
+            pickler = pickle.Pickler(file)
+            pickler.dispatch_table = copyreg.dispatch_table | of_member
+            pickler.dump(index)
+
+    def shapes(folder):
+        return {key: (tensor.shape, tensor.dtype) for key, tensor in checkpoint.read_index(folder).items()}
+
+    write(lambda member: member.name)
+    assert shapes(tmp_path / 'early') == shapes(folder_of(runs['single', 1][0], 2)) != {}
+    write(lambda member: '__init_subclass__')
+    with pytest.raises(KeyError):
+        checkpoint.read_index(tmp_path / 'early')
 
 
 class Exploit:
