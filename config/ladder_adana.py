@@ -1,6 +1,6 @@
 # Does ADANA save compute, and more of it the larger the model? Four sizes, four optimizers, each with its own best
 # learning rate, 20 tokens per parameter, three seeds at the best. Some 5 hours on 2 CPU cores; it goes on where it was
-# stopped. docs/optimizers.md has the result.
+# stopped. It has not been run to its end yet.
 #
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
 #   python compare.py config/ladder_adana.py
