@@ -301,11 +301,12 @@ while step < config.max_iters and not must_stop:
         model.exchange(actions)
 
     meter.mark('update')
-    # gradients: sum over copies, undo the loss scale (what overflows on one stage does on all), clip their global norm
+    # gradients: sum over the copies, undo the loss scale, clip their global norm
     model.sum_gradients()
     scaler.unscale_(opt)
-    for found_inf in scaler._found_inf_per_device(opt).values():
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+    if scaler.is_enabled():  # what overflows on one stage does so on all: they skip the step together
+        for found_inf in scaler._found_inf_per_device(opt).values():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
     grad_norm = optim.clip_grad_norm_(
         raw_model.parameters(), config.grad_clip or math.inf, model.group, model.counted_elsewhere()
     )
