@@ -231,6 +231,7 @@ def evaluate():
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
     batches = list(data.eval_batches(val_data, windows, batch_size, copy, copies, device))
+    model.cast_weights()
     for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
         watchdog.at('evaluation', step)
         if action := actions[stage]:
@@ -289,6 +290,7 @@ while step < config.max_iters and not must_stop:
     meter.mark('data')
     batches = [next(train_batches) for _ in range(accumulation_steps)]  # x, y (batch_size, block_size), perhaps starts
     step_loss = torch.zeros((), device=device)
+    model.cast_weights()
     for actions in timetable:  # [what stage 0 does, what stage 1 does, ...], at one time
         action = actions[stage]
         # A mark for each time, idle or not: the rank that has made fewest is the one that the others wait for.
