@@ -59,8 +59,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
     torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
-    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline', of the stage that needs most. Raises ValueError for
-    ranks that do not divide.
+    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed', or 'pipeline': of its fullest stage. ValueError: ranks do not divide.
     """
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
@@ -123,9 +122,7 @@ def estimate(config, model, world_size, strategy='ddp'):
 def stage_memory(config, model, world_size, stage):
     """
     estimate() of one stage of a pipeline: its blocks; the first has the embedding, the last the head.
-
-    activations   of all micro-steps between their forward and their backward, and of the backward at work
-    reduction     gradients on their way to other copies or to the other end, beyond the room that activations leave
+    activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
     """
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
     copies = world_size // stages
@@ -135,9 +132,8 @@ def stage_memory(config, model, world_size, stage):
     # What a block adds to what one block alone keeps; the rest is of both ends.
     one, two = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (1, 2))
     of_block = two['activations'] - one['activations']
-    to_the_end = stages - 1 - stage
-    in_flight = 1 + (to_the_end if chunks == 1 else 2 * to_the_end + (chunks - 1) * stages)
-    in_flight = min(in_flight, chunks * micro_steps)
+    warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    in_flight = min(warm_up + 1, chunks * micro_steps)
     of_part = n_layer // stages // chunks * of_block + message_bytes(config)
     activations = in_flight * of_part + max(0, one['activations'] - of_block)
     logits = one['logits'] if stage == stages - 1 else 0
