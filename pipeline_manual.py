@@ -4,10 +4,10 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
 
     stage = pipeline_manual.Stage(model, rank, stages, chunks)  # its blocks; embedding or head at the ends
     pipeline = pipeline_manual.Pipeline(stage, mesh, batch_size)  # mesh: (stages, copies)
-    pipeline.cast_weights()
-    for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does, at one time
-        ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
-        pipeline.exchange(actions)
+    with pipeline.weights_cast():
+        for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does, at one time
+            ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
+            pipeline.exchange(actions)
     pipeline.sum_gradients()
 
 A *part* is what a micro-step runs through at once: n_layer / (stages * chunks) blocks. Part k is on stage k % stages:
@@ -31,11 +31,11 @@ What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_ste
 """
 
 from collections import namedtuple
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 
 from model import GPT, ChunkedCrossEntropy, Documents, in_documents
 
@@ -192,20 +192,27 @@ class Pipeline:
         self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
         self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
         self.shape = (batch_size, module.config.block_size, module.config.n_embd)
-        self.weights = {}  # name -> weight in compute_dtype, see cast_weights()
         self.kept = {}  # (part, micro-step) -> what went in and what came out, from forward to backward
         self.result = None  # of the last action: activations, or their gradient
         self.arriving = {}  # Action that needs it -> (tensor, work to wait for)
         self.leaving = []  # [(tensor, work to wait for)] of the last exchange: the memory is needed until then
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)  # NCCL: the first call is of all ranks
 
-    def cast_weights(self):
-        """Cast the weights of the blocks to compute_dtype, once for all micro-steps of a step, or of an evaluation.
-
-        Blocks would cast by themselves, and autograd keep that for backward: a copy for each micro-step on its way.
-        """
-        parameters, dtype = self.module.named_parameters(), self.module.compute_dtype
-        self.weights = {name: parameter.to(dtype) for name, parameter in parameters if name.startswith('blocks.')}
+    @contextmanager
+    def weights_cast(self):
+        """A context in which the blocks have their weights in compute_dtype, cast once for all micro-steps. They would
+        cast by themselves, but autograd keeps that until backward: a copy for each micro-step on its way."""
+        masters = [
+            (module, name, parameter)
+            for module in self.module.blocks.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for module, name, parameter in masters:
+            module._parameters[name] = parameter.to(self.module.compute_dtype)
+        yield
+        for module, name, parameter in masters:
+            module._parameters[name] = parameter
 
     def forward(self, action, x, y, starts=None):
         """The forward of one part and micro-step. Returns its cross-entropy, a sum over tokens; 0 before the last part.
@@ -215,7 +222,7 @@ class Pipeline:
         h, ce_sum = x, 0.0
         if action.part > 0:
             h = self.receive(action).requires_grad_(torch.is_grad_enabled())
-        output = functional_call(self.module, self.weights, (action.part, h, y, starts))
+        output = self.module(action.part, h, y, starts)
         if action.part == self.module.last:
             output, ce_sum = output
         if torch.is_grad_enabled():
@@ -268,7 +275,6 @@ class Pipeline:
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the
         first and the last stage. After the last backward of a step."""
-        self.weights = {}  # the optimizer changes the masters next
         blocks = [[*block.parameters()] for block in self.module.blocks.values()]
         in_blocks = {parameter for block in blocks for parameter in block}
         rest = [parameter for parameter in self.module.parameters() if parameter not in in_blocks]

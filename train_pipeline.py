@@ -231,15 +231,15 @@ def evaluate():
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
     batches = list(data.eval_batches(val_data, windows, batch_size, copy, copies, device))
-    model.cast_weights()
-    for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
-        watchdog.at('evaluation', step)
-        if action := actions[stage]:
-            batch, source = batches[action.micro_step]
-            ce_sum = model.forward(action, *batch)
-            if action.part == raw_model.last:
-                nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
-        model.exchange(actions)
+    with model.weights_cast():
+        for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
+            watchdog.at('evaluation', step)
+            if action := actions[stage]:
+                batch, source = batches[action.micro_step]
+                ce_sum = model.forward(action, *batch)
+                if action.part == raw_model.last:
+                    nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
+            model.exchange(actions)
     dist.all_reduce(nats_and_tokens)
     raw_model.train()
     return val_data.losses(nats_and_tokens.tolist())
@@ -290,17 +290,17 @@ while step < config.max_iters and not must_stop:
     meter.mark('data')
     batches = [next(train_batches) for _ in range(accumulation_steps)]  # x, y (batch_size, block_size), perhaps starts
     step_loss = torch.zeros((), device=device)
-    model.cast_weights()
-    for actions in timetable:  # [what stage 0 does, what stage 1 does, ...], at one time
-        action = actions[stage]
-        # A mark for each time, idle or not: the rank that has made fewest is the one that the others wait for.
-        meter.mark('backward' if action and action.kind == 'backward' else 'forward')
-        if action and action.kind == 'forward':
-            step_loss += model.forward(action, *batches[action.micro_step])
-        elif action:
-            model.backward(action, loss_factor)
-        # activations to the next part, their gradients to the one before
-        model.exchange(actions)
+    with model.weights_cast():
+        for actions in timetable:  # [what stage 0 does, what stage 1 does, ...], at one time
+            action = actions[stage]
+            # A mark for each time, idle or not: the rank that has made fewest is the one that the others wait for.
+            meter.mark('backward' if action and action.kind == 'backward' else 'forward')
+            if action and action.kind == 'forward':
+                step_loss += model.forward(action, *batches[action.micro_step])
+            elif action:
+                model.backward(action, loss_factor)
+            # activations to the next part, their gradients to the one before
+            model.exchange(actions)
 
     meter.mark('update')
     # gradients: sum over the copies, undo the loss scale, clip their global norm

@@ -59,7 +59,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
     torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
-    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed', or 'pipeline': of its fullest stage. ValueError: ranks do not divide.
+    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
     """
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]

@@ -156,15 +156,15 @@ def targets_in(batches):
 def one_step(stage, pipeline, timetable, batches, loss_factor):
     """What train_pipeline.py does in a step; returns the sum of the loss and the most micro-steps on their way."""
     loss, kept = 0.0, 0
-    pipeline.cast_weights()
-    for actions in timetable:
-        action = actions[stage]
-        if action and action.kind == 'forward':
-            loss += float(pipeline.forward(action, *batches[action.micro_step]))
-        elif action:
-            pipeline.backward(action, loss_factor)
-        kept = max(kept, len(pipeline.kept))
-        pipeline.exchange(actions)
+    with pipeline.weights_cast():
+        for actions in timetable:
+            action = actions[stage]
+            if action and action.kind == 'forward':
+                loss += float(pipeline.forward(action, *batches[action.micro_step]))
+            elif action:
+                pipeline.backward(action, loss_factor)
+            kept = max(kept, len(pipeline.kept))
+            pipeline.exchange(actions)
     pipeline.sum_gradients()
     return loss, kept
 
@@ -182,7 +182,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
         loss_sum, ce_sum = alone(*batch)
         (loss_sum * factor).backward()
         losses += ce_sum.item()
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    expected = {name: parameter.grad.clone() for name, parameter in alone.named_parameters()}
     expected_norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
 
     mesh = init_device_mesh('cpu', (stages, copies), mesh_dim_names=('stage', 'copy'))
@@ -276,8 +276,8 @@ def run_library(stages, chunks, micro_steps):
     order = []
     if chunks > 1:
         for action in schedule.pipeline_order[stage]:
-            if action is not None and str(action.computation_type) in ('F', 'B', 'FORWARD', 'FULL_BACKWARD'):
-                kind = 'forward' if str(action.computation_type)[:2] in ('F', 'FO') else 'backward'
+            if action is not None:
+                kind = {'FORWARD': 'forward', 'FULL_BACKWARD': 'backward'}[action.computation_type.name]
                 order.append(Action(kind, action.stage_index, action.microbatch_index))
     ours_order = pipeline_manual.order_of_stage(stage, stages, chunks, micro_steps)
     return max((ours[n] - theirs[n]).norm() / theirs[n].norm() for n in ours).item(), order, ours_order
