@@ -294,7 +294,6 @@ class Pipeline:
                 work.wait()
             mine.add_(theirs)  # a + b on one, b + a on the other: the same bits
 
-    def counted_elsewhere(self):
-        """Parameters whose gradients are another stage's, too, which counts them in the norm: the last one's tied."""
-        is_copy = self.module.holds_tied and self.stage > 0
-        return {self.module.embed.weight} if is_copy else set()
+    def held_twice(self):
+        """Parameters that another stage of this pipeline holds, too: each of them counts half in the norm."""
+        return {self.module.embed.weight} if self.module.holds_tied and self.stages > 1 else set()

@@ -310,7 +310,7 @@ while step < config.max_iters and not must_stop:
         for found_inf in scaler._found_inf_per_device(opt).values():
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
     grad_norm = optim.clip_grad_norm_(
-        raw_model.parameters(), config.grad_clip or math.inf, model.group, model.counted_elsewhere()
+        raw_model.parameters(), config.grad_clip or math.inf, model.group, model.held_twice()
     )
     # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1

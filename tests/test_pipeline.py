@@ -3,19 +3,25 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
-import contextlib
 import re
-import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import REPO, send
-from launch import TINY_SYNTHETIC, Job, join_all, run_forked, run_function, run_many, run_ranks, start_function
-from launch import write_output_to
+from launch import (
+    TINY_SYNTHETIC,
+    Job,
+    join_all,
+    run_forked,
+    run_function,
+    run_many,
+    run_ranks,
+    start_function,
+    write_output_to,
+)
 from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,7 +204,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     total = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(total)
     gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    norm = optim.clip_grad_norm_(module.parameters(), 0.1, pipeline.group, pipeline.counted_elsewhere())
+    norm = optim.clip_grad_norm_(module.parameters(), 0.1, pipeline.group, pipeline.held_twice())
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks}
     with torch.device('meta'):
@@ -364,3 +370,227 @@ def test_gradients_and_order_are_those_of_torchs_own_schedules(on_4_ranks, layou
 def test_memory_of_activations_is_as_predicted(on_4_ranks):
     for _, _, (measured, predicted) in on_4_ranks:
         assert abs(predicted / measured - 1) <= 0.1, (measured, predicted)
+
+
+# --- runs of the script -----------------------------------------------------------------------------------------------
+
+RUN = [*TINY_SYNTHETIC, '--n_layer=4', '--max_iters=20', '--global_batch_size=12', '--keep_checkpoints=1']
+RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_iters=1', '--lr_decay_iters=20']
+LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on each of two
+    'ddp': (2, 'train_ddp.py', []),
+    'torch': (2, 'train_fsdp.py', []),
+    'manual': (2, 'train_fsdp.py', ['--fsdp_impl=manual']),
+    '2 stages': (2, 'train_pipeline.py', []),
+    '2 stages x 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
+    '4 stages': (4, 'train_pipeline.py', []),
+    '2 stages x 2 copies': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
+}
+PIPELINES = [name for name, (_, script, _) in LAYOUT.items() if script == 'train_pipeline.py']
+# Who loads what. All write plain tensors or shards of their rows, under the same names.
+LOADS = [
+    ('ddp', '2 stages'), ('ddp', '2 stages x 2 copies'), ('torch', '4 stages'), ('manual', '2 stages x 2 chunks'),
+    ('2 stages', 'ddp'), ('2 stages', 'torch'), ('2 stages', '4 stages'), ('2 stages x 2 chunks', 'manual'),
+    ('4 stages', 'ddp'), ('4 stages', '2 stages x 2 chunks'), ('2 stages x 2 copies', 'torch'),
+]  # fmt: skip
+
+
+def case(folder, layout, *more, out=None, **options):
+    """A case of run_many: a run of this layout in folder/out."""
+    _, script, keys = LAYOUT[layout]
+    arguments = [*RUN, *keys, *more, f'--out_dir={folder / (out or layout)}']
+    return {'name': f'{layout} {out} {more}', 'script': script, 'arguments': arguments, **options}
+
+
+def folder_of(writer, reader):
+    return f'{writer} to {reader}'.replace(' ', '_')
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """The folder with: each layout, 20 steps; what each reader has loaded of each writer, saved again; and variants."""
+    folder = tmp_path_factory.mktemp('runs')
+    bf16 = '--dtype=bfloat16'
+    run_many([case(folder, 'ddp', out='one'), case(folder, 'ddp', bf16, out='one bf16')], 1, folder)
+
+    def loads(nproc):
+        """After all that they read has been written."""
+        for writer, reader in LOADS:
+            if LAYOUT[reader][0] == nproc:
+                yield case(folder, reader, out=writer, save_again=str(folder / folder_of(writer, reader)))
+
+    run_many([case(folder, layout) for layout in ('4 stages', '2 stages x 2 copies')], 4, folder)
+    noisy = '--dropout=0.1'
+    run_many(
+        [
+            *(case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 2),
+            case(folder, '2 stages', bf16, out='bf16'),
+            case(folder, '2 stages', '--dtype=float16', out='fp16'),
+            case(folder, '2 stages', noisy, out='noisy'),
+            case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
+            case(folder, '2 stages', noisy, out='noisy again'),
+            *loads(2),
+            case(folder, '2 stages x 2 chunks', '--max_iters=10', out='changes'),
+        ],
+        2,
+        folder,
+    )
+    run_many([*loads(4), case(folder, '2 stages x 2 copies', out='changes')], 4, folder)
+    return folder
+
+
+@pytest.mark.parametrize('layout', [*PIPELINES, 'changes'])  # from 2 stages x 2 chunks to 2 stages x 2 copies
+def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
+    ours, alone = metrics(runs / layout), metrics(runs / 'one')
+    assert len(ours) == len(alone) == 20
+    for row, expected in zip(ours, alone, strict=True):
+        assert row['step'] == expected['step'] and row['tokens'] == expected['tokens'] and row['lr'] == expected['lr']
+        for key in ('loss', 'grad_norm', 'val_loss'):
+            assert (key in row) == (key in expected)
+            assert abs(row.get(key, 0) - expected.get(key, 0)) <= 1e-6 * expected.get(key, 1), (key, row['step'])
+
+
+def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
+    for ours, expected in zip(column(runs / 'bf16', 'loss'), column(runs / 'one bf16', 'loss'), strict=True):
+        assert abs(ours - expected) <= 2e-3 * expected
+    for ours, expected in zip(column(runs / 'fp16', 'loss'), column(runs / 'one', 'loss'), strict=True):
+        assert abs(ours - expected) <= 5e-3 * expected  # a step may have been left out, for its loss scale
+
+
+def all_tensors(path):
+    """Parameters and moments of a checkpoint, {key: tensor}."""
+    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in checkpoint.read_index(path).items()}
+    checkpoint.read_tensors(path, tensors, alone=True)
+    return tensors
+
+
+@pytest.mark.parametrize('writer', LAYOUT)
+def test_what_one_layout_has_written_another_loads_bit_for_bit(runs, writer):
+    written = all_tensors(str(runs / writer / 'checkpoints' / 'step_00000020'))
+    assert len(written) > 100 and any('exp_avg_sq' in key for key in written)
+    for reader in [reader for other, reader in LOADS if other == writer]:
+        loaded = all_tensors(str(runs / folder_of(writer, reader) / 'checkpoints' / 'step_00000020'))
+        assert loaded.keys() == written.keys()
+        for key, tensor in written.items():
+            assert torch.equal(loaded[key], tensor), f'{key} of {writer} in {reader}'
+
+
+def test_with_dropout_a_resumed_run_is_bit_equal(runs):
+    assert_same_rows(runs / 'noisy again', runs / 'noisy')
+    assert_same_weights(runs / 'noisy again', runs / 'noisy', 20)
+    assert column(runs / 'noisy', 'loss') != column(runs / '2 stages', 'loss')
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
+    fault = {'kind': 'nan', 'rank': 1, 'step': 3}
+    keys = [*RUN, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
+    job = Job('train_pipeline.py', keys, 2, tmp_path / 'log', fault)
+    assert job.wait() == [0, 0], job.text()
+    assert 'WARNING: gradient not finite on ranks 0, 1 at step 3: the step is skipped' in job.text()  # a norm of all
+    before, after, later = (all_tensors(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not all(torch.equal(after[key], later[key]) for key in before)
+    assert [row.get('skipped', 0) for row in metrics(tmp_path / 'run')] == [0, 0, 1, 1]
+
+
+def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_stop_ends_it(tmp_path):
+    out_dir = tmp_path / 'run'
+    keys = [*RUN, '--checkpoint_interval=2', '--eval_interval=0', '--eval_iters=0', f'--out_dir={out_dir}']
+    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    job.wait_for(lambda: complete(out_dir))
+    send(job.ranks()[1])
+    codes = job.wait()
+    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, None), job.text()
+    newest = complete(out_dir)[-1]
+    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    job.wait_for(lambda: last_step(out_dir) > newest + 2)
+    send(job.ranks()[1], signal.SIGTERM)
+    assert job.wait() == [0, 0], job.text()
+    step = int((out_dir / 'PREEMPTED').read_text())
+    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == step == last_step(out_dir)
+
+
+def sleep_in_the_middle(out_dir):
+    """Rank 1 of 3 sleeps in its second forward, when rank 0 is further and rank 2 not as far in its own work."""
+    rank = dist.get_rank()
+    write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
+    mesh = init_device_mesh('cpu', (3, 1), mesh_dim_names=('stage', 'copy'))
+    with torch.device('meta'):
+        whole = GPT(ModelConfig(**{**SMALL, 'arch': 'gpt2', 'n_layer': 3}))
+    module = filled(pipeline_manual.Stage(whole, rank, 3, 1).to_empty(device='cpu'))
+    pipeline = pipeline_manual.Pipeline(module, mesh, batch_size=2)
+    batches, watchdog = batches_of(0, 5, documents=False), health.Watchdog(out_dir, timeout_s=2)
+    for step in (1, 2):  # there is more patience in the first
+        for actions in pipeline_manual.timetable(3, 1, 5):
+            action = actions[rank]
+            watchdog.at('backward' if action and action.kind == 'backward' else 'forward', step)
+            if (step, rank, action) == (2, 1, Action('forward', 1, 1)):
+                time.sleep(120)
+            if action and action.kind == 'forward':
+                pipeline.forward(action, *batches[action.micro_step])
+            elif action:
+                pipeline.backward(action, torch.tensor(1.0))
+            pipeline.exchange(actions)
+
+
+def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
+    processes = start_function(3, tmp_path, sleep_in_the_middle, str(tmp_path))
+    assert join_all(processes, 100) == []
+    said = ''.join((tmp_path / f'said_{rank}').read_text() for rank in range(3))
+    lines = re.findall(r'error: (.*)', said)
+    assert len(lines) == 3 and [process.exitcode for process in processes] == [1] * 3, said
+    for line in lines:
+        assert re.match(r"rank 1 made no progress for \d+ s in phase 'forward' of step 2; the others wait", line), said
+
+
+# --- a user's mistakes, and the plan ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'keys, says',
+    [
+        (['--pipeline_stages=3'], 'pipeline_stages=3 does not divide 4 ranks: use one of 1, 2, 4'),
+        (['--n_layer=6'], r'n_layer=6 is not a multiple of 4 .*use --n_layer=4 or 8, or stages x chunks of 1, 2, 3, 6'),
+        (['--n_layer=4', '--pipeline_chunks=2'], 'n_layer=4 is not a multiple of 8 = pipeline_stages=4 x pipeline_ch'),
+        (
+            ['--global_batch_size=6'],
+            '=6 is 3 micro-steps .*on 1 pipeline: expected pipeline_stages=4 or more; use --',
+        ),
+        (
+            ['--pipeline_chunks=2', '--n_layer=8'],
+            'expected a multiple of pipeline_stages=4; use --global_batch_size=',
+        ),
+        (['--pipeline_stages=1', '--pipeline_chunks=2', '--global_batch_size=24'], 'expected 1, or more on 2 or more'),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, says):
+    """By what the script calls before there is a process group."""
+    values = {'pipeline_stages': 4, 'pipeline_chunks': 1, 'n_layer': 4, 'batch_size': 2, 'global_batch_size': 12}
+    values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
+    with pytest.raises(ValueError, match=says) as error:
+        scaling.check_pipeline(values, scaling.copies_of_pipeline(values, world_size=4))
+    assert '\n' not in str(error.value)
+
+
+def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
+    out_dir = tmp_path / 'run'
+    for more, says in (
+        (['--n_layer=3'], 'error: n_layer=3 is not a multiple of 2'),
+        (['--init_from=Qwen/Qwen3-0.6B'], 'error: init_from=Qwen/Qwen3-0.6B: a model of transformers is not cut'),
+    ):
+        for ended in run_ranks([['train_pipeline.py', *RUN, *more, f'--out_dir={out_dir}']] * 2):
+            assert ended.returncode == 1 and 'Traceback' not in ended.stderr
+            assert [line for line in ended.stderr.splitlines() if says in line] == ended.stderr.strip().splitlines()
+    assert not out_dir.exists()
+
+
+def test_dry_run_shows_memory_and_traffic_of_each_stage(tmp_path):
+    said = run_forked(
+        'train_pipeline.py', *RUN, '--dry_run', f'--out_dir={tmp_path / "run"}', nproc=4, log=tmp_path / 'log'
+    )
+    rows = {line[:22].strip(): line[22:].split() for line in said.splitlines() if line.startswith('  ')}
+    assert all(len(rows[part]) == 4 for part in ('weights', 'activations', 'total on the device', 'point-to-point'))
+    assert 'pipeline: 4 stages x 1 chunk of 1 block; 1 pipeline (above: rank); bubble 3/6 of the work' in said
+    assert '2 sequences x 6 micro-steps x 1 rank = 12 sequences' in said and not (tmp_path / 'run').exists()
