@@ -52,14 +52,15 @@ def timetable(stages, chunks, micro_steps, backward=True):
     from another stage; forward and backward count as one unit of time each.
     """
     queues = [order_of_stage(stage, stages, chunks, micro_steps, backward) for stage in range(stages)]
-    last, done, times = stages * chunks - 1, set(), []
+    ready, times = {Action('forward', 0, micro_step) for micro_step in range(micro_steps)}, []
     while any(queues):
-        actions = [queue[0] if queue and needed_by(queue[0], last) <= done else None for queue in queues]
+        actions = [queue[0] if queue and queue[0] in ready else None for queue in queues]
         assert any(actions), f'{stages=} {chunks=} {micro_steps=}: all wait for each other at {[q[:1] for q in queues]}'
+        times.append(actions)
         for queue, action in zip(queues, actions, strict=True):
             if action:
-                done.add(queue.pop(0))
-        times.append(actions)
+                queue.pop(0)
+                ready.add(used_by(action, last=stages * chunks - 1))
     return times
 
 
@@ -85,19 +86,12 @@ def order_of_stage(stage, stages, chunks, micro_steps, backward=True):
     return [*forwards[:warm_up], *steady, *backwards[max(0, len(order) - warm_up) :]]
 
 
-def needed_by(action, last):
-    """The Actions, one at most, whose result an action needs; last: the number of the last part."""
+def used_by(action, last):
+    """The Action that needs the result of this one, or None. last: the number of the last part."""
     kind, part, micro_step = action
     if kind == 'forward':
-        return {Action(kind, part - 1, micro_step)} if part else set()
-    return {Action(kind, part + 1, micro_step) if part < last else Action('forward', part, micro_step)}
-
-
-def used_by(action, last):
-    """The Action that needs the result of this one from another stage, or None."""
-    kind, part, micro_step = action
-    other = part + 1 if kind == 'forward' else part - 1
-    return Action(kind, other, micro_step) if 0 <= other <= last else None
+        return Action(kind, part + 1, micro_step) if part < last else Action('backward', part, micro_step)
+    return Action(kind, part - 1, micro_step) if part > 0 else None
 
 
 # --- what a stage holds -----------------------------------------------------------------------------------------------
@@ -105,7 +99,6 @@ def used_by(action, last):
 
 class Stage(nn.Module):
     """The parts of a model.GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
-
     The embedding is with part 0, the final norm and the head with the last part. A tied one is on both stages: there it
     has both of its names, so that optimizer and checkpoint see in it what they see in the whole model.
     """
@@ -143,11 +136,8 @@ class Stage(nn.Module):
         return self
 
     def forward(self, part, x, y=None, starts=None):
-        """What GPT.forward does, from the first block of a part to its last. x: tokens (B, T) for part 0, activations
-        (B, T, C) for the others; y, starts: as there, and on every stage the same.
-
-        Returns activations (B, T, C), and of the last part (loss_sum, ce_sum).
-        """
+        """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C) for
+        the others; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum)."""
         positions, documents = slice(x.shape[1]), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
@@ -170,12 +160,10 @@ class Stage(nn.Module):
 
     initial_value = GPT.initial_value
 
-    def parameter_counts(self):
-        """Of the whole model."""
+    def parameter_counts(self):  # of the whole model, like the FLOPs
         return self.whole[0]
 
     def flops_per_token(self):
-        """Of the whole model."""
         return self.whole[1]
 
 
@@ -202,23 +190,16 @@ class Pipeline:
     def weights_cast(self):
         """A context in which the blocks have their weights in compute_dtype, cast once for all micro-steps. They would
         cast by themselves, but autograd keeps that until backward: a copy for each micro-step on its way."""
-        masters = [
-            (module, name, parameter)
-            for module in self.module.blocks.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        for module, name, parameter in masters:
-            module._parameters[name] = parameter.to(self.module.compute_dtype)
+        dtype, masters = self.module.compute_dtype, [(m, m._parameters) for m in self.module.blocks.modules()]
+        for module, parameters in masters:
+            module._parameters = {name: p if p is None else p.to(dtype) for name, p in parameters.items()}
         yield
-        for module, name, parameter in masters:
-            module._parameters[name] = parameter
+        for module, parameters in masters:
+            module._parameters = parameters
 
     def forward(self, action, x, y, starts=None):
         """The forward of one part and micro-step. Returns its cross-entropy, a sum over tokens; 0 before the last part.
-
-        x, y, starts: the micro-step's batch, the same on all stages. Under no_grad() nothing is kept for backward.
-        """
+        x, y, starts: the micro-step's batch, the same on all stages. Under no_grad() nothing is kept for backward."""
         h, ce_sum = x, 0.0
         if action.part > 0:
             h = self.receive(action).requires_grad_(torch.is_grad_enabled())
@@ -250,21 +231,22 @@ class Pipeline:
         operations, users = [], []
         for source, action in enumerate(actions):
             user = used_by(action, self.module.last) if action else None
-            if user and source == self.stage:
-                target = user.part % self.stages
-                tensor = self.result.contiguous()
-                operations.append(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=target))
-                users.append(None)
-            elif user and user.part % self.stages == self.stage:
+            target = user.part % self.stages if user else source
+            if source == self.stage != target:
+                operation, tensor, peer = dist.isend, self.result.contiguous(), target
+            elif target == self.stage != source:
                 tensor = torch.empty(self.shape, dtype=self.module.compute_dtype, device=self.device)
-                operations.append(dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=source))
-                users.append(user)
+                operation, peer = dist.irecv, source
+            else:  # nothing to send, or between others
+                continue
+            operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer))
+            users.append(user)
         # One batch: under NCCL one kernel, in which no message waits for another. gloo returns a work for each of them.
         works = dist.batch_isend_irecv(operations) if operations else []
         works = works * len(operations) if len(works) == 1 else works
-        before, self.leaving, self.result = self.leaving, [], None
+        before, self.leaving = self.leaving, []
         for operation, user, work in zip(operations, users, works, strict=True):
-            if user:
+            if operation.op is dist.irecv:
                 self.arriving[user] = operation.tensor, work
             else:
                 self.leaving.append((operation.tensor, work))
@@ -278,13 +260,11 @@ class Pipeline:
         blocks = [[*block.parameters()] for block in self.module.blocks.values()]
         in_blocks = {parameter for block in blocks for parameter in block}
         rest = [parameter for parameter in self.module.parameters() if parameter not in in_blocks]
-        for parameters in [*blocks, rest] if dist.get_world_size(self.copies) > 1 else []:
-            gradients = [parameter.grad for parameter in parameters]
-            if gradients:
-                flat = torch.cat([gradient.view(-1) for gradient in gradients])  # one message, not twelve
-                dist.all_reduce(flat, group=self.copies)
-                sums = flat.split([gradient.numel() for gradient in gradients])
-                torch._foreach_copy_([gradient.view(-1) for gradient in gradients], sums)
+        for parameters in filter(None, [*blocks, rest] if dist.get_world_size(self.copies) > 1 else []):
+            gradients = [parameter.grad.view(-1) for parameter in parameters]
+            flat = torch.cat(gradients)  # one message, not twelve
+            dist.all_reduce(flat, group=self.copies)
+            torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
         if self.module.holds_tied and self.stages > 1:
             mine = self.module.embed.weight.grad
             theirs = torch.empty_like(mine)

@@ -111,9 +111,8 @@ def copies_of_pipeline(config, world_size):
 
 
 def check_pipeline(config, copies):
-    """[a line for the log: the layout, and what its bubble costs]. Raises ValueError unless all parts have as many
-    blocks, and there are enough micro-steps: with several chunks whole groups of `stages`, for else the order of
-    arXiv 2104.04473 has stages wait for each other."""
+    """[a line for the log]. Raises ValueError unless all parts have as many blocks, and there are enough micro-steps:
+    with several chunks a multiple of the stages, which would wait for each other in the order of arXiv 2104.04473."""
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
     parts = stages * chunks
     if n_layer % parts:
