@@ -99,9 +99,9 @@ def used_by(action, last):
 
 class Stage(nn.Module):
     """The parts of a model.GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
-    The embedding is with part 0, the final norm and the head with the last part. A tied one is on both stages: there it
-    has both of its names, so that optimizer and checkpoint see in it what they see in the whole model.
-    """
+
+    The embedding is with part 0, the final norm and the head with the last part. A tied one is on both stages, under
+    both of its names, so that optimizer and checkpoint see in it what they see in the whole model."""
 
     def __init__(self, model, stage, stages, chunks):
         """model: on the meta device, so that what other stages hold costs nothing. n_layer % (stages * chunks) = 0."""
@@ -136,8 +136,8 @@ class Stage(nn.Module):
         return self
 
     def forward(self, part, x, y=None, starts=None):
-        """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C) for
-        the others; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum)."""
+        """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C)
+        else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum)."""
         positions, documents = slice(x.shape[1]), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
