@@ -155,8 +155,11 @@ class Stage(nn.Module):
             h = self.blocks[str(number)](h, None, documents)
         if part < self.last:
             return h
+        h = self.final_norm(h)
+        if self.config.base_width is not None:  # as in GPT
+            h = h / self.config.ratios[0]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        return ChunkedCrossEntropy.apply(self.final_norm(h).flatten(0, 1), self.head.weight, y.flatten(), *options)
+        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
 
     initial_value = GPT.initial_value
 

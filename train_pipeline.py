@@ -65,6 +65,9 @@ class Config:
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
     attention_gate = False  # qwen3: sigmoid gate on the attention output
+    parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
+    base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
+    base_depth: int | None = None  # completep: its n_layer
     freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
     # lora
     lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
@@ -276,7 +279,7 @@ while step < config.max_iters and not must_stop:
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
     )
     for group in opt.param_groups:
-        group['lr'] = lr
+        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that

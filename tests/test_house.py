@@ -32,7 +32,7 @@ FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
 LONGER = {'train_diloco.py': 545, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
-LINES_IN_ALL = 19_790
+LINES_IN_ALL = 19_800
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
