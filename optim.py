@@ -633,17 +633,17 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm):
+def clip_grad_norm_(parameters, max_norm, group=None, held_twice=()):
     """Scale all gradients in place so that their global L2 norm is at most max_norm. Returns the norm before, 0-d, on
-    the device. Collective if they are sharded.
+    the device. Collective if they are sharded, or with group: of ranks with other parameters each, but for held_twice.
 
-    torch.nn.utils.clip_grad_norm_ computes the same. On DTensors it goes through their dispatcher, one by one, which
-    keeps the host busy three times as long; here each rank squares what it holds, and the ranks add that up.
+    torch.nn.utils.clip_grad_norm_ sends DTensors through their dispatcher, one by one: three times the host's work.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters]
-    norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    group = shard_group(parameters[:1])
+    norms = zip(torch._foreach_norm(gradients), parameters, strict=True)
+    norm = torch.stack([norm * 0.5**0.5 if p in held_twice else norm for norm, p in norms]).norm()
+    group = group or shard_group(parameters[:1])
     if group is not None:
         square = norm.double().square()
         dist.all_reduce(square, group=group)

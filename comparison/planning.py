@@ -17,7 +17,7 @@ from runtime import scaling
 from runtime.files import ROOT
 
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
-SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py'}
+SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py', 'pipeline': 'train_pipeline.py'}
 STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'deepspeed': (1, 2, 3)}
 IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
 

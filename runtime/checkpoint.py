@@ -486,7 +486,12 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     dtype without a word. Raises OSError when a file cannot be read.
     """
     prefixes = ('model.',) if optimizer is None else ('model.', f'{optimizer_key}.')
+    # Of a stage of a pipeline: parameters that the other stages load.
+    elsewhere = {
+        f'{kind}.{name}' for name in getattr(model, 'names_elsewhere', ()) for kind in ('model', optimizer_key)
+    }
     saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
+    saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
     targets = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
     if optimizer is not None:

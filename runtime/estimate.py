@@ -50,7 +50,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     accumulated   fsdp: what whole gradients need beyond that, while micro-steps add up without communication
     optimizer     fp32 moments, none of frozen weights
     outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
-    gathered      fsdp: whole weights in the compute dtype
+    gathered      fsdp: whole weights in the compute dtype; pipeline: those of its blocks, for half a precision
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
@@ -59,8 +59,11 @@ def estimate(config, model, world_size, strategy='ddp'):
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
     torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
-    strategy: 'ddp', 'fsdp', 'diloco' or 'deepspeed'. Raises ValueError for ranks that do not divide.
+    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
     """
+    if strategy == 'pipeline':
+        stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
+        return max(stages, key=lambda parts: sum(parts.values()))
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
@@ -114,6 +117,54 @@ def estimate(config, model, world_size, strategy='ddp'):
     # micro-steps add up, or where it ends with those of the root.
     begin = of_block + sum(activations.values()) - (parts.get('gradients', 0) if micro_steps == 1 else 0)
     return parts | {'not at once': max(begin, of_root) - parts['reduction'] - sum(activations.values())}
+
+
+def stage_memory(config, model, world_size, stage):
+    """
+    estimate() of one stage of a pipeline: its blocks; the first has the embedding, the last the head.
+    activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
+    """
+    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
+    copies = world_size // stages
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
+    held, ends = stage_numbers(config, model, stage)
+    hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
+    # What a block adds to what one block alone keeps; the rest is of both ends.
+    one, two = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (1, 2))
+    of_block = two['activations'] - one['activations']
+    warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    in_flight = min(warm_up + 1, chunks * micro_steps)
+    of_part = n_layer // stages // chunks * of_block + message_bytes(config)
+    activations = in_flight * of_part + max(0, one['activations'] - of_block)
+    logits = one['logits'] if stage == stages - 1 else 0
+    reduction = FP32 * max(ends, count(model.blocks[0].parameters())) if copies > 1 else FP32 * ends * (stages > 1)
+    return {
+        'weights': FP32 * held,
+        'gradients': FP32 * held,
+        'optimizer': FP32 * (OPTIMIZER_MOMENTS[config['optimizer']] * held - hidden),
+        'gathered': (held - ends) * BYTES[config['dtype']] * (config['dtype'] != 'float32'),
+        'activations': activations,
+        'logits': logits,
+        'reduction': max(0, reduction - activations - logits),
+    }
+
+
+def stage_numbers(config, model, stage):
+    """(numbers in the parameters of a stage, those of them that are in no block)."""
+    last, ends = config['pipeline_stages'] - 1, []
+    if stage == 0 or (stage == last and config['tie_embeddings']):
+        ends.append(model.embed)
+    if stage == 0 and model.pos_embed is not None:
+        ends.append(model.pos_embed)
+    if stage == last:
+        ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
+    outside = sum(count(module.parameters()) for module in ends)
+    return sum(count(block.parameters()) for block in model.blocks) // (last + 1) + outside, outside
+
+
+def message_bytes(config):
+    """Of the activations of one micro-step, where a part of a pipeline ends."""
+    return config['batch_size'] * config['block_size'] * config['n_embd'] * BYTES[config['dtype']]
 
 
 def deepspeed_states(config, model, world_size):
@@ -349,6 +400,9 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on.
     Raises ValueError as estimate() does.
     """
+    if strategy == 'pipeline':
+        stages = [stage_traffic(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
+        return max(stages, key=lambda sent: sent['sent'])
     on_gloo = not config['device'].startswith('cuda')
     compute, n_layer = BYTES[config['dtype']], len(model.blocks)
     counts = model.parameter_counts()
@@ -408,13 +462,36 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     return sent | {'sent': sum(sent.values())}
 
 
+def stage_traffic(config, model, world_size, stage):
+    """{'point-to-point', 'all-reduce', 'sent': bytes} that a rank of one stage of a pipeline sends per optimizer step.
+
+    Each micro-step's activations go on behind every part but the last one, their gradients back before every part but
+    the first. The gradients of a tied embedding are exchanged between both ends.
+    """
+    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
+    copies, held = world_size // stages, stage_numbers(config, model, stage)[0]
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
+    messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
+    tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
+    sent = {
+        'point-to-point': messages * message_bytes(config) + FP32 * tied * count(model.embed.parameters()),
+        'all-reduce': 2 * (copies - 1) * FP32 * held / copies,
+    }
+    return sent | {'sent': sum(sent.values())}
+
+
 def out_of_memory_advice(config, world_size):
     """
     One line for a run that ran out of memory: the predicted need and the keys to lower, the most effective first.
 
     config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
     """
-    keys_of = {'deepspeed': 'deepspeed_config', 'diloco': 'num_replicas', 'fsdp': 'fsdp_impl'}
+    keys_of = {
+        'pipeline': 'pipeline_stages',
+        'deepspeed': 'deepspeed_config',
+        'diloco': 'num_replicas',
+        'fsdp': 'fsdp_impl',
+    }
     strategy = next((strategy for strategy, key in keys_of.items() if key in config), 'ddp')
     if config.get('exchange'):  # this job is one of the replicas
         world_size *= config['num_replicas']
@@ -454,8 +531,10 @@ def report(config, shape, world_size, strategy='ddp'):
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
-    memory = estimate(config, model, world_size, strategy)
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
+    memory = {} if stages else estimate(config, model, world_size, strategy)
+    ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     checkpoint = FP32 * (counts['total'] + moments(config, model))
@@ -473,7 +552,10 @@ def report(config, shape, world_size, strategy='ddp'):
     lines += section(f'parameters{padding}', parameters)
 
     held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
-    if 'activations' not in memory:
+    if stages:
+        of_stages = [stage_memory(config, model, world_size, stage) for stage in stages]
+        held = columns([parts | {'total on the device': sum(parts.values())} for parts in of_stages])
+    elif 'activations' not in memory:
         held['activations'] = 'not known: this model does not run without data'
     for place in ('device', 'host'):
         if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
@@ -482,8 +564,11 @@ def report(config, shape, world_size, strategy='ddp'):
         f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
     )
     lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
+    if stages:
+        sent = columns([stage_traffic(config, model, world_size, stage) for stage in stages])
+        lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
-    lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']
+    lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, ranks, config["block_size"])}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
@@ -493,6 +578,11 @@ def report(config, shape, world_size, strategy='ddp'):
     disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
     return '\n'.join(lines[1:])
+
+
+def columns(of_stages):
+    """{part: its GB on stage 0, on stage 1, ...} from [{part: bytes}, ...]."""
+    return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in of_stages) for part in of_stages[0]}
 
 
 def section(title, rows):

@@ -330,17 +330,17 @@ def covered(activities):
 
 def bytes_sent():
     """
-    Bytes that gloo's threads have written since the process began, or None where Linux does not tell.
+    Bytes that gloo and the main thread have written since the process began, or None where Linux does not tell.
 
-    wchar counts write() and writev() of the whole process (man 5 proc). gloo writes to its sockets with those, from
-    threads of its own; what Python's threads write (checkpoints, logs) is taken off. On 2 ranks an all-reduce of S
-    bytes adds 1.000 S. NCCL's traffic does not pass through the process.
+    wchar counts write() and writev() of the whole process (man 5 proc). gloo writes to its sockets with those, from its
+    threads, or in isend() if the receiver waits; what Python's other threads write (checkpoints) is taken off. On 2
+    ranks an all-reduce of S bytes adds 1.000 S. NCCL's traffic does not pass through the process.
     """
     try:
         everything = written(Path('/proc/self/io'))
     except OSError:
         return None
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
         with contextlib.suppress(OSError):  # it has ended
             everything -= written(Path(f'/proc/self/task/{thread.native_id}/io'))
     return everything

@@ -99,6 +99,44 @@ def ranks_per_shard_group(config, world_size):
     return world_size // replicate_size
 
 
+def copies_of_pipeline(config, world_size):
+    """Ranks that hold the same stage of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
+    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
+    refuse_unless_it_divides('pipeline_stages', stages, world_size)
+    if chunks < 1 or (chunks > 1 and stages == 1):
+        raise ValueError(
+            f'pipeline_chunks={chunks} with pipeline_stages={stages}: expected 1, or more on 2 or more stages'
+        )
+    return world_size // stages
+
+
+def check_pipeline(config, copies):
+    """[a line for the log]. Raises ValueError unless all parts have as many blocks, and there are enough micro-steps:
+    with several chunks a multiple of the stages, which would wait for each other in the order of arXiv 2104.04473."""
+    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
+    parts = stages * chunks
+    if n_layer % parts:
+        nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
+        raise ValueError(
+            f'n_layer={n_layer} is not a multiple of {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
+            f'use --n_layer={" or ".join(map(str, nearest))}, or stages x chunks of '
+            f'{", ".join(str(n) for n in range(1, n_layer + 1) if n_layer % n == 0)}'
+        )
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
+    if micro_steps < stages or (chunks > 1 and micro_steps % stages):
+        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'pipeline_stages={stages} or more'
+        enough = -(-micro_steps // stages) * stages * config['batch_size'] * copies
+        raise ValueError(
+            f'global_batch_size={config["global_batch_size"]} is {counted(micro_steps, "micro-step")} of batch_size='
+            f'{config["batch_size"]} on {counted(copies, "pipeline")}: expected {several}; use '
+            f'--global_batch_size={enough}, or another batch_size'
+        )
+    return [
+        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {counted(n_layer // parts, "block")}; '
+        f'{counted(copies, "pipeline")} (above: rank); bubble {stages - 1}/{chunks * micro_steps} of the work'
+    ]
+
+
 def number_of_replicas(num_replicas, world_size, local_world_size):
     """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
     if num_replicas is None:

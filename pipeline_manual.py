@@ -1,0 +1,282 @@
+"""
+Pipeline parallelism by hand: every rank holds some of the blocks, and activations travel from rank to rank (1F1B, arXiv
+2006.09503; interleaved, arXiv 2104.04473).
+
+    stage = pipeline_manual.Stage(model, rank, stages, chunks)  # its blocks; embedding or head at the ends
+    pipeline = pipeline_manual.Pipeline(stage, mesh, batch_size)  # mesh: (stages, copies)
+    with pipeline.weights_cast():
+        for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does, at one time
+            ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
+            pipeline.exchange(actions)
+    pipeline.sum_gradients()
+
+A *part* is what a micro-step runs through at once: n_layer / (stages * chunks) blocks. Part k is on stage k % stages:
+with one chunk stage i holds part i, with two chunks parts i and i + stages. What 4 stages do with 4 micro-steps, time
+to the right, F and B for forward and backward of a micro-step:
+
+    stage 0  F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
+    stage 1  .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
+    stage 2  .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
+    stage 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
+             warm-up             steady          drain
+
+Who waits for whom?     All ranks know the whole timetable. What an action finds out leaves when it is done, and each
+                        rank posts its messages of one column together: no send waits for a receive behind it.
+What crosses the wire?  For every micro-step and border between parts (batch_size, block_size, n_embd) numbers in
+                        compute_dtype: activations forward, their gradients back. Then once per step the fp32 gradients
+                        over the copies of a stage, and those of a tied embedding between first and last stage.
+What is kept?           Of each micro-step, from its forward to its backward, what autograd needs: on stage i of p at
+                        most p - i of them, however many there are. That is why a backward comes as soon as it can.
+What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_steps) of the time of the work.
+"""
+
+from collections import namedtuple
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model import GPT, ChunkedCrossEntropy, Documents, in_documents
+
+Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
+
+
+# --- what a stage does when -------------------------------------------------------------------------------------------
+
+
+def timetable(stages, chunks, micro_steps, backward=True):
+    """[[Action or None of stage 0, of stage 1, ...], ...], one list for each time. backward=False: only forwards.
+
+    Each stage has its actions in a fixed order, see order_of_stage(), and begins one as soon as what it needs has come
+    from another stage; forward and backward count as one unit of time each.
+    """
+    queues = [order_of_stage(stage, stages, chunks, micro_steps, backward) for stage in range(stages)]
+    ready, times = {Action('forward', 0, micro_step) for micro_step in range(micro_steps)}, []
+    while any(queues):
+        actions = [queue[0] if queue and queue[0] in ready else None for queue in queues]
+        assert any(actions), f'{stages=} {chunks=} {micro_steps=}: all wait for each other at {[q[:1] for q in queues]}'
+        times.append(actions)
+        for queue, action in zip(queues, actions, strict=True):
+            if action:
+                queue.pop(0)
+                ready.add(used_by(action, last=stages * chunks - 1))
+    return times
+
+
+def order_of_stage(stage, stages, chunks, micro_steps, backward=True):
+    """The Actions of a stage: warm-up (forwards), steady (one forward, one backward), drain (backwards).
+
+    With several chunks the micro-steps go through in groups of `stages`: a group through the first chunk, then the same
+    group through the second one. The warm-up is the shortest with which no later stage has to wait in between.
+    """
+    order = [
+        (chunk, micro_step)
+        for first in range(0, micro_steps, stages)
+        for chunk in range(chunks)
+        for micro_step in range(first, min(first + stages, micro_steps))
+    ]
+    forwards = [Action('forward', chunk * stages + stage, micro_step) for chunk, micro_step in order]
+    if not backward:
+        return forwards
+    backwards = [Action('backward', (chunks - 1 - chunk) * stages + stage, micro_step) for chunk, micro_step in order]
+    to_the_end = stages - 1 - stage  # stages behind this one
+    warm_up = to_the_end if chunks == 1 else 2 * to_the_end + (chunks - 1) * stages
+    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return [*forwards[:warm_up], *steady, *backwards[max(0, len(order) - warm_up) :]]
+
+
+def used_by(action, last):
+    """The Action that needs the result of this one, or None. last: the number of the last part."""
+    kind, part, micro_step = action
+    if kind == 'forward':
+        return Action(kind, part + 1, micro_step) if part < last else Action('backward', part, micro_step)
+    return Action(kind, part - 1, micro_step) if part > 0 else None
+
+
+# --- what a stage holds -----------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """The parts of a model.GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
+
+    The embedding is with part 0, the final norm and the head with the last part. A tied one is on both stages, under
+    both of its names, so that optimizer and checkpoint see in it what they see in the whole model."""
+
+    def __init__(self, model, stage, stages, chunks):
+        """model: on the meta device, so that what other stages hold costs nothing. n_layer % (stages * chunks) = 0."""
+        super().__init__()
+        self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
+        self.whole = model.parameter_counts(), model.flops_per_token()
+        self.last = stages * chunks - 1
+        self.per_part = model.config.n_layer // (stages * chunks)
+        is_first, is_last = stage == 0, stage == stages - 1
+        self.holds_tied = model.config.tie_embeddings and (is_first or is_last)
+        self.rotary = model.rotary
+        self.embed = model.embed if is_first or self.holds_tied else None
+        self.pos_embed = model.pos_embed if is_first else None
+        self.drop = model.drop
+        parts = range(stage, stages * chunks, stages)
+        # Not a ModuleList, which would count from 0 and so change the names.
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for part in parts for number in self.of(part)})
+        self.final_norm = model.final_norm if is_last else None
+        self.head = model.head if is_last or self.holds_tied else None
+        # What a checkpoint has besides: checkpoint.load() leaves it to the other stages.
+        self.names_elsewhere = {name for name, _ in model.named_parameters()} - {n for n, _ in self.named_parameters()}
+
+    def of(self, part):
+        """Numbers of the blocks of a part."""
+        return range(part * self.per_part, (part + 1) * self.per_part)
+
+    def _apply(self, *args, **kwargs):
+        """As in GPT: to_empty() replaces the parameters of one module after another."""
+        super()._apply(*args, **kwargs)
+        if self.holds_tied:
+            self.head.weight = self.embed.weight
+        return self
+
+    def forward(self, part, x, y=None, starts=None):
+        """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C)
+        else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum)."""
+        positions, documents = slice(x.shape[1]), None
+        if self.rotary is not None:
+            self.rotary.prepare(x.device)
+        if starts is not None:
+            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
+            positions, borders = in_documents(starts, x.shape[1], by_mask)
+            documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+        h = x
+        if part == 0:
+            h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
+            if self.pos_embed is not None:
+                h = h + self.pos_embed.weight[positions].to(self.compute_dtype)
+            h = self.drop(h)
+        for number in self.of(part):
+            h = self.blocks[str(number)](h, None, documents)
+        if part < self.last:
+            return h
+        h = self.final_norm(h)
+        if self.config.base_width is not None:  # as in GPT
+            h = h / self.config.ratios[0]
+        options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
+        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+
+    initial_value = GPT.initial_value
+
+    def parameter_counts(self):  # of the whole model, like the FLOPs
+        return self.whole[0]
+
+    def flops_per_token(self):
+        return self.whole[1]
+
+
+# --- how it works with the others -------------------------------------------------------------------------------------
+
+
+class Pipeline:
+    """One stage at work: the forwards and backwards of its parts, and the messages between them."""
+
+    def __init__(self, module, mesh, batch_size):
+        """module: a Stage. mesh: DeviceMesh (stage, copy): the ranks of a column are one pipeline, those of a row hold
+        the same stage and see other data. batch_size: sequences of a micro-step."""
+        self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('copy')
+        self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
+        self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
+        self.shape = (batch_size, module.config.block_size, module.config.n_embd)
+        self.kept = {}  # (part, micro-step) -> what went in and what came out, from forward to backward
+        self.result = None  # of the last action: activations, or their gradient
+        self.arriving = {}  # Action that needs it -> (tensor, work to wait for)
+        self.leaving = []  # [(tensor, work to wait for)] of the last exchange: the memory is needed until then
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)  # NCCL: the first call is of all ranks
+
+    @contextmanager
+    def weights_cast(self):
+        """A context in which the blocks have their weights in compute_dtype, cast once for all micro-steps. They would
+        cast by themselves, but autograd keeps that until backward: a copy for each micro-step on its way."""
+        dtype, masters = self.module.compute_dtype, [(m, m._parameters) for m in self.module.blocks.modules()]
+        for module, parameters in masters:
+            module._parameters = {name: p if p is None else p.to(dtype) for name, p in parameters.items()}
+        yield
+        for module, parameters in masters:
+            module._parameters = parameters
+
+    def forward(self, action, x, y, starts=None):
+        """The forward of one part and micro-step. Returns its cross-entropy, a sum over tokens; 0 before the last part.
+        x, y, starts: the micro-step's batch, the same on all stages. Under no_grad() nothing is kept for backward."""
+        h, ce_sum = x, 0.0
+        if action.part > 0:
+            h = self.receive(action).requires_grad_(torch.is_grad_enabled())
+        output = self.module(action.part, h, y, starts)
+        if action.part == self.module.last:
+            output, ce_sum = output
+        if torch.is_grad_enabled():
+            self.kept[action.part, action.micro_step] = h, output
+        self.result = output.detach()
+        return ce_sum
+
+    def backward(self, action, loss_factor):
+        """The backward of one part and micro-step; gradients add up in .grad. loss_factor: 0-d, what the loss, a sum
+        over the tokens of one micro-step, is multiplied by."""
+        h, output = self.kept.pop((action.part, action.micro_step))
+        gradient = loss_factor if action.part == self.module.last else self.receive(action)
+        torch.autograd.backward(output, gradient)
+        self.result = h.grad  # None for tokens
+
+    def receive(self, action):
+        """What an action needs of another stage. Waits for it, on a GPU without the host."""
+        tensor, work = self.arriving.pop(action)
+        work.wait()
+        return tensor
+
+    def exchange(self, actions):
+        """Send the result of this stage's action to the stage that needs it, and receive what the other stages' actions
+        have for this one. actions: one list of the timetable; all stages call this once for each."""
+        operations, users = [], []
+        for source, action in enumerate(actions):
+            user = used_by(action, self.module.last) if action else None
+            target = user.part % self.stages if user else source
+            if source == self.stage != target:
+                operation, tensor, peer = dist.isend, self.result.contiguous(), target
+            elif target == self.stage != source:
+                tensor = torch.empty(self.shape, dtype=self.module.compute_dtype, device=self.device)
+                operation, peer = dist.irecv, source
+            else:  # nothing to send, or between others
+                continue
+            operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer))
+            users.append(user)
+        # One batch: under NCCL one kernel, in which no message waits for another. gloo returns a work for each of them.
+        works = dist.batch_isend_irecv(operations) if operations else []
+        works = works * len(operations) if len(works) == 1 else works
+        before, self.leaving = self.leaving, []
+        for operation, user, work in zip(operations, users, works, strict=True):
+            if operation.op is dist.irecv:
+                self.arriving[user] = operation.tensor, work
+            else:
+                self.leaving.append((operation.tensor, work))
+        # Those of the time before: their receivers have posted them by now, or will without waiting for this rank.
+        for _, work in before:
+            work.wait()
+
+    def sum_gradients(self):
+        """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the
+        first and the last stage. After the last backward of a step."""
+        blocks = [[*block.parameters()] for block in self.module.blocks.values()]
+        in_blocks = {parameter for block in blocks for parameter in block}
+        rest = [parameter for parameter in self.module.parameters() if parameter not in in_blocks]
+        for parameters in filter(None, [*blocks, rest] if dist.get_world_size(self.copies) > 1 else []):
+            gradients = [parameter.grad.view(-1) for parameter in parameters]
+            flat = torch.cat(gradients)  # one message, not twelve
+            dist.all_reduce(flat, group=self.copies)
+            torch._foreach_copy_(gradients, flat.split([gradient.numel() for gradient in gradients]))
+        if self.module.holds_tied and self.stages > 1:
+            mine = self.module.embed.weight.grad
+            theirs = torch.empty_like(mine)
+            peer = {'group': self.group, 'group_peer': self.stages - 1 - self.stage}
+            both = [dist.P2POp(dist.isend, mine, **peer), dist.P2POp(dist.irecv, theirs, **peer)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            mine.add_(theirs)  # a + b on one, b + a on the other: the same bits
+
+    def held_twice(self):
+        """Parameters that another stage of this pipeline holds, too: each of them counts half in the norm."""
+        return {self.module.embed.weight} if self.module.holds_tied and self.stages > 1 else set()

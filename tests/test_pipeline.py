@@ -1,0 +1,596 @@
+"""pipeline_manual.py and train_pipeline.py against one process, against torch's schedules, and in checkpoints of all.
+
+Ranks run all cases once and return what each of them saw; the tests read that.
+"""
+
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import REPO, send
+from launch import (
+    TINY_SYNTHETIC,
+    Job,
+    join_all,
+    run_forked,
+    run_function,
+    run_many,
+    run_ranks,
+    start_function,
+    write_output_to,
+)
+from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import optim
+import pipeline_manual
+from model import GPT, ModelConfig
+from pipeline_manual import Action
+from runtime import checkpoint, estimate, health, scaling
+
+LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
+LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
+
+
+# --- the timetable ----------------------------------------------------------------------------------------------------
+
+
+def picture(stages, chunks, micro_steps):
+    """As pipeline_manual.py and docs/parallelism.md show it; with chunks, letters tell these apart."""
+    lines = []
+    for stage in range(stages):
+        cells = []
+        for actions in pipeline_manual.timetable(stages, chunks, micro_steps):
+            kind, part, micro_step = actions[stage] or ('.', 0, '')
+            letter = 'ab'[part // stages] if chunks > 1 and actions[stage] else ''
+            cells.append(f'{kind[0].upper()}{micro_step}{letter}'.ljust(2 + (chunks > 1)))
+        lines.append(f'stage {stage}  {" ".join(cells)}'.rstrip())
+    return lines
+
+
+@pytest.mark.parametrize('stages, chunks, micro_steps', LAYOUTS)
+def test_each_stage_does_all_of_its_work_once_and_after_what_it_needs(stages, chunks, micro_steps):
+    last, seen, per_stage = stages * chunks - 1, set(), [[] for _ in range(stages)]
+    times = pipeline_manual.timetable(stages, chunks, micro_steps)
+    for actions in times:
+        for stage, action in enumerate(actions):
+            if action:
+                kind, part, micro_step = action
+                assert part % stages == stage
+                if kind == 'forward':
+                    needed = {('forward', part - 1, micro_step)} if part else set()
+                else:
+                    needed = {('forward', part, micro_step)}
+                    needed |= {('backward', part + 1, micro_step)} if part < last else set()
+                assert needed <= seen, f'{action} comes before {needed - seen}'
+                per_stage[stage].append(action)
+        seen |= {tuple(action) for action in actions if action}
+    for actions in per_stage:
+        assert len(actions) == len(set(actions)) == 2 * chunks * micro_steps
+    # The work takes 2 v m units of time, and the bubble adds 2 (p - 1): a part of (p - 1) / (v m) of it.
+    assert len(times) == 2 * chunks * micro_steps + 2 * (stages - 1)
+
+
+@pytest.mark.parametrize('stages, micro_steps', [(p, m) for p, v, m in LAYOUTS if v == 1])
+def test_one_forward_one_backward_is_warm_up_then_pairs_then_drain(stages, micro_steps):
+    times = pipeline_manual.timetable(stages, 1, micro_steps)
+    for stage in range(stages):
+        kinds = ''.join(actions[stage].kind[0] for actions in times if actions[stage])
+        warm_up = stages - 1 - stage
+        assert kinds == 'f' * warm_up + 'fb' * (micro_steps - warm_up) + 'b' * warm_up
+        for kind in ('forward', 'backward'):
+            order = [actions[stage].micro_step for actions in times if actions[stage] and actions[stage].kind == kind]
+            assert order == list(range(micro_steps))
+
+
+def test_chunks_with_half_a_group_of_micro_steps_wait_for_each_other_which_is_why_they_are_refused():
+    with pytest.raises(AssertionError, match='all wait for each other'):
+        pipeline_manual.timetable(4, 3, 5)
+    pipeline_manual.timetable(4, 3, 5, backward=False)  # an evaluation has as many batches as there are
+
+
+def test_the_pictures_are_the_timetable():
+    assert '\n'.join(f'    {line}' for line in picture(4, 1, 4)) in pipeline_manual.__doc__
+    chapter = (REPO / 'docs' / 'parallelism.md').read_text()
+    for layout in ((4, 1, 6), (2, 2, 4)):
+        assert '\n'.join(picture(*layout)) in chapter, layout
+
+
+# --- gradients: what the ranks run ------------------------------------------------------------------------------------
+
+SMALL = dict(n_layer=4, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, block_size=16)  # 97 is padded to 128
+CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
+    'gpt2 tied, 4 stages, m=p': dict(stages=4, micro_steps=4, model=dict(arch='gpt2')),
+    'gpt2 untied, 4 stages, m=6': dict(stages=4, micro_steps=6, model=dict(arch='gpt2', tie_embeddings=False)),
+    'llama, 2 stages x 2': dict(stages=2, micro_steps=3, model=dict(arch='llama', n_kv_head=1)),
+    'enoki, 2 x 2 chunks x 2': dict(stages=2, chunks=2, micro_steps=4, model=dict(arch='enoki', z_loss=1e-3)),
+    'qwen3 tied, 2 stages x 2': dict(stages=2, micro_steps=2, model=dict(arch='qwen3', tie_embeddings=True)),
+    'gpt2 tied, 2 x 2 chunks x 2': dict(stages=2, chunks=2, micro_steps=2, model=dict(arch='gpt2')),
+    'llama, documents': dict(stages=4, micro_steps=5, model=dict(arch='llama'), documents=True),
+    'llama, full checkpointing': dict(stages=2, micro_steps=2, model=dict(arch='llama'), checkpointing='full'),
+    'llama, bf16': dict(stages=4, micro_steps=4, model=dict(arch='llama'), dtype='bfloat16'),
+    'gpt2, bf16, checkpointing': dict(
+        stages=2, micro_steps=2, model=dict(arch='gpt2'), dtype='bfloat16', checkpointing='selective'
+    ),
+}
+
+
+class Sent(TorchDispatchMode):
+    """Bytes of this rank's messages and, in a ring of 2, of its all-reduces, as torch sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.point_to_point = self.all_reduce = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function) == 'c10d.send.default':
+            self.point_to_point += sum(tensor.nbytes for tensor in args[0])
+        elif str(function) == 'c10d.allreduce_.default':
+            self.all_reduce += sum(tensor.nbytes for tensor in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def filled(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(model.initial_value(name, parameter, 7, 'cpu'))
+    return model
+
+
+def batches_of(copy, micro_steps, documents, vocab_size=97, B=2, T=16):
+    """[(x, y) or (x, y, starts)] of one pipeline; with unequal numbers of targets, and one row without any."""
+    batches = []
+    for micro_step in range(micro_steps):
+        generator = torch.Generator().manual_seed(100 * copy + micro_step)
+        x, y = torch.randint(vocab_size, (2, B, T), generator=generator)
+        y[0, : 3 * micro_step + copy] = -1
+        starts = torch.tensor([[0, 5, 16], [0, 9 - copy, 13]])
+        batches.append((x, y, starts) if documents else (x, y))
+    batches[-1][1][1] = -1
+    return batches
+
+
+def targets_in(batches):
+    return sum((batch[1] >= 0).sum().item() for batch in batches)
+
+
+def one_step(stage, pipeline, timetable, batches, loss_factor):
+    """What train_pipeline.py does in a step; returns the sum of the loss and the most micro-steps on their way."""
+    loss, kept = 0.0, 0
+    with pipeline.weights_cast():
+        for actions in timetable:
+            action = actions[stage]
+            if action and action.kind == 'forward':
+                loss += float(pipeline.forward(action, *batches[action.micro_step]))
+            elif action:
+                pipeline.backward(action, loss_factor)
+            kept = max(kept, len(pipeline.kept))
+            pipeline.exchange(actions)
+    pipeline.sum_gradients()
+    return loss, kept
+
+
+def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=False, checkpointing='none'):
+    """One step of a pipeline on these ranks, and of the whole model on this rank alone."""
+    dtype, copies = getattr(torch, dtype), dist.get_world_size() // stages
+    config = ModelConfig(**{**SMALL, **model})
+    batches = [batches_of(copy, micro_steps, documents) for copy in range(copies)]
+    factor = torch.tensor(1 / targets_in(sum(batches, [])))
+
+    alone = filled(GPT(config, dtype))
+    losses = 0.0
+    for batch in sum(batches, []):
+        loss_sum, ce_sum = alone(*batch)
+        (loss_sum * factor).backward()
+        losses += ce_sum.item()
+    expected = {name: parameter.grad.clone() for name, parameter in alone.named_parameters()}
+    expected_norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+
+    mesh = init_device_mesh('cpu', (stages, copies), mesh_dim_names=('stage', 'copy'))
+    stage, copy = mesh.get_coordinate()
+    with torch.device('meta'):
+        whole = GPT(config, dtype)
+    whole.checkpoint_activations(checkpointing)
+    module = pipeline_manual.Stage(whole, stage, stages, chunks).to_empty(device='cpu')
+    pipeline = pipeline_manual.Pipeline(filled(module), mesh, batch_size=2)
+    timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
+    with Sent() as sent:
+        loss, kept = one_step(stage, pipeline, timetable, batches[copy], factor)
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    norm = optim.clip_grad_norm_(module.parameters(), 0.1, pipeline.group, pipeline.held_twice())
+    keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
+    keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks}
+    with torch.device('meta'):
+        predicted = estimate.stage_traffic(keys, GPT(config), dist.get_world_size(), stage)
+    clipped = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {
+        'stage': stage,
+        'names': set(gradients),
+        'loss': abs(total.item() / losses - 1),
+        'gradients': max((gradients[n] - expected[n]).norm() / expected[n].norm() for n in gradients).item(),
+        'norm': abs(norm / expected_norm - 1).item(),
+        'clipped': max((clipped[n] - alone.get_parameter(n).grad).norm() / clipped[n].norm() for n in clipped).item(),
+        'kept': kept,
+        'order': [actions[stage] for actions in timetable if actions[stage]],
+        'sent': {'point-to-point': sent.point_to_point, 'all-reduce': sent.all_reduce * 2 * (copies - 1) / copies},
+        'predicted': predicted,
+    }
+
+
+class OfLibrary(nn.Module):
+    """A part as torch.distributed.pipelining wants it; the last one ends before head and loss."""
+
+    def __init__(self, stage, part):
+        super().__init__()
+        self.stage, self.part = stage, part
+
+    def forward(self, x):
+        if self.part < self.stage.last:
+            return self.stage(self.part, x)
+        if self.part == 0 or not self.stage.rotary:
+            raise AssertionError('a model with RoPE, and more than one part')
+        self.stage.rotary.prepare(x.device)
+        for number in self.stage.of(self.part):
+            x = self.stage.blocks[str(number)](x)
+        return self.stage.final_norm(x)
+
+
+def run_library(stages, chunks, micro_steps):
+    """The largest relative difference of a gradient between torch's schedule and ours, and torch's order of actions."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    config = ModelConfig(**{**SMALL, 'arch': 'llama'})
+    mesh = init_device_mesh('cpu', (stages, dist.get_world_size() // stages), mesh_dim_names=('stage', 'copy'))
+    stage, _ = mesh.get_coordinate()
+    batches = batches_of(0, micro_steps, documents=False)
+    factor = torch.tensor(1 / targets_in(batches))
+    found = []
+    for is_ours in (True, False):
+        with torch.device('meta'):
+            whole = GPT(config)
+        module = filled(pipeline_manual.Stage(whole, stage, stages, chunks).to_empty(device='cpu'))
+        if is_ours:
+            pipeline = pipeline_manual.Pipeline(module, mesh, batch_size=2)
+            timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
+            one_step(stage, pipeline, timetable, batches, factor * dist.get_world_size(pipeline.copies) ** -1)
+        else:
+            group = mesh.get_group('stage')
+            parts = [
+                PipelineStage(OfLibrary(module, part), part, stages * chunks, torch.device('cpu'), group=group)
+                for part in range(stage, stages * chunks, stages)
+            ]
+
+            def loss_of(hidden, y):
+                logits = hidden.flatten(0, 1) @ module.head.weight[:97].T  # noqa: B023
+                return nn.functional.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction='sum') * factor
+
+            options = {'n_microbatches': micro_steps, 'loss_fn': loss_of, 'scale_grads': False}
+            schedule = (ScheduleInterleaved1F1B if chunks > 1 else Schedule1F1B)(
+                parts if chunks > 1 else parts[0], **options
+            )
+            x, y = (torch.cat([batch[n] for batch in batches]) for n in (0, 1))
+            schedule.step(*([x] if stage == 0 else []), **({'target': y} if stage == stages - 1 else {}))
+        found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    ours, theirs = found
+    order = []
+    if chunks > 1:
+        for action in schedule.pipeline_order[stage]:
+            if action is not None:
+                kind = {'FORWARD': 'forward', 'FULL_BACKWARD': 'backward'}[action.computation_type.name]
+                order.append(Action(kind, action.stage_index, action.microbatch_index))
+    ours_order = pipeline_manual.order_of_stage(stage, stages, chunks, micro_steps)
+    return max((ours[n] - theirs[n]).norm() / theirs[n].norm() for n in ours).item(), order, ours_order
+
+
+def run_memory():
+    """(measured, predicted) bytes of activations and logits on this rank of a pipeline over all of them."""
+    config = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=512, block_size=128)
+    mesh = init_device_mesh('cpu', (dist.get_world_size(), 1), mesh_dim_names=('stage', 'copy'))
+    stage, stages = mesh.get_local_rank('stage'), mesh.size(0)
+    with torch.device('meta'):
+        whole = GPT(config)
+    module = filled(pipeline_manual.Stage(whole, stage, stages, 1).to_empty(device='cpu'))
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    pipeline = pipeline_manual.Pipeline(module, mesh, batch_size=4)
+    batches = batches_of(0, 8, documents=False, vocab_size=512, B=4, T=128)
+    module.rotary.prepare(torch.device('cpu'))
+    others = [*module.parameters(), *(parameter.grad for parameter in module.parameters())]
+    timetable = pipeline_manual.timetable(stages, 1, 8)
+    with estimate.LiveBytes([*others, *sum(batches, ()), module.rotary.cos_sin]) as live:
+        one_step(stage, pipeline, timetable, batches, torch.tensor(1e-3))
+    keys = {**config.to_dict(), 'batch_size': 4, 'global_batch_size': 32, 'dtype': 'float32', 'optimizer': 'adamw'}
+    keys |= {'pipeline_stages': stages, 'pipeline_chunks': 1, 'device': 'cpu', 'activation_checkpointing': 'none'}
+    with torch.device('meta'):
+        parts = estimate.stage_memory(keys, GPT(config), stages, stage)
+    return live.peak, parts['activations'] + parts['logits']
+
+
+def run_cases():
+    results = {name: run_case(**case) for name, case in CASES.items()}
+    library = {layout: run_library(*layout) for layout in ((4, 1, 6), (2, 2, 4))}
+    return results, library, run_memory()
+
+
+@pytest.fixture(scope='module')
+def on_4_ranks():
+    return run_function(4, run_cases)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process(on_4_ranks, name):
+    ranks = [results[name] for results, _, _ in on_4_ranks]
+    tolerance = 2e-3 if 'bf16' in name else 1e-6
+    for of_rank in ranks:
+        assert of_rank['loss'] <= tolerance and of_rank['norm'] <= tolerance
+        # A single gradient in bf16 is the sum of few numbers of 8 bits.
+        assert of_rank['gradients'] <= (5 * tolerance if 'bf16' in name else tolerance), of_rank['gradients']
+        assert of_rank['clipped'] <= (5 * tolerance if 'bf16' in name else 2 * tolerance), of_rank['clipped']
+    config = ModelConfig(**{**SMALL, **CASES[name]['model']})
+    with torch.device('meta'):
+        whole = {parameter for parameter, _ in GPT(config).named_parameters()}
+    assert set().union(*(of_rank['names'] for of_rank in ranks)) == whole
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_stage_keeps_no_more_micro_steps_than_its_schedule_says(on_4_ranks, name):
+    case = CASES[name]
+    p, v, m = case['stages'], case.get('chunks', 1), case['micro_steps']
+    for results, _, _ in on_4_ranks:
+        of_rank = results[name]
+        behind = p - 1 - of_rank['stage']
+        most = p - of_rank['stage'] if v == 1 else 2 * behind + (v - 1) * p + 1
+        assert of_rank['kept'] == min(most, v * m)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_as_many_bytes_are_sent_as_the_formula_says(on_4_ranks, name):
+    for results, _, _ in on_4_ranks:
+        of_rank = results[name]
+        for kind, size in of_rank['sent'].items():
+            assert size == of_rank['predicted'][kind], kind
+
+
+@pytest.mark.parametrize('layout', [(4, 1, 6), (2, 2, 4)])
+def test_gradients_and_order_are_those_of_torchs_own_schedules(on_4_ranks, layout):
+    for _, library, _ in on_4_ranks:
+        difference, theirs, ours = library[layout]
+        assert difference <= 1e-6
+        if layout[1] > 1:
+            assert ours == theirs
+
+
+def test_memory_of_activations_is_as_predicted(on_4_ranks):
+    for _, _, (measured, predicted) in on_4_ranks:
+        assert abs(predicted / measured - 1) <= 0.1, (measured, predicted)
+
+
+# --- runs of the script -----------------------------------------------------------------------------------------------
+
+RUN = [*TINY_SYNTHETIC, '--n_layer=4', '--max_iters=20', '--global_batch_size=12', '--keep_checkpoints=1']
+RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_iters=1', '--lr_decay_iters=20']
+LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on each of two
+    'ddp': (2, 'train_ddp.py', []),
+    'torch': (2, 'train_fsdp.py', []),
+    'manual': (2, 'train_fsdp.py', ['--fsdp_impl=manual']),
+    '2 stages': (2, 'train_pipeline.py', []),
+    '2 stages x 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
+    '4 stages': (4, 'train_pipeline.py', []),
+    '2 stages x 2 copies': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
+}
+PIPELINES = [name for name, (_, script, _) in LAYOUT.items() if script == 'train_pipeline.py']
+# Who loads what. All write plain tensors or shards of their rows, under the same names.
+LOADS = [
+    ('ddp', '2 stages'), ('ddp', '2 stages x 2 copies'), ('torch', '4 stages'), ('manual', '2 stages x 2 chunks'),
+    ('2 stages', 'ddp'), ('2 stages', 'torch'), ('2 stages', '4 stages'), ('2 stages x 2 chunks', 'manual'),
+    ('4 stages', 'ddp'), ('4 stages', '2 stages x 2 chunks'), ('2 stages x 2 copies', 'torch'),
+]  # fmt: skip
+
+
+def case(folder, layout, *more, out=None, **options):
+    """A case of run_many: a run of this layout in folder/out."""
+    _, script, keys = LAYOUT[layout]
+    arguments = [*RUN, *keys, *more, f'--out_dir={folder / (out or layout)}']
+    return {'name': f'{layout} {out} {more}', 'script': script, 'arguments': arguments, **options}
+
+
+def folder_of(writer, reader):
+    return f'{writer} to {reader}'.replace(' ', '_')
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """The folder with: each layout, 20 steps; what each reader has loaded of each writer, saved again; and variants."""
+    folder = tmp_path_factory.mktemp('runs')
+    bf16 = '--dtype=bfloat16'
+    run_many([case(folder, 'ddp', out='one'), case(folder, 'ddp', bf16, out='one bf16')], 1, folder)
+
+    def loads(nproc):
+        """After all that they read has been written."""
+        for writer, reader in LOADS:
+            if LAYOUT[reader][0] == nproc:
+                yield case(folder, reader, out=writer, save_again=str(folder / folder_of(writer, reader)))
+
+    run_many([case(folder, layout) for layout in ('4 stages', '2 stages x 2 copies')], 4, folder)
+    noisy = '--dropout=0.1'
+    run_many(
+        [
+            *(case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 2),
+            case(folder, '2 stages', bf16, out='bf16'),
+            case(folder, '2 stages', '--dtype=float16', out='fp16'),
+            case(folder, '2 stages', noisy, out='noisy'),
+            case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
+            case(folder, '2 stages', noisy, out='noisy again'),
+            *loads(2),
+            case(folder, '2 stages x 2 chunks', '--max_iters=10', out='changes'),
+        ],
+        2,
+        folder,
+    )
+    run_many([*loads(4), case(folder, '2 stages x 2 copies', out='changes')], 4, folder)
+    return folder
+
+
+@pytest.mark.parametrize('layout', [*PIPELINES, 'changes'])  # from 2 stages x 2 chunks to 2 stages x 2 copies
+def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
+    ours, alone = metrics(runs / layout), metrics(runs / 'one')
+    assert len(ours) == len(alone) == 20
+    for row, expected in zip(ours, alone, strict=True):
+        assert row['step'] == expected['step'] and row['tokens'] == expected['tokens'] and row['lr'] == expected['lr']
+        for key in ('loss', 'grad_norm', 'val_loss'):
+            assert (key in row) == (key in expected)
+            assert abs(row.get(key, 0) - expected.get(key, 0)) <= 1e-6 * expected.get(key, 1), (key, row['step'])
+
+
+def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
+    for ours, expected in zip(column(runs / 'bf16', 'loss'), column(runs / 'one bf16', 'loss'), strict=True):
+        assert abs(ours - expected) <= 2e-3 * expected
+    for ours, expected in zip(column(runs / 'fp16', 'loss'), column(runs / 'one', 'loss'), strict=True):
+        assert abs(ours - expected) <= 5e-3 * expected  # a step may have been left out, for its loss scale
+
+
+def all_tensors(path):
+    """Parameters and moments of a checkpoint, {key: tensor}."""
+    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in checkpoint.read_index(path).items()}
+    checkpoint.read_tensors(path, tensors, alone=True)
+    return tensors
+
+
+@pytest.mark.parametrize('writer', LAYOUT)
+def test_what_one_layout_has_written_another_loads_bit_for_bit(runs, writer):
+    written = all_tensors(str(runs / writer / 'checkpoints' / 'step_00000020'))
+    assert len(written) > 100 and any('exp_avg_sq' in key for key in written)
+    for reader in [reader for other, reader in LOADS if other == writer]:
+        loaded = all_tensors(str(runs / folder_of(writer, reader) / 'checkpoints' / 'step_00000020'))
+        assert loaded.keys() == written.keys()
+        for key, tensor in written.items():
+            assert torch.equal(loaded[key], tensor), f'{key} of {writer} in {reader}'
+
+
+def test_with_dropout_a_resumed_run_is_bit_equal(runs):
+    assert_same_rows(runs / 'noisy again', runs / 'noisy')
+    assert_same_weights(runs / 'noisy again', runs / 'noisy', 20)
+    assert column(runs / 'noisy', 'loss') != column(runs / '2 stages', 'loss')
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
+    fault = {'kind': 'nan', 'rank': 1, 'step': 3}
+    keys = [*RUN, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
+    job = Job('train_pipeline.py', keys, 2, tmp_path / 'log', fault)
+    assert job.wait() == [0, 0], job.text()
+    assert 'WARNING: gradient not finite on ranks 0, 1 at step 3: the step is skipped' in job.text()  # a norm of all
+    before, after, later = (all_tensors(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not all(torch.equal(after[key], later[key]) for key in before)
+    assert [row.get('skipped', 0) for row in metrics(tmp_path / 'run')] == [0, 0, 1, 1]
+
+
+def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_stop_ends_it(tmp_path):
+    out_dir = tmp_path / 'run'
+    keys = [*RUN, '--checkpoint_interval=2', '--eval_interval=0', '--eval_iters=0', f'--out_dir={out_dir}']
+    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    job.wait_for(lambda: complete(out_dir))
+    send(job.ranks()[1])
+    codes = job.wait()
+    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, None), job.text()
+    newest = complete(out_dir)[-1]
+    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    job.wait_for(lambda: last_step(out_dir) > newest + 2)
+    send(job.ranks()[1], signal.SIGTERM)
+    assert job.wait() == [0, 0], job.text()
+    step = int((out_dir / 'PREEMPTED').read_text())
+    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == step == last_step(out_dir)
+
+
+def sleep_in_the_middle(out_dir):
+    """Rank 1 of 3 sleeps in its second forward, when rank 0 is further and rank 2 not as far in its own work."""
+    rank = dist.get_rank()
+    write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
+    mesh = init_device_mesh('cpu', (3, 1), mesh_dim_names=('stage', 'copy'))
+    with torch.device('meta'):
+        whole = GPT(ModelConfig(**{**SMALL, 'arch': 'gpt2', 'n_layer': 3}))
+    module = filled(pipeline_manual.Stage(whole, rank, 3, 1).to_empty(device='cpu'))
+    pipeline = pipeline_manual.Pipeline(module, mesh, batch_size=2)
+    batches, watchdog = batches_of(0, 5, documents=False), health.Watchdog(out_dir, timeout_s=2)
+    for step in (1, 2):  # there is more patience in the first
+        for actions in pipeline_manual.timetable(3, 1, 5):
+            action = actions[rank]
+            watchdog.at('backward' if action and action.kind == 'backward' else 'forward', step)
+            if (step, rank, action) == (2, 1, Action('forward', 1, 1)):
+                time.sleep(120)
+            if action and action.kind == 'forward':
+                pipeline.forward(action, *batches[action.micro_step])
+            elif action:
+                pipeline.backward(action, torch.tensor(1.0))
+            pipeline.exchange(actions)
+
+
+def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
+    processes = start_function(3, tmp_path, sleep_in_the_middle, str(tmp_path))
+    assert join_all(processes, 100) == []
+    said = ''.join((tmp_path / f'said_{rank}').read_text() for rank in range(3))
+    lines = re.findall(r'error: (.*)', said)
+    assert lines, said  # of the first that has seen it; the others may find that rank's connections closed
+    for line in lines:
+        assert re.match(r"rank 1 made no progress for \d+ s in phase 'forward' of step 2; the others wait", line), said
+
+
+# --- a user's mistakes, and the plan ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'keys, says',
+    [
+        (['--pipeline_stages=3'], 'pipeline_stages=3 does not divide 4 ranks: use one of 1, 2, 4'),
+        (['--n_layer=6'], r'n_layer=6 is not a multiple of 4 .*use --n_layer=4 or 8, or stages x chunks of 1, 2, 3, 6'),
+        (['--n_layer=4', '--pipeline_chunks=2'], 'n_layer=4 is not a multiple of 8 = pipeline_stages=4 x pipeline_ch'),
+        (
+            ['--global_batch_size=6'],
+            '=6 is 3 micro-steps .*on 1 pipeline: expected pipeline_stages=4 or more; use --',
+        ),
+        (
+            ['--pipeline_chunks=2', '--n_layer=8'],
+            'expected a multiple of pipeline_stages=4; use --global_batch_size=',
+        ),
+        (['--pipeline_stages=1', '--pipeline_chunks=2', '--global_batch_size=24'], 'expected 1, or more on 2 or more'),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, says):
+    """By what the script calls before there is a process group."""
+    values = {'pipeline_stages': 4, 'pipeline_chunks': 1, 'n_layer': 4, 'batch_size': 2, 'global_batch_size': 12}
+    values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
+    with pytest.raises(ValueError, match=says) as error:
+        scaling.check_pipeline(values, scaling.copies_of_pipeline(values, world_size=4))
+    assert '\n' not in str(error.value)
+
+
+def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
+    out_dir = tmp_path / 'run'
+    for more, says in (
+        (['--n_layer=3'], 'error: n_layer=3 is not a multiple of 2'),
+        (['--init_from=Qwen/Qwen3-0.6B'], 'error: init_from=Qwen/Qwen3-0.6B: a model of transformers is not cut'),
+    ):
+        for ended in run_ranks([['train_pipeline.py', *RUN, *more, f'--out_dir={out_dir}']] * 2):
+            assert ended.returncode == 1 and 'Traceback' not in ended.stderr
+            assert [line for line in ended.stderr.splitlines() if says in line] == ended.stderr.strip().splitlines()
+    assert not out_dir.exists()
+
+
+def test_dry_run_shows_memory_and_traffic_of_each_stage(tmp_path):
+    said = run_forked(
+        'train_pipeline.py', *RUN, '--dry_run', f'--out_dir={tmp_path / "run"}', nproc=4, log=tmp_path / 'log'
+    )
+    rows = {line[:22].strip(): line[22:].split() for line in said.splitlines() if line.startswith('  ')}
+    assert all(len(rows[part]) == 4 for part in ('weights', 'activations', 'total on the device', 'point-to-point'))
+    assert 'pipeline: 4 stages x 1 chunk of 1 block; 1 pipeline (above: rank); bubble 3/6 of the work' in said
+    assert '2 sequences x 6 micro-steps x 1 rank = 12 sequences' in said and not (tmp_path / 'run').exists()
