@@ -27,7 +27,6 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +60,7 @@ SAVED_OPS = [
     'aten._scaled_dot_product_efficient_attention.default',
     'aten._scaled_dot_product_cudnn_attention.default',
     'torch_attn._varlen_attn.default',
+    'context_manual.attend.default',  # a part of the sequence on each rank: or keys and values would travel again
 ]
 
 
@@ -194,7 +194,8 @@ class RotaryEmbedding:
         return rotated.to(x.dtype)
 
 
-class Documents(NamedTuple):
+@dataclass
+class Documents:  # no tuple, or fully_shard would cast cos_sin, an input of a block, to the compute dtype
     """Which token of a batch belongs to which document, as the blocks need it: see in_documents()."""
 
     borders: torch.Tensor
@@ -225,6 +226,8 @@ def attend_in_documents(q, k, v, borders, scale=None, window=None):
 
     q (B, H, T, D), k and v (B, K, T, D); window: a token sees itself and the window - 1 tokens before it.
     """
+    if hasattr(borders, 'attend'):  # only a part of each row is here, the rest is on other ranks: context_manual.py
+        return borders.attend(q, k, v, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
 
     B, _, T, _ = q.shape

@@ -27,7 +27,8 @@ import optim
 from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
-from runtime.scaling import accumulation_steps, batch_line, counted, ranks_per_shard_group, rule_rows
+from runtime import scaling
+from runtime.scaling import batch_line, counted, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -54,6 +55,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
+    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer
     not at once   fsdp, negative: what is not there yet, or gone again, when the others peak
 
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
@@ -79,7 +81,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = micro_steps_of(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -110,6 +112,10 @@ def estimate(config, model, world_size, strategy='ddp'):
         'reduction': max(of_block, of_root),
         **activations,
     }
+    if (sharing := config.get('context_parallel', 1)) > 1:  # of ranks: two at a time, with three gradients; or of all
+        numbers, of_number = keys_and_values(config)
+        blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
+        parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
     # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
     # micro-steps add up, or where it ends with those of the root.
     begin = of_block + sum(activations.values()) - (parts.get('gradients', 0) if micro_steps == 1 else 0)
@@ -131,7 +137,7 @@ def deepspeed_states(config, model, world_size):
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = micro_steps_of(config, world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
     of_gradients = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
@@ -171,6 +177,12 @@ def reaching_into_slices(model, world_size):
 def small_parameters(model):
     """Numbers in parameters that DeepSpeed's stage 3 keeps whole on every rank."""
     return sum(p.numel() for p in model.parameters() if p.numel() <= DEEPSPEED_PERSISTENT)
+
+
+def micro_steps_of(config, world_size):
+    """Per optimizer step. Raises ValueError if the ranks do not divide."""
+    ranks = scaling.ranks_for_batches(config, world_size)
+    return scaling.accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
 
 
 def moments(config, model, shard_size=1):
@@ -239,8 +251,10 @@ def follow_micro_step(config, device, is_sharded):
         model = empty_model(config, device)
         model.compute_dtype = dtype
         model.checkpoint_activations(config['activation_checkpointing'])
-        tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.long, device=device)
-        inputs = [tokens, tokens] + [tokens[:, :1]] * bool(config.get('packed'))  # x, y, starts of documents
+        sharing = config.get('context_parallel', 1)
+        tokens = torch.zeros(config['batch_size'], config['block_size'] // sharing, dtype=torch.long, device=device)
+        has_mask = config.get('packed') and sharing == 1
+        inputs = [tokens, tokens] + [tokens[:, :1]] * bool(has_mask)  # x, y, starts of documents
         for parameter in model.parameters():
             if is_sharded:
                 parameter.data = parameter.data.to(dtype)
@@ -332,6 +346,13 @@ def drop_gradient(parameter):
     parameter.grad = None
 
 
+def keys_and_values(config):
+    """(numbers in the keys and values of a layer on one rank, bytes of each): on a CPU attention computes in fp32."""
+    numbers = 2 * config['batch_size'] * config['block_size'] * config['n_kv_head'] * config['head_dim']
+    of_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
+    return numbers // config['context_parallel'], of_number
+
+
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +379,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
         return sent | {'sent': sum(sent.values())}
 
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = micro_steps_of(config, world_size)
     if strategy == 'deepspeed':
         large, share = whole - small_parameters(model), (world_size - 1) / world_size
         if config['zero_stage'] < 3:
@@ -392,6 +413,12 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
+        if (sharing := config['context_parallel']) > 1:  # context_manual.py, "What crosses the wire?"
+            numbers, of_number = keys_and_values(config)
+            passes = 3 if config['activation_checkpointing'] == 'full' else 2
+            hops = sharing if config['context_impl'] == 'ring' else sharing - 1
+            of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
+            sent['keys and values'] = micro_steps * n_layer * of_layer
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
@@ -455,7 +482,7 @@ def report(config, shape, world_size, strategy='ddp'):
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
     memory = estimate(config, model, world_size, strategy)
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = micro_steps_of(config, world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     checkpoint = FP32 * (counts['total'] + moments(config, model))
@@ -483,7 +510,9 @@ def report(config, shape, world_size, strategy='ddp'):
     )
     lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
 
-    lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, world_size, config["block_size"])}']
+    sharing = config.get('context_parallel', 1)
+    of_batch = batch_line(config['batch_size'], micro_steps, world_size, config['block_size'], sharing)
+    lines += ['', 'batch', f'  {of_batch}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]

@@ -13,7 +13,7 @@ from launch import REPO, environment
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py'}
-LESSONS = {'fsdp_manual.py', 'diloco.py', 'deepspeed_engine.py'}
+LESSONS = {'fsdp_manual.py', 'context_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 SHARED = {'data.py', 'optim.py'}
 ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room.
