@@ -153,7 +153,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients by q, k and v, from that by out. out, lse: what forward returned, over all keys."""
     group = _resolve_process_group(group)
-    grad_q = torch.zeros_like(q, dtype=lse.dtype)
+    grad_q = q.new_zeros(q.shape, dtype=lse.dtype)
     hop, gradients = None, []
     for source, (keys, values) in blocks_in_turn(torch.stack((k, v)), impl, group):
         grad_kv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
@@ -206,7 +206,7 @@ def shapes_of_forward(q, *_):  # what torch.compile has to know
 
 @attend_backward.register_fake
 def shapes_of_backward(grad, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

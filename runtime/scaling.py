@@ -84,7 +84,8 @@ def ranks_for_batches(config, world_size):
             f'context_parallel={sharing} ranks: use --block_size={" or ".join(map(str, nearest))}'
         )
     if sharing > 1 and config['dropout'] > 0:
-        raise ValueError(f'dropout={config["dropout"]} with context_parallel={sharing}: use --dropout=0')
+        given = f'dropout={config["dropout"]} with context_parallel={sharing}'
+        raise ValueError(f'{given}, whose attention has none: use --dropout=0')
     return world_size // sharing
 
 
