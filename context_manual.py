@@ -84,7 +84,7 @@ class Context:
         if starts:
             positions = in_documents(*starts, x.shape[1], by_mask=False)[0][:, mine]
             documents = starts[0].cpu()  # a few numbers: the host decides which tiles there are
-        borders = torch.empty(1, 1, 1, 1, device=x.device)
+        borders = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=x.device)  # no float: fully_shard would cast it
         borders.attend = partial(attend, documents=documents, impl=self.impl, group=self.group.group_name)
         return x[:, mine], y[:, mine], (positions, borders)
 
