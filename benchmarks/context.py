@@ -1,7 +1,7 @@
 """
 What sharing a sequence over 2 ranks costs and saves: tokens/s beside FSDP with a sequence for each, and peak memory.
 
-    python benchmarks/context.py              # tokens/s at 4096 tokens, in turns, and the bytes that explain them
+    python benchmarks/context.py              # tokens/s at 4096 tokens, in turns
     python benchmarks/context.py --memory     # 32768 tokens on 2 ranks beside 16384 on one: peak memory
 
 Runs train_fsdp.py on 2 CPU processes with one thread each. Both variants take the same 2 sequences per step.
@@ -21,7 +21,8 @@ from launch import command_of, environment
 from outputs import column
 
 RUN = '--dataset=synthetic --vocab_size=4096 --arch=llama --n_layer=2 --n_head=4 --n_kv_head=1 --n_embd=128'
-RUN += ' --batch_size=1 --device=cpu --dtype=float32 --eval_iters=0 --keep_checkpoints=0 --log_interval=1 --fsdp_impl=manual'
+RUN += ' --batch_size=1 --device=cpu --dtype=float32 --fsdp_impl=manual'
+RUN += ' --eval_iters=0 --keep_checkpoints=0 --log_interval=1'
 VARIANTS = {
     'FSDP': '',
     'ring': '--context_parallel=2',
@@ -47,10 +48,9 @@ def speed(rounds):
             found[name].append(statistics.median(rates[1:]))
     for name, rates in found.items():
         ratios = sorted(rate / of_fsdp for rate, of_fsdp in zip(rates, found['FSDP'], strict=True))
-        sent = measure(2, f'--block_size=4096 --global_batch_size=2 --max_iters=2 {VARIANTS[name]}', 'comm/sent_gb')[-1]
         print(
             f'{name:8} {statistics.median(rates):8,.0f} tokens/s, {statistics.median(ratios):.2f} of FSDP '
-            f'({ratios[0]:.2f} to {ratios[-1]:.2f}), {1e3 * sent:6.1f} MB sent per rank and step',
+            f'({ratios[0]:.2f} to {ratios[-1]:.2f})',
             flush=True,
         )
 

@@ -413,7 +413,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
-        if (sharing := config['context_parallel']) > 1:  # context_manual.py, "What crosses the wire?"
+        if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
             numbers, of_number = keys_and_values(config)
             passes = 3 if config['activation_checkpointing'] == 'full' else 2
             hops = sharing if config['context_impl'] == 'ring' else sharing - 1

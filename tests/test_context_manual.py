@@ -3,7 +3,9 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
+import json
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -76,7 +78,7 @@ def make_model(case):
     model = GPT(ModelConfig(**case['model'], block_size=T), getattr(torch, case['dtype']))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(3 * model.initial_value(name, parameter, 7, 'cpu'))
+            parameter.copy_(model.initial_value(name, parameter, 7, 'cpu'))
     model.checkpoint_activations(case['checkpointing'])
     return model
 
@@ -163,7 +165,7 @@ def exact(impl, packed, model):
         for ours, theirs in zip(results[1], results[0], strict=True):
             dist.all_reduce(ours)
             errors.append((ours - theirs).norm() / theirs.norm())
-        torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float32)
 
     generator = torch.Generator().manual_seed(3)
     q, k, v = (
@@ -224,9 +226,9 @@ def sent_bytes(impl, checkpointing):
         spy(dist.all_to_all_single, lambda output, tensor: (N - 1) * tensor.nbytes // N),
     ):
         dist.barrier()
-        before = meter.bytes_sent()
+        before = meter.written(Path('/proc/self/io'))  # of all threads: gloo's, and this one, which sends hops
         model(*context.part(batch_of(1, packed=False)))[0].backward()
-        by_linux = meter.bytes_sent() - before
+        by_linux = meter.written(Path('/proc/self/io')) - before
     keys = {'context_parallel': N, 'context_impl': impl, 'activation_checkpointing': checkpointing, 'device': 'cpu'}
     keys |= {'dtype': 'float32', 'batch_size': BATCH, 'global_batch_size': BATCH, 'replicate_size': 1, 'zero_stage': 3}
     keys |= {'fsdp_impl': 'torch', 'blocks_per_unit': 1, 'accumulate': 'unsharded', 'optimizer': 'adamw'}
@@ -275,11 +277,9 @@ def save_and_load(folder, saving, loading):
     checkpoint.load(f'{folder}/checkpoints/step_00000003', raw_, optimizer_)
     different = 0
     for ours, theirs in zip(raw.parameters(), raw_.parameters(), strict=True):
-        of_ours, of_theirs = (
-            (p, *optimizer_of_both.state[p].values())
-            for p, optimizer_of_both in ((ours, optimizer), (theirs, optimizer_))
-        )
-        different += sum(not torch.equal(whole(a), whole(b)) for a, b in zip(of_ours, of_theirs, strict=True))
+        moments = [optimizer.state[ours], optimizer_.state[theirs]]
+        pairs = [(ours, theirs), *((moments[0][slot], moments[1][slot]) for slot in ('exp_avg', 'exp_avg_sq', 'step'))]
+        different += sum(not torch.equal(*map(whole, pair)) for pair in pairs)
     runs = [train(model, raw, optimizer, range(3, 8), case, context)]
     runs.append(train(model_, raw_, optimizer_, range(3, 8), case_, context_))
     return {'different': different, 'losses': runs}
@@ -287,9 +287,9 @@ def save_and_load(folder, saving, loading):
 
 def hugging_face(folder, kind):
     """Largest error of loss and gradients of a transformers model that shares packed sequences, from a whole one's."""
-    changes = {'sliding_window': None} if kind in ('mistral', 'mixtral', 'phi3', 'starcoder2') else {}
     if dist.get_rank() == 0:
-        save_model(f'{folder}/{kind}', kind, **changes)
+        path = Path(save_model(f'{folder}/{kind}', kind), 'config.json')
+        path.write_text(json.dumps({**json.loads(path.read_text()), 'sliding_window': None}))
     dist.barrier()
     context = context_manual.Context(dist.get_world_size(), 'ring', CPU, 60)
     x, y, starts = batch_of(1, packed=True)
@@ -345,6 +345,7 @@ RESULTS = {}
 def seen(world_size, tmp_path_factory):
     """What each rank saw, [{name: ...}, ...]; the ranks run once."""
     if world_size not in RESULTS:
+        RESULTS[world_size] = []  # if it fails, it would again
         RESULTS[world_size] = run_function(
             world_size, run_cases, str(tmp_path_factory.mktemp('checkpoints')), timeout=280
         )
@@ -355,8 +356,8 @@ def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
     for name, case in CASES[world_size].items():
         result, tolerance = seen[0][name], 2e-3 if case.get('dtype') else 1e-6
         assert result['loss'] <= tolerance, (name, result)
-        assert result['gradient'] <= (1e-2 if case.get('dtype') else 1e-6), (name, result)
-        assert result['norm'] <= (1e-2 if case.get('dtype') else 1e-5), (name, result)
+        assert result['gradient'] <= (2e-2 if case.get('dtype') else 1e-6), (name, result)
+        assert result['norm'] <= (1e-2 if case.get('dtype') else 1e-6), (name, result)
         assert result['fell'] > 0.1, name
 
 

@@ -31,7 +31,7 @@ FILES = [*sorted(REPO.glob('*.py')), *(path for room in ROOMS for path in sorted
 NAMES = [path.relative_to(REPO).as_posix() for path in FILES]
 
 LONGER = {'train_diloco.py': 545, 'optim.py': 653, 'fsdp_manual.py': 663, 'diloco.py': 611, 'model.py': 640}
-LINES_IN_ALL = 18_300
+LINES_IN_ALL = 18_680
 
 # Where DDP and FSDP differ on purpose. All other blocks between rulers are the same to the letter.
 LESSON = {'', 'KNOBS', 'BATCH AND DATA', 'SHARD', 'WEIGHTS', 'EVALUATION', 'LOOP'}
@@ -167,7 +167,7 @@ def test_a_step_of_fsdp_by_hand_runs_through_at_most_8_files_and_those_that_chan
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
     assert at_the_top == SCRIPTS | LESSONS | SHARED | {'configurator.py', 'model.py'}
-    assert len(at_the_top) <= 17
+    assert len(at_the_top) <= 18
 
 
 @pytest.mark.parametrize('name', NAMES)
