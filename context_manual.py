@@ -60,11 +60,13 @@ class Context:
     def __init__(self, ranks, impl, device, timeout_s):
         """ranks: N, which divides the world's. Collective over the world: a group of its own, beside those of FSDP."""
         self.ranks, self.impl = ranks, impl
-        if ranks > 1:
-            shape = (dist.get_world_size() // ranks, ranks)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=('batch', 'context'))
-            processes.set_timeouts(mesh, timeout_s)
-            self.group = mesh.get_group('context')
+        if ranks == 1:
+            self.part = tuple  # all of it, as it is
+            return
+        shape = (dist.get_world_size() // ranks, ranks)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=('batch', 'context'))
+        processes.set_timeouts(mesh, timeout_s)
+        self.group = mesh.get_group('context')
 
     def part(self, batch):
         """The arguments of the model, from (x, y) or (x, y, starts) of whole sequences; T divides by 2N.
@@ -73,8 +75,6 @@ class Context:
         B, T/N), of these columns in their sequence or document; borders.attend() is the attention, see
         model.attend_in_documents(). (borders is a tensor since transformers hands nothing else on to its layers.)
         """
-        if self.ranks == 1:
-            return batch
         x, y, *starts = batch
         c = x.shape[1] // (2 * self.ranks)
         chunks = torch.arange(x.shape[1], device=x.device).view(2 * self.ranks, c)

@@ -143,7 +143,7 @@ val_data = data.open_mixture(vars(config), 'val')
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+accumulation_steps = scaling.micro_steps(vars(config), world_size)
 tokens_per_step = global_batch_size * config.block_size
 if config.dry_run:
     if rank == 0:

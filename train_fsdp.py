@@ -156,10 +156,9 @@ val_data = data.open_mixture(vars(config), 'val')
 model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size // config.context_parallel)
+accumulation_steps = scaling.micro_steps(vars(config), world_size)
 tokens_per_step = global_batch_size * config.block_size
-# Ranks that hold one copy of the model between them: all, or with replicas a part of them.
-shard_size = scaling.ranks_per_shard_group(vars(config), world_size)
+shard_size = scaling.ranks_per_shard_group(vars(config), world_size)  # they hold one copy of the model between them
 if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
@@ -197,8 +196,7 @@ if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
     sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
-    if offloads:
-        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
+    sharding |= {'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda)} if offloads else {}
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
     model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once

@@ -81,7 +81,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
-    micro_steps = micro_steps_of(config, world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -137,7 +137,7 @@ def deepspeed_states(config, model, world_size):
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
-    micro_steps = micro_steps_of(config, world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
     of_gradients = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
@@ -177,12 +177,6 @@ def reaching_into_slices(model, world_size):
 def small_parameters(model):
     """Numbers in parameters that DeepSpeed's stage 3 keeps whole on every rank."""
     return sum(p.numel() for p in model.parameters() if p.numel() <= DEEPSPEED_PERSISTENT)
-
-
-def micro_steps_of(config, world_size):
-    """Per optimizer step. Raises ValueError if the ranks do not divide."""
-    ranks = scaling.ranks_for_batches(config, world_size)
-    return scaling.accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
 
 
 def moments(config, model, shard_size=1):
@@ -379,7 +373,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
         return sent | {'sent': sum(sent.values())}
 
-    micro_steps = micro_steps_of(config, world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     if strategy == 'deepspeed':
         large, share = whole - small_parameters(model), (world_size - 1) / world_size
         if config['zero_stage'] < 3:
@@ -476,13 +470,13 @@ def out_of_memory_advice(config, world_size):
 def report(config, shape, world_size, strategy='ddp'):
     """
     What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
-    Raises ValueError as estimate() and accumulation_steps() do.
+    Raises ValueError as estimate() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
     memory = estimate(config, model, world_size, strategy)
-    micro_steps = micro_steps_of(config, world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     checkpoint = FP32 * (counts['total'] + moments(config, model))

@@ -35,6 +35,12 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     return steps
 
 
+def micro_steps(config, world_size):
+    """The same from a run's keys; ranks that share their sequences count as one."""
+    ranks = ranks_for_batches(config, world_size)
+    return accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
+
+
 def cautions(config, n_windows):
     """
     Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data.
