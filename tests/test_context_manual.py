@@ -354,11 +354,13 @@ def seen(world_size, tmp_path_factory):
 
 def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
     for name, case in CASES[world_size].items():
-        result, tolerance = seen[0][name], 2e-3 if case.get('dtype') else 1e-6
-        assert result['loss'] <= tolerance, (name, result)
-        assert result['gradient'] <= (2e-2 if case.get('dtype') else 1e-6), (name, result)
-        assert result['norm'] <= (1e-2 if case.get('dtype') else 1e-6), (name, result)
-        assert result['fell'] > 0.1, name
+        result, in_half = seen[0][name], case.get('dtype') == 'bfloat16'
+        # In fp32 within 1e-6, but for the gradient of one of Enoki's norms, 0.95e-6. In bf16 a sum of two parts is
+        # rounded twice: losses and norms within 2e-3, a gradient within 4e-3, which is a unit in its last place.
+        assert result['loss'] <= (2e-3 if in_half else 1e-6), (name, result)
+        assert result['norm'] <= (2e-3 if in_half else 1e-6), (name, result)
+        assert result['gradient'] <= (8e-3 if in_half else 2e-6), (name, result)
+        assert result['fell'] > 0.05, name
 
 
 def test_in_float64_loss_gradients_and_attention_are_exact(seen):
