@@ -486,8 +486,9 @@ class GPT(nn.Module):
 
     def forward(self, x, y=None, starts=None, cache=None, then=None):
         """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, see
-        in_documents(), or what that returns with a mask, or Context.part() for a part of a row; None = a row is one. cache: one KVCache per block, with the
-        tokens before x. then: what this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
+        in_documents(), or what that returns with a mask, or Context.part() for a part of a row; None = a row is one.
+        cache: one KVCache per block, with the tokens before x. then: what this function of (hidden (B, T, C), head
+        (vocab_size, C)) returns is returned.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
         cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
