@@ -46,6 +46,7 @@ def speed(rounds):
                 2, f'--block_size=4096 --global_batch_size=2 --max_iters=5 {VARIANTS[name]}', 'tokens_per_sec'
             )
             found[name].append(statistics.median(rates[1:]))
+            print(f'{name}: {found[name][-1]:,.0f} tokens/s', flush=True)
     for name, rates in found.items():
         ratios = sorted(rate / of_fsdp for rate, of_fsdp in zip(rates, found['FSDP'], strict=True))
         print(
