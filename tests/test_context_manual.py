@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TINY_MODEL, TINY_RUN, Job, run_function, run_many
+from launch import TINY_MODEL, TINY_RUN, run_function, run_many, run_ranks
 from outputs import column
 from pretrained import POSITIONS, save_model
 from torch import nn
@@ -428,11 +428,10 @@ def test_the_script_logs_what_one_process_logs(data_dir, tmp_path):
 
 def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=synthetic', '--vocab_size=97', f'--out_dir={tmp_path}/out']
-    job = Job('train_fsdp.py', [*keys, '--context_parallel=2', '--block_size=30'], 2, tmp_path / 'log')
-    assert job.wait() == [1, 1]
-    lines = [line for line in job.text().splitlines() if 'error:' in line]
-    assert len(lines) == 2 and all(line.endswith('use --block_size=28 or 32') for line in lines), job.text()
-    assert 'Traceback' not in job.text() and not (tmp_path / 'out').exists()
+    for ended in run_ranks([['train_fsdp.py', *keys, '--context_parallel=2', '--block_size=30']] * 2):
+        (line,) = ended.stderr.splitlines()
+        assert ended.returncode == 1 and 'error: ' in line and line.endswith('use --block_size=28 or 32'), ended
+    assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize(
