@@ -144,11 +144,13 @@ class Mixture:
     """One split of one dataset, or of several in shares that may change on the way.
 
     sources: {name: dataset}. stages: [(start, {name: share})], see stages_of(). plan() comes before the first batch.
-    n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts).
+    n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts). ranks_per_sequence: so many consecutive
+    ranks read the same samples (context_manual.py).
     """
 
-    def __init__(self, sources, stages):
+    def __init__(self, sources, stages, ranks_per_sequence=1):
         self.names, self.sources, self._stages = list(sources), list(sources.values()), stages
+        self.ranks_per_sequence = ranks_per_sequence
         self.n_tokens = sum(source.n_tokens for source in self.sources)
         self.n_windows = sum(source.n_windows for source in self.sources)
         self.vocab_size = max(source.vocab_size for source in self.sources)
@@ -276,7 +278,7 @@ def open_mixture(keys, split):
             chats = source if source.is_packed else first
             raise ValueError(f'{chats.name} holds conversations: mix it with text under --windows=documents')
         before.append(source.name)
-    return Mixture(sources, stages)
+    return Mixture(sources, stages, keys.get('context_parallel', 1))
 
 
 def names_of(stages):
@@ -320,8 +322,9 @@ def batches(mixture, seed, first_sample, global_batch_size, batch_size, rank, wo
     attention must not leave; unused places hold block_size.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the slots
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
-    A background thread makes them ahead, see run_ahead().
+    Ranks that share their sequences count as one. A background thread makes the batches ahead, see run_ahead().
     """
+    rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
     assert global_batch_size % (batch_size * world_size) == 0, f'{global_batch_size=}, {batch_size=}, {world_size=}'
     per_rank = global_batch_size // world_size
     steps_at_once = max(1, SAMPLES_AT_ONCE // per_rank)
@@ -342,8 +345,10 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device):
     about n_sequences in all; source is its number.
 
     Every rank gets the same number of batches, made as in batches(), because a sharded model's forward is a collective.
-    Rows that no window is left for have y = -1, which the loss ignores: all ranks together see each window once.
+    Rows that no window is left for have y = -1, which the loss ignores: all ranks together see each window once, or
+    those that share their sequences do.
     """
+    rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
     per_round, of_batches = batch_size * world_size, []
     for number, source in enumerate(mixture.sources):
         n = min(-(-n_sequences // len(mixture.sources)), source.n_windows)

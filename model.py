@@ -27,7 +27,6 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +49,7 @@ GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
 SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
+SAVED_OPS += ['context_manual.attend.default']
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -196,10 +196,9 @@ class RotaryEmbedding:
         return rotated.to(x.dtype)
 
 
-class Documents(NamedTuple):
-    """Which token of a batch belongs to which document, as the blocks need it: see in_documents()."""
-
-    borders: torch.Tensor
+@dataclass
+class Documents:  # no tuple, or fully_shard would cast cos_sin, an input of a block, to the compute dtype
+    borders: torch.Tensor  # which token of a batch belongs to which document, see in_documents()
     cos_sin: torch.Tensor | None  # (2, B, 1, T, D/2): the rotation of each token
 
 
@@ -227,6 +226,8 @@ def attend_in_documents(q, k, v, borders, scale=None, window=None):
 
     q (B, H, T, D), k and v (B, K, T, D); window: a token sees itself and the window - 1 tokens before it.
     """
+    if hasattr(borders, 'attend'):  # only a part of each row is here, the rest is on other ranks: context_manual.py
+        return borders.attend(q, k, v, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
 
     B, _, T, _ = q.shape
@@ -485,9 +486,9 @@ class GPT(nn.Module):
         return self
 
     def forward(self, x, y=None, starts=None, cache=None, then=None):
-        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, see
-        in_documents(), or what that returns with a mask; None = a row is one. cache: one KVCache per block, with the
-        tokens before x. then: what this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
+        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, or
+        what in_documents() returns with a mask, or Context.part(). cache: one KVCache per block, with
+        the tokens before x. then: what this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
         cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.

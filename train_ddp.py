@@ -149,7 +149,7 @@ model_config, notes = setup.fill_in(config, explicit, world_size, train_data, va
 tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+accumulation_steps = scaling.micro_steps(vars(config), world_size)
 tokens_per_step = global_batch_size * config.block_size
 if config.dry_run:
     if rank == 0:

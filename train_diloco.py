@@ -333,9 +333,7 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    for module in model.modules():  # free what forward left gathered, for no backward pass will (both implementations)
-        if hasattr(module, 'reshard'):
-            module.reshard()
+    processes.reshard(model)  # free what forward left gathered, for no backward pass will
     return val_data.losses(nats_and_tokens.tolist())
 
 

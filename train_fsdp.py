@@ -50,6 +50,8 @@ class Config:
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
     block_size = 1024  # tokens per sequence
+    context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
+    context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once
     # model
     init_from = 'scratch'  # or the weights of a run (its out_dir), of a Hugging Face folder, of OWNER/NAME in HF_HOME
     trust_remote_code = False  # run the Python that came with init_from
@@ -126,9 +128,10 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+import context_manual
 import data
 import fsdp_manual
 import optim
@@ -159,10 +162,9 @@ model_config, notes = setup.fill_in(config, explicit, world_size, train_data, va
 tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, world_size)
+accumulation_steps = scaling.micro_steps(vars(config), world_size)
 tokens_per_step = global_batch_size * config.block_size
-# Ranks that hold one copy of the model between them: all, or with replicas a part of them.
-shard_size = scaling.ranks_per_shard_group(vars(config), world_size)
+shard_size = scaling.ranks_per_shard_group(vars(config), world_size)  # they hold one copy of the model between them
 if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
@@ -190,21 +192,17 @@ if config.compile and on_cuda:  # on a CPU the loss is faster as it is
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 offloads = config.cpu_offload == 'params'
-if on_cuda and offloads and compute_dtype == torch.float16:
-    raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
 mesh_shape = (config.replicate_size, shard_size) if config.replicate_size > 1 else (world_size,)
 mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=('replicate', 'shard')[-len(mesh_shape) :])
 processes.set_timeouts(mesh, config.timeout_s)
+context = context_manual.Context(config.context_parallel, config.context_impl, device, config.timeout_s)
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
-    sharding = {
-        'mesh': mesh,
-        'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if offloads else OffloadPolicy(),
-    }
+    sharding = {'mesh': mesh, 'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
+    sharding |= {'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda)} if offloads else {}
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
     model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
@@ -259,13 +257,12 @@ def evaluate():
     nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
     for batch, source in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
         watchdog.at('evaluation', step)
+        batch = context.part(batch)
         _, ce_sum = model(*batch)
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    for module in model.modules():  # free what forward left gathered, for no backward pass will (both implementations)
-        if hasattr(module, 'reshard'):
-            module.reshard()
+    processes.reshard(model)  # free what forward left gathered, for no backward pass will
     return val_data.losses(nats_and_tokens.tolist())
 
 
@@ -316,7 +313,7 @@ while step < config.max_iters and not must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(accumulation_steps):
         meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
+        batch = context.part(next(train_batches))  # x, y (batch_size, block_size) each, or this rank's part; documents
         # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
         # accumulate='sharded' each backward does, and the shards add up.
         last_micro_step = micro_step == accumulation_steps - 1

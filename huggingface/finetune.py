@@ -551,9 +551,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         facts.append('packed documents do not see each other')
     if compiled:
         torch.compiler.set_stance('default')
-    for module in model.modules():  # without a backward pass what forward left gathered would stay so
-        if hasattr(module, 'reshard'):
-            module.reshard()
+    processes.reshard(model)  # without a backward pass what forward left gathered would stay so
     model.train()
     if loaded:
         expected = processes.on_rank_0(reference_logits, pretrained, tokens)

@@ -10,23 +10,17 @@ a script's resolved config (dtype 'bfloat16' rather than 'auto') with the keys o
 ModelConfig.to_dict() or Pretrained.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes.
 """
 
-import contextlib
 import itertools
-import logging
 import math
-import weakref
-from unittest import mock
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import optim
 from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
+from runtime import activations, scaling
 from runtime.scaling import accumulation_steps, batch_line, counted, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
@@ -54,6 +48,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
+    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer
     not at once   fsdp, negative: what is not there yet, or gone again, when the others peak
 
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
@@ -82,7 +77,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -113,6 +108,10 @@ def estimate(config, model, world_size, strategy='ddp'):
         'reduction': max(of_block, of_root),
         **activations,
     }
+    if (sharing := config.get('context_parallel', 1)) > 1:  # of ranks: two at a time, with three gradients; or of all
+        numbers, of_number = keys_and_values(config)
+        blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
+        parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
     # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
     # micro-steps add up, or where it ends with those of the root.
     begin = of_block + sum(activations.values()) - (parts.get('gradients', 0) if micro_steps == 1 else 0)
@@ -182,7 +181,7 @@ def deepspeed_states(config, model, world_size):
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
     of_gradients = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
@@ -261,126 +260,15 @@ def count(parameters, shard_size=1):
 
 
 def activation_bytes(config, strategy):
-    """
-    {'activations', 'logits': bytes} of one micro-step, as explained at estimate(). The model's own forward, loss and
-    backward run on tensors without data, and after each operation the bytes of those that are alive are added up.
-
-    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
-    the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then
-    the numbers are those of a CPU. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
-    """
-    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
-    for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
-        with contextlib.suppress(RuntimeError):
-            return follow_micro_step(config, device, is_sharded=strategy != 'ddp')
-    return {}
+    """{'activations', 'logits': bytes} of one micro-step, as explained at estimate(); {} where they cannot be found."""
+    return activations.of_micro_step(partial(empty_model, config), config, is_sharded=strategy != 'ddp')
 
 
-def follow_micro_step(config, device, is_sharded):
-    """activation_bytes() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    dtype = getattr(torch, config['dtype'])
-    has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
-    with (
-        kernels_of_cuda(dtype if has_autocast else None)
-        if device == 'meta'
-        else FakeTensorMode(allow_non_fake_inputs=True)
-    ):
-        model = empty_model(config, device)
-        model.compute_dtype = dtype
-        model.checkpoint_activations(config['activation_checkpointing'])
-        tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.long, device=device)
-        inputs = [tokens, tokens] + [tokens[:, :1]] * bool(config.get('packed'))  # x, y, starts of documents
-        for parameter in model.parameters():
-            if is_sharded:
-                parameter.data = parameter.data.to(dtype)
-            if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
-                parameter.register_post_accumulate_grad_hook(drop_gradient)
-            elif parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
-        kept = []
-        model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
-        with live:
-            loss, _ = model(*inputs)
-            peak_of_forward = live.peak
-            loss.backward()
-    return {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all storages that operations make, but of `others`: `now`, and at the `peak`."""
-
-    def __init__(self, others):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in others}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.follow(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def follow(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.known.add(key)
-            self.now += size
-            weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key, size):
-        self.known.remove(key)
-        self.now -= size
-
-
-@contextlib.contextmanager
-def kernels_of_cuda(autocast_to=None):
-    """
-    On the meta device, one operation for what CUDA has one kernel for, which keeps less than the several of others.
-
-    autocast_to: dtype of matmuls, or None. Autocast itself leaves meta tensors alone.
-    """
-
-    def casting(function):
-        def cast(value):
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return value.to(autocast_to) if is_float else value
-
-        return lambda *args, **options: function(*map(cast, args), **options)
-
-    attention, linear, addmm = fused_attention, F.linear, torch.addmm
-    if autocast_to:
-        attention, linear, addmm = map(casting, (attention, linear, addmm))
-    functions = {'rms_norm': fused_rms_norm, 'dropout': fused_dropout, 'scaled_dot_product_attention': attention}
-    with mock.patch.multiple(F, linear=linear, **functions), mock.patch.object(torch, 'addmm', addmm):
-        yield
-
-
-def fused_rms_norm(x, shape, weight=None, eps=None):
-    return F.layer_norm(x, shape, weight)  # which keeps as much
-
-
-def fused_dropout(x, p=0.5, training=True, inplace=False):
-    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
-
-
-def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Flash attention, or the memory-efficient kernel where there is a mask or fp32."""
-    if attn_mask is None and q.dtype != torch.float32:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    if enable_gqa:  # no kernel: scores exist whole
-        return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
-    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(-1, q.shape[1], -1, -1)
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
-
-
-def drop_gradient(parameter):
-    parameter.grad = None
+def keys_and_values(config):
+    """(numbers in the keys and values of a layer on one rank, bytes of each): on a CPU attention computes in fp32."""
+    numbers = 2 * config['batch_size'] * config['block_size'] * config['n_kv_head'] * config['head_dim']
+    of_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
+    return numbers // config['context_parallel'], of_number
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -412,7 +300,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
         return sent | {'sent': sum(sent.values())}
 
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], world_size)
+    micro_steps = scaling.micro_steps(config, world_size)
     if strategy == 'deepspeed':
         large, share = whole - small_parameters(model), (world_size - 1) / world_size
         if config['zero_stage'] < 3:
@@ -446,6 +334,12 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
+        if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
+            numbers, of_number = keys_and_values(config)
+            passes = 3 if config['activation_checkpointing'] == 'full' else 2
+            hops = sharing if config['context_impl'] == 'ring' else sharing - 1
+            of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
+            sent['keys and values'] = micro_steps * n_layer * of_layer
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
@@ -526,7 +420,7 @@ def out_of_memory_advice(config, world_size):
 def report(config, shape, world_size, strategy='ddp'):
     """
     What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
-    Raises ValueError as estimate() and accumulation_steps() do.
+    Raises ValueError as estimate() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
@@ -534,7 +428,7 @@ def report(config, shape, world_size, strategy='ddp'):
     stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
     memory = {} if stages else estimate(config, model, world_size, strategy)
     ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
+    micro_steps = scaling.micro_steps(config, ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     checkpoint = FP32 * (counts['total'] + moments(config, model))
@@ -568,7 +462,9 @@ def report(config, shape, world_size, strategy='ddp'):
         sent = columns([stage_traffic(config, model, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
-    lines += ['', 'batch', f'  {batch_line(config["batch_size"], micro_steps, ranks, config["block_size"])}']
+    sharing = config.get('context_parallel', 1)
+    of_batch = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
+    lines += ['', 'batch', f'  {of_batch}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]

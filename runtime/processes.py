@@ -79,6 +79,13 @@ def set_timeouts(mesh, seconds):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def reshard(model):
+    """Have a model that is sharded, by either implementation, free the weights that forward has gathered."""
+    for module in model.modules():
+        if hasattr(module, 'reshard'):
+            module.reshard()
+
+
 def on_rank_0(decide, *arguments):
     """Call decide(*arguments) on rank 0 and return its result, or raise its error, on every rank (one broadcast)."""
     import torch

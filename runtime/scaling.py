@@ -35,6 +35,12 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     return steps
 
 
+def micro_steps(config, world_size):
+    """The same from a run's keys; ranks that share their sequences count as one."""
+    ranks = ranks_for_batches(config, world_size)
+    return accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
+
+
 def cautions(config, n_windows):
     """
     Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data.
@@ -69,10 +75,32 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
     return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
-def batch_line(batch_size, accumulation_steps, world_size, block_size):
-    """The batch arithmetic with its numbers, on one line."""
-    sequences = batch_size * accumulation_steps * world_size
-    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), (world_size, 'rank'))
+def ranks_for_batches(config, world_size):
+    """
+    The ranks that work on different sequences: all, or with context_parallel, the ranks that share one, that fraction.
+
+    Raises ValueError if ranks or tokens do not divide, or for dropout, whose noise would have to fit together.
+    """
+    sharing, block_size = config.get('context_parallel', 1), config['block_size']
+    refuse_unless_it_divides('context_parallel', sharing, world_size)
+    if sharing > 1 and block_size % (2 * sharing):
+        nearest = [n * 2 * sharing for n in (block_size // (2 * sharing), block_size // (2 * sharing) + 1) if n > 0]
+        raise ValueError(
+            f'block_size={block_size} is not a multiple of {2 * sharing}, two chunks for each of '
+            f'context_parallel={sharing} ranks: use --block_size={" or ".join(map(str, nearest))}'
+        )
+    if sharing > 1 and config['dropout'] > 0:
+        given = f'dropout={config["dropout"]} with context_parallel={sharing}'
+        raise ValueError(f'{given}, whose attention has none: use --dropout=0')
+    return world_size // sharing
+
+
+def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1):
+    """The batch arithmetic with its numbers, on one line. sharing: ranks that share each sequence."""
+    groups = world_size // sharing
+    sequences = batch_size * accumulation_steps * groups
+    of_ranks = (groups, 'rank' if sharing == 1 else 'context group')
+    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), of_ranks)
     per_step = ' x '.join(counted(number, noun) for number, noun in factors)
     return (
         f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '
@@ -96,6 +124,11 @@ def ranks_per_shard_group(config, world_size):
         raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
     if config['blocks_per_unit'] < 1:
         raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
+    on_cuda = config['device'].startswith('cuda')
+    if on_cuda and config['cpu_offload'] == 'params' and config['dtype'] == 'float16':
+        raise ValueError(
+            'cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32'
+        )
     return world_size // replicate_size
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import data
+from huggingface import finetune
 from model import ModelConfig
 from runtime import checkpoint, health, processes, scaling, stopping
 from text.tokenizer import as_argument, same_tokenizer
@@ -75,12 +76,13 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
     Returns (model_config, notes): `pretrained` or a ModelConfig, and lines for the log. The model's keys are in config,
     too. Raises ValueError where keys contradict each other or the data.
     """
-    config.global_batch_size = config.global_batch_size or config.batch_size * world_size
-    micro_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, world_size)
+    ranks = scaling.ranks_for_batches(vars(config), world_size)
+    config.global_batch_size = config.global_batch_size or config.batch_size * ranks
+    micro_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, ranks)
     notes = [
         f'{" + ".join(train_data.names)}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation '
         'tokens',
-        scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size),
+        scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size, world_size // ranks),
     ]
     if config.compile and not processes.has_compiler(config.device):
         config.compile = False
@@ -122,7 +124,28 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         config.min_lr = config.learning_rate / 10
     model_config = pretrained or ModelConfig.from_keys(vars(config))  # fills from the architecture what is None
     vars(config).update(model_config.to_dict())
+    if ranks < world_size:
+        check_context_parallel(config, pretrained)
     return model_config, notes
+
+
+def check_context_parallel(config, pretrained):
+    """Raise ValueError for a model whose attention cannot be spread over ranks (context_manual.py)."""
+    given = f'context_parallel={config.context_parallel}'
+    if config.device.startswith('cuda') and config.head_dim % 8:
+        raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8')
+    if not pretrained:
+        return
+    text, reason = pretrained.config.get_text_config(), None
+    rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}
+    if pretrained.arch not in finetune.OWN_ATTENTION:
+        reason = f'its attention is not one that runs here (those of {", ".join(finetune.OWN_ATTENTION)})'
+    elif (getattr(text, 'sliding_window', None) or config.block_size) < config.block_size:
+        reason = f'it sees {text.sliding_window} tokens back, and block_size={config.block_size} is more'
+    elif rope.get('rope_type') in ('dynamic', 'longrope'):
+        reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
+    if reason:
+        raise ValueError(f'{given}: {pretrained.arch} cannot share sequences: {reason}; leave it at 1')
 
 
 def make_process_group(config, device):

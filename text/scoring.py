@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from runtime import processes
+
 LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # of one chunk
 
 
@@ -105,9 +107,7 @@ def log_likelihoods(model, requests, longest, batch_size, device, shares=True, b
         if mine < len(batches):
             totals[0].index_add_(0, numbers, nats.double())
             totals[1].index_add_(0, numbers, is_likeliest.double())
-    for module in model.modules():  # free what forward left gathered, for no backward pass will
-        if hasattr(module, 'reshard'):
-            module.reshard()
+    processes.reshard(model)  # free what forward left gathered, for no backward pass will
     dist.all_reduce(totals)
     found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
     return [[next(found) for _ in of_item] for of_item in requests]

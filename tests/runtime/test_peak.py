@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 import optim
 from model import ModelConfig
-from runtime import estimate
+from runtime import activations, estimate
 
 LLAMA_8B = dict(arch='llama', n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=128256)
 KEYS = dict(optimizer='adamw', device='cuda', dtype='bfloat16', fsdp_impl='manual', zero_stage=3, replicate_size=1)
@@ -27,7 +27,7 @@ AS_ON_CUDA = [
 ]
 
 
-class Traced(estimate.LiveBytes):
+class Traced(activations.LiveBytes):
     """The same of sharded tensors: of what this rank holds."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -68,7 +68,12 @@ def traced_peak(config, mesh, micro_steps):
     model.compute_dtype = torch.bfloat16
     model.checkpoint_activations(config['activation_checkpointing'])
     cuda = dict(Stream=Stream, Event=Event, stream=lambda _: contextlib.nullcontext(), current_stream=lambda *_: main)
-    with mock.patch.multiple(torch.cuda, **cuda), live.follow_rooms(fsdp_manual.Room), estimate.kernels_of_cuda(), live:
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        live.follow_rooms(fsdp_manual.Room),
+        activations.kernels_of_cuda(),
+        live,
+    ):
         sharded = fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
         model.to_empty(device='meta')
         opt = optim.make_optimizer(model, 'adamw', 1e-3, 0.9, 0.95, 0.1)

@@ -1,0 +1,142 @@
+"""
+What one micro-step keeps for backward, and what backward needs beyond that, without running it.
+
+    make_model = partial(estimate.empty_model, config)  # called with a device
+    activations.of_micro_step(make_model, config, is_sharded=True)  # {'activations': bytes, 'logits': bytes}
+"""
+
+import contextlib
+import logging
+import weakref
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def of_micro_step(make_model, config, is_sharded):
+    """
+    {'activations', 'logits': bytes} as explained at estimate.estimate(). The model's own forward, loss and backward run
+    on tensors without data, and after each operation the bytes of those that are alive are added up.
+
+    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
+    the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then
+    the numbers are those of a CPU. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
+    """
+    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
+    for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
+        with contextlib.suppress(RuntimeError):
+            return follow_micro_step(make_model, config, device, is_sharded)
+    return {}
+
+
+def follow_micro_step(make_model, config, device, is_sharded):
+    """of_micro_step() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    dtype = getattr(torch, config['dtype'])
+    has_autocast = 'transformers' in config and not is_sharded and dtype != torch.float32
+    with (
+        kernels_of_cuda(dtype if has_autocast else None)
+        if device == 'meta'
+        else FakeTensorMode(allow_non_fake_inputs=True)
+    ):
+        model = make_model(device)
+        model.compute_dtype = dtype
+        model.checkpoint_activations(config['activation_checkpointing'])
+        sharing = config.get('context_parallel', 1)
+        tokens = torch.zeros(config['batch_size'], config['block_size'] // sharing, dtype=torch.long, device=device)
+        has_mask = config.get('packed') and sharing == 1
+        inputs = [tokens, tokens] + [tokens[:, :1]] * bool(has_mask)  # x, y, starts of documents
+        for parameter in model.parameters():
+            if is_sharded:
+                parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
+            elif parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
+        kept = []
+        model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
+        with live:
+            loss, _ = model(*inputs)
+            peak_of_forward = live.peak
+            loss.backward()
+    return {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of all storages that operations make, but of `others`: `now`, and at the `peak`."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in others}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.follow(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def follow(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key, size):
+        self.known.remove(key)
+        self.now -= size
+
+
+@contextlib.contextmanager
+def kernels_of_cuda(autocast_to=None):
+    """
+    On the meta device, one operation for what CUDA has one kernel for, which keeps less than the several of others.
+
+    autocast_to: dtype of matmuls, or None. Autocast itself leaves meta tensors alone.
+    """
+
+    def casting(function):
+        def cast(value):
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(autocast_to) if is_float else value
+
+        return lambda *args, **options: function(*map(cast, args), **options)
+
+    attention, linear, addmm = fused_attention, F.linear, torch.addmm
+    if autocast_to:
+        attention, linear, addmm = map(casting, (attention, linear, addmm))
+    functions = {'rms_norm': fused_rms_norm, 'dropout': fused_dropout, 'scaled_dot_product_attention': attention}
+    with mock.patch.multiple(F, linear=linear, **functions), mock.patch.object(torch, 'addmm', addmm):
+        yield
+
+
+def fused_rms_norm(x, shape, weight=None, eps=None):
+    return F.layer_norm(x, shape, weight)  # which keeps as much
+
+
+def fused_dropout(x, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(x, p, training)[0] if p > 0 and training else x
+
+
+def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Flash attention, or the memory-efficient kernel where there is a mask or fp32."""
+    if attn_mask is None and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if enable_gqa:  # no kernel: scores exist whole
+        return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(-1, q.shape[1], -1, -1)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+
+
+def drop_gradient(parameter):
+    parameter.grad = None
