@@ -31,7 +31,7 @@ import optim
 import pipeline_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
-from runtime import checkpoint, estimate, health, scaling
+from runtime import activations, checkpoint, estimate, health, scaling
 
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
 LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
@@ -304,7 +304,7 @@ def run_memory():
     module.rotary.prepare(torch.device('cpu'))
     others = [*module.parameters(), *(parameter.grad for parameter in module.parameters())]
     timetable = pipeline_manual.timetable(stages, 1, 8)
-    with estimate.LiveBytes([*others, *sum(batches, ()), module.rotary.cos_sin]) as live:
+    with activations.LiveBytes([*others, *sum(batches, ()), module.rotary.cos_sin]) as live:
         one_step(stage, pipeline, timetable, batches, torch.tensor(1e-3))
     keys = {**config.to_dict(), 'batch_size': 4, 'global_batch_size': 32, 'dtype': 'float32', 'optimizer': 'adamw'}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': 1, 'device': 'cpu', 'activation_checkpointing': 'none'}
