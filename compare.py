@@ -7,6 +7,7 @@ Which strategy should I use, and do they agree? Runs the same model, data, seed 
     python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
     python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
+    python compare.py --plan config/llama_8b.py --gpus=64 --gpu=h100 --node_gpus=4     # which layout on a cluster?
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
     python compare.py config/coordinate_check.py                       # will it hold for a larger model?
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
@@ -55,6 +56,13 @@ class Config:
     analyze = False  # run nothing: tables and pictures of what is finished in out_dir
     element: int | None = None  # what a job of --slurm does: the run of this number in out_dir/jobs.json
     bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
+    plan = False  # run nothing: predict every layout that fits a cluster, the fastest first; docs/parallelism.md
+    gpus = 8  # --plan: ranks of the cluster
+    node_gpus = 8  # --plan: ranks on each node
+    gpu = 'h100'  # --plan: h100, h200, a100, of which speed and links are assumed; or cpu, with --measured and --links
+    measured = []  # --plan: out_dirs of train_ddp.py in one process, whose speed it takes
+    links: str | None = None  # --plan: the file with measured links; --bench_links writes it
+    cores = 1  # --plan --gpu=cpu: cores of a node, which its ranks share
     plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
     keys = []  # --plot: draw these keys of metrics.jsonl in place of the loss, as in --keys=grad_norm,val_bpb
     output: str | None = None  # the picture that --plot writes; None = loss.png in the folder that holds the runs
@@ -343,22 +351,6 @@ def analyse_sweep(folder, groups, config):
 # --- MODES ------------------------------------------------------------------------------------------------------------
 
 
-def plot_runs(runs, keys, output):
-    """--plot: the loss of any runs, or the keys that are asked for."""
-    runs = [Path(str(run)) for run in runs]
-    common = Path(os.path.commonpath([run.absolute() for run in runs]))
-    output = (
-        Path(output)
-        if output
-        else Path(os.path.relpath(common)) / f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'
-    )
-    if keys:
-        plots.plot_keys(runs, keys, output)
-    else:
-        plots.plot_losses(runs, output)
-    print(f'{", ".join(keys) or "loss"} plot: {output}')
-
-
 def measure_links(config, train_keys):
     """--bench_links: start benchmarks/links.py on the most ranks of nproc; its exit code."""
     if 'RANK' in os.environ:
@@ -368,6 +360,7 @@ def measure_links(config, train_keys):
     if ranks < 2:
         raise ValueError(f'bench_links: {ranks} rank has no link to another: expected --nproc=2 or more')
     command = command_of('benchmarks/links.py', ranks, config.launcher)
+    command += [f'--json={config.links}'] if config.links else []
     try:
         return subprocess.call([*command, f'--device={train_keys.get("device", "auto")}'], env=environment(ranks))
     except OSError as error:
@@ -429,10 +422,17 @@ def check_coordinates(folder, config, train_keys, explicit):
 def main(config, train_keys, explicit):
     """Does what the knobs ask for; the exit code."""
     if config.plot:
-        plot_runs(config.plot, config.keys, config.output)
+        plots.plot_runs(config.plot, config.keys, config.output)
         return 0
     if config.bench_links:
-        return measure_links(config, train_keys)
+        code = measure_links(config, train_keys)
+        if code or not config.plan:
+            return code
+    if config.plan:
+        from comparison import layouts  # here, since it imports torch
+
+        print(layouts.report(config, train_keys, explicit))
+        return 0
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:
         return do_element(folder, config)

@@ -57,16 +57,24 @@ aten = torch.ops.aten
 class Context:
     """The ranks that work on the same sequences, N consecutive ones, and what this one has of a batch."""
 
-    def __init__(self, ranks, impl, device, timeout_s):
-        """ranks: N, which divides the world's. Collective over the world: a group of its own, beside those of FSDP."""
+    def __init__(self, ranks, impl, device, timeout_s, tensor=1):
+        """ranks: N. tensor: of tensor_manual.py, ranks that have the same tokens; N * tensor divides the world's.
+        Collective over the world: a group of its own, beside those of FSDP."""
         self.ranks, self.impl = ranks, impl
         if ranks == 1:
             self.part = tuple  # all of it, as it is
             return
-        shape = (dist.get_world_size() // ranks, ranks)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=('batch', 'context'))
+        shape = (dist.get_world_size() // (ranks * tensor), ranks, tensor)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=('batch', 'context', 'tensor'))
         processes.set_timeouts(mesh, timeout_s)
         self.group = mesh.get_group('context')
+
+    @classmethod
+    def from_keys(cls, config, device):
+        """From a script's config, a dict."""
+        names = ('context_parallel', 'context_impl', 'timeout_s', 'tensor_parallel')
+        ranks, impl, timeout_s, tensor = (config[name] for name in names)
+        return cls(ranks, impl, device, timeout_s, tensor)
 
     def part(self, batch):
         """The arguments of the model, from (x, y) or (x, y, starts) of whole sequences; T divides by 2N.

@@ -145,7 +145,7 @@ class Mixture:
 
     sources: {name: dataset}. stages: [(start, {name: share})], see stages_of(). plan() comes before the first batch.
     n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts). ranks_per_sequence: so many consecutive
-    ranks read the same samples (context_manual.py).
+    ranks read the same samples (context_manual.py, tensor_manual.py).
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
@@ -278,7 +278,7 @@ def open_mixture(keys, split):
             chats = source if source.is_packed else first
             raise ValueError(f'{chats.name} holds conversations: mix it with text under --windows=documents')
         before.append(source.name)
-    return Mixture(sources, stages, keys.get('context_parallel', 1))
+    return Mixture(sources, stages, keys.get('context_parallel', 1) * keys.get('tensor_parallel', 1))
 
 
 def names_of(stages):

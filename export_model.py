@@ -203,6 +203,9 @@ def write_adapter(folder):
     modules = {name.removesuffix('.lora_A') for name in lora if name.endswith('.lora_A')}
     ends = {name.rpartition('.')[2] for name in modules}  # peft looks for what ends so ...
     meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
+    if pretrained.yarn or pretrained.rope_theta:
+        positions = {key: getattr(pretrained.config, key) for key in ('rope_parameters', 'max_position_embeddings')}
+        print(f"the adapter belongs to a model with other positions: set in the base model's config.json {positions}")
     alpha, rank = model_facts['lora_alpha'], model_facts['lora_rank']
     keys = {
         'peft_type': 'LORA',

@@ -49,11 +49,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten
 
-GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
+from exchange.collectives import all_gather, reduce_scatter
 
-# torch 2.13 has new names for the two collectives and warns about the old ones, the only ones that 2.11 has.
-all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
+GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
 
 
 def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefetch=1, offload=False):

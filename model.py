@@ -1,11 +1,10 @@
 """
-The transformer: four architectures, its loss in chunks, generation, and exact counts of parameters and FLOPs.
+The transformer: four architectures, its loss in chunks, and exact counts of parameters and FLOPs.
 
     model = GPT(ModelConfig.from_keys(config), compute_dtype=torch.bfloat16)
     loss_sum, ce_sum = model(x, y)  # sums over the tokens whose target is not -1
     logits = model(x)  # (B, T, vocab_size)
     loss_sum, ce_sum = model(x, y, starts)  # several documents in each row, of which none sees another
-    tokens = model.generate(x, max_new_tokens=100)
 
               norm        positions                  q/k norm    MLP                 defaults
     gpt2      LayerNorm   learned                    -           GELU (tanh)         biases, tied embeddings
@@ -49,7 +48,7 @@ GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
 SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
-SAVED_OPS += ['context_manual.attend.default']
+SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -72,6 +71,7 @@ class ModelConfig:
     bias: bool | None = None
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
+    yarn: list | None = None  # [factor, block_size before]: the context was extended so many times, see check_yarn()
     attention_gate: bool = False
     norm_eps: float | None = None
     z_loss: float = 0.0
@@ -124,11 +124,15 @@ class ModelConfig:
             self.mlp_hidden_dim = -(-8 * self.n_embd // (3 * 64)) * 64 if self.llama_style else 4 * self.n_embd
         self.bias = self.arch == 'gpt2' if self.bias is None else self.bias
         self.tie_embeddings = self.arch == 'gpt2' if self.tie_embeddings is None else self.tie_embeddings
+        self.yarn = [*(self.yarn or ())]
         self.rope_theta = self.rope_theta or (1e6 if self.arch == 'qwen3' else 1e4)
         self.norm_eps = self.norm_eps or (1e-6 if self.arch == 'qwen3' and not self.attention_gate else 1e-5)
 
         if self.arch != 'gpt2' and self.head_dim % 2:
             raise ValueError(f'head_dim={self.head_dim}: expected an even number, since RoPE rotates pairs')
+        if self.arch == 'gpt2' and self.yarn:
+            raise ValueError(f'yarn={self.yarn}: the positions of gpt2 are learned, and those beyond are not')
+        check_yarn(self.yarn, self.block_size)
         if self.attention_gate and self.arch != 'qwen3':
             raise ValueError(f'attention_gate=True with arch={self.arch!r}: only qwen3 has it')
         for name, users in (('base_width', ('mup', 'completep')), ('base_depth', ('completep',))):
@@ -138,6 +142,21 @@ class ModelConfig:
                 raise ValueError(f'{given}: expected the {"n_embd" if name == "base_width" else "n_layer"} {where}')
         if not 0 <= self.dropout < 1 or self.z_loss < 0:
             raise ValueError(f'dropout={self.dropout}, z_loss={self.z_loss}: expected 0 <= dropout < 1 and 0 <= z_loss')
+
+
+def check_yarn(yarn, block_size):
+    """Raise ValueError unless yarn, [factor, tokens that the model was trained at before], reaches to block_size.
+
+    [] is off. The factor is block_size / tokens before, or more: the rotation is made for all that it will be used at.
+    """
+    are_numbers = all(isinstance(number, int | float) for number in yarn)
+    if yarn and not (len(yarn) == 2 and are_numbers and yarn[0] >= 1 and yarn[1] >= 1):
+        given = f'yarn={",".join(map(str, yarn))}'
+        raise ValueError(f'{given}: expected a factor of 1 or more and the block_size before, as --yarn=4,1024')
+    if yarn and block_size > yarn[0] * yarn[1]:
+        reach, needed = int(yarn[0] * yarn[1]), math.ceil(block_size / yarn[1])
+        given = f'block_size={block_size} with yarn={yarn[0]:g},{yarn[1]}'
+        raise ValueError(f'{given}, which reaches {reach}: use --yarn={needed},{yarn[1]} or --block_size={reach}')
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -173,20 +192,25 @@ class RotaryEmbedding:
 
     Pair i of a head's D dimensions turns by the angle position * theta^(-2i/D). The pairs are (x[2i], x[2i+1]) in enoki
     (interleaved, as in the paper) and (x[i], x[i + D/2]) in the others (half rotation, as in transformers).
+    To extend the context, a larger theta turns all pairs slower, and YaRN some of them, see yarn_frequencies().
     Not a module: its table is no buffer, but is computed at the first use on a device.
     """
 
     def __init__(self, config):
         self.head_dim, self.theta, self.block_size = config.head_dim, config.rope_theta, config.block_size
+        self.yarn = config.yarn
         self.pairs, self.pair_dim = ((-1, 2), -1) if config.arch == 'enoki' else ((2, -1), -2)  # D -> D/2 pairs
         self.cos_sin = None  # (2, block_size, D/2)
 
     def prepare(self, device):
         """Compute the table on `device`, once; outside of the blocks, which may be compiled."""
         if self.cos_sin is None or self.cos_sin.device != device:
-            frequency = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
+            period = self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
+            frequency = yarn_frequencies(period, self.theta, *self.yarn) if self.yarn else 1.0 / period  # (D/2)
             angle = torch.outer(torch.arange(self.block_size, device=device).float(), frequency)  # (block_size, D/2)
             self.cos_sin = torch.stack((angle.cos(), angle.sin()))
+            if self.yarn:  # queries and keys grow, so scores do by the square: more tokens share the softmax
+                self.cos_sin *= 0.1 * math.log(self.yarn[0]) + 1
 
     def rotate(self, x, cos_sin):
         """x: queries or keys (B, heads, T, D); cos_sin: rows of the table for T positions; returns the shape of x."""
@@ -194,6 +218,20 @@ class RotaryEmbedding:
         a, b = x.float().unflatten(-1, self.pairs).unbind(self.pair_dim)  # (B, heads, T, D/2) each
         rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), self.pair_dim).flatten(-2)
         return rotated.to(x.dtype)
+
+
+def yarn_frequencies(period, theta, factor, before):
+    """1 / period (D/2) of RoPE, for `factor` times the tokens `before` (YaRN: Peng et al., arXiv 2309.00071).
+
+    A pair that turns 32 times or more within these tells near tokens apart, and stays as it is. One that turns once or
+    less has told all positions apart: it turns 1/factor as fast, and positions beyond look like those that it knows.
+    """
+    pairs = len(period)
+    first, last = (pairs * math.log(before / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
+    slowed = (torch.arange(pairs, device=period.device) - first) / max(last - first, 0.001)  # 0 to 1 between the two
+    kept = 1 - slowed.clamp(0, 1)
+    return 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept
 
 
 @dataclass
@@ -499,7 +537,7 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
 
-        positions, documents = slice(first_position, end), None
+        positions, documents = torch.arange(first_position, end, device=x.device), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
@@ -508,7 +546,7 @@ class GPT(nn.Module):
             documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
         if self.pos_embed is not None:
-            h = h + self.pos_embed.weight[positions].to(self.compute_dtype)
+            h = h + self.pos_embed(positions).to(self.compute_dtype)
         h = self.drop(h)
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
             h = block(h, block_cache, documents)
@@ -532,38 +570,6 @@ class GPT(nn.Module):
             raise ValueError(f'activation_checkpointing={mode!r}: expected none, full or selective')
         for block in self.blocks:
             block.activation_checkpointing = mode
-
-    @torch.no_grad()
-    def generate(
-        self, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, stop_token=None
-    ):
-        """Continue every row of tokens (B, T) by up to max_new_tokens; returns (B, T + new).
-
-        temperature, top_k and top_p: see sample_token. A row that has drawn stop_token is filled up with it, and
-        generation ends when all rows have. The model sees at most block_size tokens: when its cache is full, it goes on
-        from the latest half of them.
-        """
-        if tokens.shape[1] == 0:
-            raise ValueError('an empty prompt: expected at least one token')
-        was_training = self.training
-        self.eval()
-        block_size = self.config.block_size
-        capacity = min(block_size, tokens.shape[1] + max_new_tokens)
-        cache, new = [KVCache(capacity) for _ in self.blocks], tokens[:, -block_size:]
-        stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        for _ in range(max_new_tokens):
-            if cache[0].length + new.shape[1] > block_size:
-                cache, new = [KVCache(capacity) for _ in self.blocks], tokens[:, -max(1, block_size // 2) :]
-            logits = self(new, cache=cache)[:, -1]  # (B, vocab_size)
-            new = sample_token(logits, temperature, top_k, top_p, generator)  # (B, 1)
-            if stop_token is not None:
-                new[stopped] = stop_token
-                stopped |= new[:, 0] == stop_token
-            tokens = torch.cat((tokens, new), dim=1)
-            if stop_token is not None and stopped.all():
-                break
-        self.train(was_training)
-        return tokens
 
     def initial_value(self, name, parameter, seed, device):
         """The initial value of the parameter called `name`: fp32, of the shape of the whole parameter.
@@ -612,29 +618,3 @@ def generator_of(seed, name, device='cpu'):
     """The random numbers that a parameter begins with: a function of (seed, name) alone."""
     digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Draw one token per row of logits (B, vocab_size); returns (B, 1). temperature 0: the likeliest.
-
-    top_k: only among the k likeliest. top_p: only among the fewest likeliest whose probabilities add up to top_p or
-    more (nucleus sampling, Holtzman et al., arXiv 1904.09751), after top_k if both are given. None or 0: off.
-    """
-    if temperature < 0 or (top_k or 1) < 1 or not 0 < (top_p or 1) <= 1:
-        given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
-        raise ValueError(f'{given}: expected temperature >= 0, top_k >= 1 and top_p above 0 and at most 1')
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    probabilities, ids = probabilities.sort(dim=-1, descending=True)
-    if top_k:
-        probabilities[:, top_k:] = 0
-        probabilities /= probabilities.sum(-1, keepdim=True)
-    if top_p:
-        before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
-        probabilities[before >= top_p] = 0
-    drawn = torch.multinomial(probabilities, 1, generator=generator)  # it normalises
-    return ids.gather(-1, drawn)

@@ -633,20 +633,20 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, group=None, held_twice=()):
+def clip_grad_norm_(parameters, max_norm, group=None, copies=None):
     """Scale all gradients in place so that their global L2 norm is at most max_norm. Returns the norm before, 0-d, on
-    the device. Collective if they are sharded, or with group: of ranks with other parameters each, but for held_twice.
-
-    torch.nn.utils.clip_grad_norm_ sends DTensors through their dispatcher, one by one: three times the host's work.
+    the device. Collective if they are sharded, or with group: of ranks with other parameters each, but for copies,
+    {parameter: how many of them hold it}. (torch's own sends DTensors through their dispatcher: three times the work.)
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters]
     norms = zip(torch._foreach_norm(gradients), parameters, strict=True)
-    norm = torch.stack([norm * 0.5**0.5 if p in held_twice else norm for norm, p in norms]).norm()
-    group = group or shard_group(parameters[:1])
-    if group is not None:
+    norm = torch.stack([norm * copies[p] ** -0.5 if copies and p in copies else norm for norm, p in norms]).norm()
+    groups = [group for group in (shard_group(parameters[:1]), group) if group is not None]
+    if groups:
         square = norm.double().square()
-        dist.all_reduce(square, group=group)
+        for group in groups:
+            dist.all_reduce(square, group=group)
         norm = square.sqrt().float()
     if max_norm < math.inf:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -107,7 +107,6 @@ class Stage(nn.Module):
         """model: on the meta device, so that what other stages hold costs nothing. n_layer % (stages * chunks) = 0."""
         super().__init__()
         self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
-        self.whole = model.parameter_counts(), model.flops_per_token()
         self.last = stages * chunks - 1
         self.per_part = model.config.n_layer // (stages * chunks)
         is_first, is_last = stage == 0, stage == stages - 1
@@ -162,12 +161,6 @@ class Stage(nn.Module):
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
 
     initial_value = GPT.initial_value
-
-    def parameter_counts(self):  # of the whole model, like the FLOPs
-        return self.whole[0]
-
-    def flops_per_token(self):
-        return self.whole[1]
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------
@@ -279,4 +272,4 @@ class Pipeline:
 
     def held_twice(self):
         """Parameters that another stage of this pipeline holds, too: each of them counts half in the norm."""
-        return {self.module.embed.weight} if self.module.holds_tied and self.stages > 1 else set()
+        return {self.module.embed.weight: 2} if self.module.holds_tied and self.stages > 1 else {}

@@ -50,8 +50,9 @@ import torch
 import data
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
-from model import GPT, ModelConfig, sample_token
+from model import GPT, ModelConfig
 from runtime import checkpoint, errors, processes
+from text import sampling
 from text.chat import DATE, fold_system_messages
 from text.tokenizer import tokenizer_of_run
 
@@ -204,8 +205,8 @@ def continue_natively(text):
             logits = model(batch[:, -model_config.block_size :])[:, -1]  # (num_samples, vocab_size)
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=config.device)
         others[tokens_that_begin_with(begin)] = False
-        batch = torch.cat((batch, sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
-    batch = model.generate(batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)
+        batch = torch.cat((batch, sampling.sample_token(logits.masked_fill(others, -math.inf), **draw)), dim=1)
+    batch = sampling.generate(model, batch, config.max_new_tokens, stop_token=text_tokenizer.eot, **draw)
     rows = without_end(batch[:, len(tokens) :].tolist(), [text_tokenizer.eot])
     # A vocab_size set above the tokenizer's leaves unused ids.
     rows = [[token for token in row if token < text_tokenizer.vocab_size] for row in rows]

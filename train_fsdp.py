@@ -52,6 +52,7 @@ class Config:
     block_size = 1024  # tokens per sequence
     context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
     context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once
+    tensor_parallel = 1  # ranks that hold each matrix together, and work on the same tokens: for wide models; 1 = off
     # model
     init_from = 'scratch'  # or the weights of a run (its out_dir), of a Hugging Face folder, of OWNER/NAME in HF_HOME
     trust_remote_code = False  # run the Python that came with init_from
@@ -67,7 +68,8 @@ class Config:
     dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
+    yarn = []  # init_from: as many times its block_size, by YaRN: 4, or 4,1024 with that; docs/long_context.md
     attention_gate = False  # qwen3: sigmoid gate on the attention output
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
     base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
@@ -106,7 +108,7 @@ class Config:
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout
     deterministic = False  # bit-equal repetitions, at a cost in speed
-    activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
+    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/strategies.md
     timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
     stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
     max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
@@ -127,7 +129,6 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -135,6 +136,7 @@ import context_manual
 import data
 import fsdp_manual
 import optim
+import tensor_manual
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
 from runtime import checkpoint, errors, estimate, evaluation, health, offload, processes, scaling, setup, stopping
@@ -164,7 +166,6 @@ tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a m
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.micro_steps(vars(config), world_size)
 tokens_per_step = global_batch_size * config.block_size
-shard_size = scaling.ranks_per_shard_group(vars(config), world_size)  # they hold one copy of the model between them
 if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
@@ -182,22 +183,21 @@ with torch.device('meta'):  # shapes only: no rank ever allocates what it will n
         raw_model = finetune.for_training(pretrained, compute_dtype, device)
     else:
         raw_model = GPT(model_config, compute_dtype)
-raw_model.checkpoint_activations(config.activation_checkpointing)
+offload.checkpoint_activations(raw_model, config.activation_checkpointing)
 if config.compile:
     for block in raw_model.blocks:
         block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
 if config.compile and on_cuda:  # on a CPU the loss is faster as it is
     raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 offloads = config.cpu_offload == 'params'
-mesh_shape = (config.replicate_size, shard_size) if config.replicate_size > 1 else (world_size,)
-mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=('replicate', 'shard')[-len(mesh_shape) :])
-processes.set_timeouts(mesh, config.timeout_s)
-context = context_manual.Context(config.context_parallel, config.context_impl, device, config.timeout_s)
-blocks, size = raw_model.blocks, config.blocks_per_unit
-units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+mesh, tensor_mesh = processes.make_meshes(vars(config), device)
+context = context_manual.Context.from_keys(vars(config), device)
+tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(tensor_mesh))
+units = [raw_model.blocks[n:][: config.blocks_per_unit] for n in range(0, config.n_layer, config.blocks_per_unit)]
 if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
@@ -238,7 +238,6 @@ if found is not None:
     scaler.load_state_dict(state['scaler'])
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
 log.say('\n'.join(notes))
 log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
@@ -305,6 +304,7 @@ while step < config.max_iters and not must_stop:
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
     targets = train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
+    targets *= config.tensor_parallel  # so many ranks count each of them
     loss_scale = world_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -314,8 +314,7 @@ while step < config.max_iters and not must_stop:
     for micro_step in range(accumulation_steps):
         meter.mark('data')
         batch = context.part(next(train_batches))  # x, y (batch_size, block_size) each, or this rank's part; documents
-        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
-        # accumulate='sharded' each backward does, and the shards add up.
+        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
         last_micro_step = micro_step == accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
@@ -327,8 +326,9 @@ while step < config.max_iters and not must_stop:
 
     meter.mark('update')
     # gradients: undo the loss scale, clip their global norm
+    tensor.sum_partial_gradients()
     scaler.unscale_(opt)
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *tensor.of_norm())
     # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
@@ -352,8 +352,7 @@ while step < config.max_iters and not must_stop:
     if step % config.log_interval == 0 or step == 1 or last_step:
         row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
         row['grad_norm'] = grad_norm.item()
-        if config.fsdp_impl == 'manual':
-            row.update(model.communication())
+        row.update(model.communication() if config.fsdp_impl == 'manual' else {})
     # evaluate: the loss on validation text, the scores of tasks
     if last_step or not must_stop:
         row.update(evaluate() if evaluating else {})

@@ -63,7 +63,8 @@ class Config:
     dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000)
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
+    yarn = []  # init_from: as many times its block_size, by YaRN: 4, or 4,1024 with that; docs/long_context.md
     attention_gate = False  # qwen3: sigmoid gate on the attention output
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
     base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
@@ -102,7 +103,7 @@ class Config:
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout
     deterministic = False  # bit-equal repetitions, at a cost in speed
-    activation_checkpointing: Literal['none', 'full', 'selective'] = 'none'  # recompute; selective keeps matmul results
+    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/strategies.md
     timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
     stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
     max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
@@ -125,7 +126,7 @@ import optim
 import pipeline_manual
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
-from runtime import checkpoint, errors, estimate, health, processes, scaling, setup, stopping
+from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 
@@ -137,7 +138,7 @@ on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
 # Ranks that hold the same stage. A global batch of one micro-step per rank fills the pipeline just once.
-config.pipeline_stages = config.pipeline_stages or world_size
+config.pipeline_stages = world_size if config.pipeline_stages is None else config.pipeline_stages
 copies = scaling.copies_of_pipeline(vars(config), world_size)
 config.global_batch_size = config.global_batch_size or config.batch_size * world_size
 pretrained = None
@@ -170,12 +171,13 @@ with torch.device('meta'):  # shapes only: no rank ever allocates what it will n
         raw_model = finetune.for_training(pretrained, compute_dtype, device)
     else:
         raw_model = GPT(model_config, compute_dtype)
-raw_model.checkpoint_activations(config.activation_checkpointing)
+offload.checkpoint_activations(raw_model, config.activation_checkpointing)
 if config.compile:
     for block in raw_model.blocks:
         block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
 if config.compile and on_cuda:  # on a CPU the loss is faster as it is
     raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
 # Ranks 0 to copies-1 are stage 0, the next ones stage 1, ...: copies are neighbours, for their messages are larger.
@@ -216,7 +218,6 @@ if found is not None:
     scaler.load_state_dict(state['scaler'])
 
 # --- LOG --------------------------------------------------------------------------------------------------------------
-flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
 log.say('\n'.join(notes))
 log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')

@@ -8,6 +8,7 @@ receives, which is what a link's data sheet names, for any number of ranks.
 """
 
 import argparse
+import json
 import os
 import socket
 import statistics
@@ -20,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 import torch.distributed as dist
 
-from runtime import errors, processes
+from runtime import errors, files, processes
 
 SIZES = tuple(2**power for power in range(10, 30, 2))  # bytes: 1 KiB, 4 KiB, ..., 256 MiB
 LARGEST_ON_CPU = 2**26
@@ -50,18 +51,26 @@ def links_between(nodes):
     }
 
 
-def measure(group, size, device, seconds):
+def measure(group, size, device, seconds, gather=False):
     """
-    Seconds of one all-reduce of `size` bytes of fp32 in this rank's group (None: a rank that only waits), the slowest
-    rank's median. All ranks of the job call it together. seconds: about how long to repeat it, at least 3 times.
+    (seconds of one all-reduce of `size` bytes of fp32 in this rank's group, None: a rank that only waits, the slowest
+    rank's median; seconds of a core that it takes meanwhile, in all threads, of the busiest rank). All ranks of the job
+    call it together. seconds: about how long to repeat it, at least 3 times. gather: an all-gather of as many bytes.
     """
     tensor = torch.zeros(size // 4, device=device)
+    share = tensor[: tensor.numel() // dist.get_world_size(group)] if group is not None else None
+
+    def collective():
+        if gather:
+            dist.all_gather([torch.empty_like(share) for _ in range(dist.get_world_size(group))], share, group=group)
+        else:
+            dist.all_reduce(tensor, group=group)
 
     def seconds_per_call(calls):
         slowest(0.0)  # all begin together
         begin = time.perf_counter()
         for _ in range(calls if group is not None else 0):
-            dist.all_reduce(tensor, group=group)
+            collective()
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
         return (time.perf_counter() - begin) / calls
@@ -70,7 +79,9 @@ def measure(group, size, device, seconds):
     seconds_per_call(1)  # connects
     once = slowest(seconds_per_call(calls)) * calls
     repeats = max(3, min(20, round(seconds / once)))
-    return slowest(statistics.median(seconds_per_call(calls) for _ in range(repeats)))
+    busy = time.process_time()
+    took = statistics.median(seconds_per_call(calls) for _ in range(repeats))
+    return slowest(took), slowest((time.process_time() - busy) / calls / repeats)
 
 
 def slowest(value):
@@ -85,7 +96,8 @@ def bench(device, sizes=None, seconds=0.5):
     Measure every link in the running process group, which needs gloo for CPU tensors; rank 0 prints the table.
 
     sizes: bytes of the messages, multiples of 4; None: SIZES, on a CPU those up to 64 MiB. Returns on every rank rows
-    of 'link', 'ranks' (of the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes).
+    of 'link', 'ranks' (of the largest group), 'bytes', 'ms', 'algbw' and 'busbw' (GB/s, 1e9 bytes), 'cpu_ms' of a core,
+    'gather_ms' of an all-gather, which gloo does another way.
     """
     nodes, rank, rows, done = nodes_of_ranks(), dist.get_rank(), [], {}
     sizes = sizes or [size for size in SIZES if device.type == 'cuda' or size <= LARGEST_ON_CPU]
@@ -108,11 +120,12 @@ def bench(device, sizes=None, seconds=0.5):
         n = max(map(len, groups))
         group, _ = dist.new_subgroups_by_enumeration(groups)  # None on a rank that is in none of them
         for size in sizes:
-            took = measure(group, size, device, seconds)
+            took, busy = measure(group, size, device, seconds)
+            gather_ms = 1000 * measure(group, size, device, seconds, gather=True)[0]
             algbw = size / took / 1e9
             busbw = algbw * 2 * (n - 1) / n
             row = {'link': link, 'ranks': n, 'bytes': size, 'ms': took * 1000, 'algbw': algbw, 'busbw': busbw}
-            rows.append(row)
+            rows.append(row | {'cpu_ms': busy * 1000, 'gather_ms': gather_ms})
             say(f'{link} ({n})', human(size), f'{took * 1000:.3f}', f'{algbw:.3f}', f'{busbw:.3f}')
         if group is not None:
             dist.destroy_process_group(group)
@@ -149,10 +162,15 @@ def measure_links(device, sizes=None, seconds=0.5, timeout_s=600):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N (default: %(default)s)')
+    parser.add_argument('--largest', type=int, help='bytes of the largest message (default: 64 MiB on a CPU, 256 MiB)')
+    parser.add_argument('--json', help='rank 0 writes the rows here, for compare.py --plan --links=FILE')
     arguments = parser.parse_args()
     errors.report_errors()
     _, local_rank, _ = processes.ranks_from_environment()
-    measure_links(processes.choose_device(arguments.device, local_rank))
+    sizes = [size for size in SIZES if size <= arguments.largest] if arguments.largest else None
+    rows = measure_links(processes.choose_device(arguments.device, local_rank), sizes)
+    if arguments.json and os.environ['RANK'] == '0':
+        files.write_file(arguments.json, json.dumps(rows))
 
 
 if __name__ == '__main__':

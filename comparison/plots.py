@@ -8,8 +8,10 @@ distinction. Every function writes a PNG for a page of 800 to 1000 pixels and re
 import contextlib
 import itertools
 import math
+import os
 import statistics
 import textwrap
+from pathlib import Path
 
 import numpy as np
 
@@ -51,6 +53,19 @@ def loss_curves(rows):
 def running_mean(values, window):
     """Mean of each value and up to window - 1 before it."""
     return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def plot_runs(runs, keys, output):
+    """compare.py --plot: the loss of any runs, or the keys that are asked for. output: None = beside the runs."""
+    runs = [Path(str(run)) for run in runs]
+    common = Path(os.path.commonpath([run.absolute() for run in runs]))
+    name = f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'
+    output = Path(output) if output else Path(os.path.relpath(common)) / name
+    if keys:
+        plot_keys(runs, keys, output)
+    else:
+        plot_losses(runs, output)
+    print(f'{", ".join(keys) or "loss"} plot: {output}')
 
 
 def plot_losses(runs, output):

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
-# torch 2.13 has a new name for the collective and warns about the old one, the only one that 2.11 has.
+# torch 2.13 has new names for the two collectives and warns about the old ones, the only ones that 2.11 has.
 all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 
 SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
 

@@ -12,6 +12,8 @@ keys and values are three matrices in the latter two; those of GPT-2's blocks ar
 import re
 from dataclasses import replace
 
+from huggingface import rotation
+
 # Modules here -> modules there, first those of the root, then those of a block.
 GPT2_MODULES = {
     'embed': 'transformer.wte',
@@ -114,6 +116,8 @@ def config_to_transformers(model_config):
         return transformers.GPT2Config(embd_pdrop=dropout, attn_pdrop=dropout, resid_pdrop=dropout, **keys)
     keys |= {'attention_bias': model_config.bias, 'attention_dropout': dropout}
     keys['rope_parameters'] = {'rope_type': 'default', 'rope_theta': model_config.rope_theta}
+    if model_config.yarn:
+        keys |= rotation.with_yarn(keys['rope_parameters'], *model_config.yarn)
     if arch == 'llama':
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
     return transformers.Qwen3Config(**keys)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from huggingface import rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, attend_in_documents, cross_entropy, generator_of, in_documents, recomputed
 from runtime import processes
@@ -40,9 +41,8 @@ LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies ha
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
-OF_NATIVE_MODELS = ('arch', 'heads', 'n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim')
-OF_NATIVE_MODELS += ('vocab_size', 'bias', 'tie_embeddings', 'rope_theta', 'attention_gate', 'parametrization')
-OF_NATIVE_MODELS += ('base_width', 'base_depth')
+OF_NATIVE_MODELS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
+OF_NATIVE_MODELS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
 DROPOUT = re.compile(r'dropout|_pdrop$')
 NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
@@ -79,6 +79,8 @@ class Pretrained:
     freeze: str | None = None  # regular expression
     dropout: float = 0.0
     z_loss: float = 0.0
+    rope_theta: float | None = None  # of the rotary embedding; None = the folder's
+    yarn: list | None = None  # as in model.ModelConfig; without its second number that is the folder's
     trust_remote_code: bool = False
     weights_folder: str | None = None  # None = folder
 
@@ -105,10 +107,12 @@ class Pretrained:
             raise ValueError(f'{folder}: quantized weights cannot be trained: take the model in bfloat16')
         text = self.config.get_text_config()
         self.vocab_size = text.vocab_size  # rows of the embedding; a tokenizer may have fewer tokens
+        self.yarn = rotation.extend(text, folder, block_size or 0, self.rope_theta, self.yarn or [])
         self.positions = positions = getattr(text, 'max_position_embeddings', None)
         self.block_size = block_size or positions
         if block_size and positions and block_size > positions:
             advice = f'use --block_size={positions} or less'
+            advice += f', or --yarn={math.ceil(block_size / positions)}' if rotation.of(text) else ''
             raise ValueError(f'block_size={block_size}: {folder} ({self.arch}) has {positions} positions: {advice}')
         if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
             given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
@@ -132,8 +136,8 @@ class Pretrained:
             source = None  # the run goes on from its checkpoints, with what it has kept of the folder
         if source and not os.path.isdir(kept) and not config['dry_run']:
             Weights(source)  # there are some
-        keys = ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets', 'freeze', 'dropout', 'z_loss')
-        options = {key: config[key] for key in (*keys, 'trust_remote_code')}
+        keys = 'block_size lora_rank lora_alpha lora_targets freeze dropout z_loss rope_theta yarn trust_remote_code'
+        options = {key: config[key] for key in keys.split()}
         return cls(source or kept, weights_folder=source or init_from, **options)
 
     @classmethod
@@ -143,7 +147,8 @@ class Pretrained:
         if not os.path.isdir(folder):
             raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
-        options = {key: saved[key] for key in ('block_size', 'lora_rank', 'lora_alpha', 'lora_targets')}
+        keys = 'block_size lora_rank lora_alpha lora_targets rope_theta yarn'.split()
+        options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
         return cls(folder, trust_remote_code=trust_remote_code, **options)
 
     def keep_files(self, out_dir):
@@ -188,9 +193,8 @@ class Pretrained:
         of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
-        own = ('arch', 'vocab_size', 'block_size', 'dropout', 'z_loss')
-        own += ('lora_rank', 'lora_alpha', 'lora_targets', 'freeze')
-        return {key: getattr(self, key) for key in own} | {
+        own = 'arch vocab_size block_size dropout z_loss lora_rank lora_alpha lora_targets freeze rope_theta yarn'
+        return {key: getattr(self, key) for key in own.split()} | {
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,

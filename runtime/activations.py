@@ -2,7 +2,8 @@
 What one micro-step keeps for backward, and what backward needs beyond that, without running it.
 
     make_model = partial(estimate.empty_model, config)  # called with a device
-    activations.of_micro_step(make_model, config, is_sharded=True)  # {'activations': bytes, 'logits': bytes}
+    activations.of_micro_step(make_model, config, is_sharded=True)  # {'activations': bytes, 'logits': bytes}, on a GPU
+    # with activation_checkpointing=offload also {'host activations': bytes}
 """
 
 import contextlib
@@ -46,7 +47,8 @@ def follow_micro_step(make_model, config, device, is_sharded):
     ):
         model = make_model(device)
         model.compute_dtype = dtype
-        model.checkpoint_activations(config['activation_checkpointing'])
+        offloads = config['activation_checkpointing'] == 'offload'
+        model.checkpoint_activations('full' if offloads else config['activation_checkpointing'])
         sharing = config.get('context_parallel', 1)
         tokens = torch.zeros(config['batch_size'], config['block_size'] // sharing, dtype=torch.long, device=device)
         has_mask = config.get('packed') and sharing == 1
@@ -60,13 +62,22 @@ def follow_micro_step(make_model, config, device, is_sharded):
                 parameter.grad = torch.empty_like(parameter)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         live = LiveBytes([*model.parameters(), *model.buffers(), *gradients, tokens])
-        kept = []
+        kept, inputs_of_blocks = [], []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: inputs_of_blocks.append(args[0].nbytes))
         model.blocks[-1].register_forward_hook(lambda *_: kept.append(live.now))
         with live:
             loss, _ = model(*inputs)
             peak_of_forward = live.peak
             loss.backward()
-    return {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
+    sizes = {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
+    if offloads and config['device'].startswith(
+        'cuda'
+    ):  # see offload.InputsOnHost: of the last two one stays, one goes
+        n, size = len(inputs_of_blocks), inputs_of_blocks[0]
+        sizes['activations'] -= max(0, n - 2) * size
+        sizes['host activations'] = (n - 1) * size
+    return sizes
 
 
 class LiveBytes(TorchDispatchMode):

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime.files import rename_durably, sha256_of, write_file
+from runtime.ranges import LoadPlanner, Ranges, SavePlanner, local_piece
 
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
 
@@ -298,7 +299,7 @@ class Saver:
             if key not in self.copies:  # pinned memory, if from a GPU: its copies are faster and need no waiting for
                 self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)
             self.copies[key].copy_(piece, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        if any(local_piece(tensor).is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
     def _write(self, step, tensors, state, staging_s=None):
@@ -345,7 +346,7 @@ class Saver:
     def _write_files(self, folder, tensors, state):
         """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what replicas hold (HSDP)."""
         staged = self.thread is not None
-        planner = StagedPlanner(self.copies) if staged else dcp.DefaultSavePlanner()
+        planner = SavePlanner(self.copies if staged else {key: local_piece(value) for key, value in tensors.items()})
         # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when
         # staged: in this new thread it would open a context on GPU 0, whatever GPU this rank has.
         writer = FileWriter(folder, thread_count=1, per_thread_copy_ahead=0 if staged else 10_000_000)
@@ -382,17 +383,6 @@ class Saver:
             self.say(f'WARNING: an old checkpoint cannot be deleted, trying again after the next save: {error}')
 
 
-class StagedPlanner(dcp.DefaultSavePlanner):
-    """Plans with the shapes and placements of the live tensors, but writes their copies in host memory."""
-
-    def __init__(self, copies):
-        super().__init__()
-        self.copies = copies
-
-    def lookup_object(self, index):
-        return self.copies[index.fqn]
-
-
 class FileWriter(dcp.FileSystemWriter):
     """Tells why a write failed: torch.save reports a full disk as 'unexpected pos 704 vs 598'."""
 
@@ -403,12 +393,10 @@ class FileWriter(dcp.FileSystemWriter):
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def local_piece(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def name_of_copies(key, tensor):
     """A name that this rank's piece has on every rank that holds the same one; None if no other rank may."""
+    if isinstance(tensor, Ranges):
+        return f'{key} {[tuple(begin) for begin in tensor.rows]}'
     if not isinstance(tensor, DTensor):
         return key
     mesh = tensor.device_mesh  # HSDP: (replicate, shard)
@@ -443,13 +431,22 @@ def names_of_tensors(model):
     return names
 
 
+def in_whole(model, name, tensor):
+    """A parameter of this name, or a moment of it: where tensor_manual.py has cut the model, as part of the whole."""
+    slices = getattr(model, 'slices', {})
+    return Ranges(tensor, slices[name]) if name in slices and tensor.dim() else tensor
+
+
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
     """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg."""
     names = names_of_tensors(model)
-    tensors = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
+    tensors = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
     for parameter, slots in optimizer.state.items():
-        tensors.update({f'{optimizer_key}.{names[parameter]}.{slot}': value for slot, value in slots.items()})
-    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
+        name = names[parameter]
+        tensors.update(
+            {f'{optimizer_key}.{name}.{slot}': in_whole(model, name, value) for slot, value in slots.items()}
+        )
+    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | Ranges)]
     assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
     return tensors
 
@@ -493,7 +490,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
-    targets = {f'model.{name}': tensor.detach() for tensor, name in names.items()}
+    targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
     if optimizer is not None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
         index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
@@ -503,8 +500,9 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
             if prefix in index_of:
                 index = index_of[prefix]
                 # A moment is sharded like its parameter, `step` is a scalar.
-                like = parameters[index] if tensor.shape == parameters[index].shape else torch.empty(tensor.shape)
-                targets[key] = optimizer_state.setdefault(index, {})[slot] = torch.zeros_like(like, dtype=tensor.dtype)
+                like = parameters[index] if tensor.dim() else torch.empty(())
+                value = optimizer_state.setdefault(index, {})[slot] = torch.zeros_like(like, dtype=tensor.dtype)
+                targets[key] = in_whole(model, names[parameters[index]], value)
 
     def kind(tensors, key):
         return f'{tuple(tensors[key].shape)} {tensors[key].dtype}' if key in tensors else 'missing'
@@ -554,7 +552,7 @@ def read_tensors(path, targets, alone=False, missing_ok=False):
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # which is what `alone` asks for
-            dcp.load(targets, storage_reader=SafeReader(path), no_dist=alone)
+            dcp.load(targets, storage_reader=SafeReader(path), planner=LoadPlanner(), no_dist=alone)
     except CheckpointException as error:
         raise OSError(f'cannot read checkpoint {path}: {describe_failure(error, rank=0)[1]}') from error
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 import optim
+import tensor_manual
 from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
@@ -30,6 +31,11 @@ OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) fo
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
 # this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
+
+# Keys that change nothing of one micro-step on one rank
+OF_SHARDING = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
+OF_SHARDING |= {'pipeline_stages', 'pipeline_chunks'}
+known_activations = {}
 
 
 # --- MEMORY -----------------------------------------------------------------------------------------------------------
@@ -48,7 +54,8 @@ def estimate(config, model, world_size, strategy='ddp'):
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
     logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
-    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer
+    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer;
+                  with tensor_parallel: activations that arrive and leave
     not at once   fsdp, negative: what is not there yet, or gone again, when the others peak
 
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
@@ -59,10 +66,13 @@ def estimate(config, model, world_size, strategy='ddp'):
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda parts: sum(parts.values()))
+    if config.get('tensor_parallel', 1) > 1:
+        model = part_of_rank(config)
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
     activations = activation_bytes(config, strategy)
+    of_step = sum(size for part, size in activations.items() if not part.startswith('host'))
     if strategy == 'ddp':
         return {
             'weights': FP32 * whole,
@@ -112,10 +122,12 @@ def estimate(config, model, world_size, strategy='ddp'):
         numbers, of_number = keys_and_values(config)
         blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
         parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
+    if config.get('tensor_parallel', 1) > 1:  # what arrives and what is sent, before it is put in order
+        parts['travelling'] = parts.get('travelling', 0) + 2 * tokens_of_rank(config) * config['n_embd'] * compute
     # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
     # micro-steps add up, or where it ends with those of the root.
-    begin = of_block + sum(activations.values()) - (parts.get('gradients', 0) if micro_steps == 1 else 0)
-    return parts | {'not at once': max(begin, of_root) - parts['reduction'] - sum(activations.values())}
+    begin = of_block + of_step - (parts.get('gradients', 0) if micro_steps == 1 else 0)
+    return parts | {'not at once': max(begin, of_root) - parts['reduction'] - of_step}
 
 
 def stage_memory(config, model, world_size, stage):
@@ -128,15 +140,19 @@ def stage_memory(config, model, world_size, stage):
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
     held, ends = stage_numbers(config, model, stage)
     hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
-    # What a block adds to what one block alone keeps; the rest is of both ends.
-    one, two = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (1, 2))
-    of_block = two['activations'] - one['activations']
+    # What a block adds to what one block alone keeps, or two of which two inputs are not offloaded; the rest is of both
+    # ends.
+    first = 2 if config['activation_checkpointing'] == 'offload' else 1
+    few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
+    of_block = more['activations'] - few['activations']
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     in_flight = min(warm_up + 1, chunks * micro_steps)
     of_part = n_layer // stages // chunks * of_block + message_bytes(config)
-    activations = in_flight * of_part + max(0, one['activations'] - of_block)
-    logits = one['logits'] if stage == stages - 1 else 0
+    activations = in_flight * of_part + max(0, few['activations'] - first * of_block)
+    logits = few['logits'] if stage == stages - 1 else 0
     reduction = FP32 * max(ends, count(model.blocks[0].parameters())) if copies > 1 else FP32 * ends * (stages > 1)
+    of_block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
+    on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in of_block_on_host.items()}
     return {
         'weights': FP32 * held,
         'gradients': FP32 * held,
@@ -145,6 +161,7 @@ def stage_memory(config, model, world_size, stage):
         'activations': activations,
         'logits': logits,
         'reduction': max(0, reduction - activations - logits),
+        **on_host,
     }
 
 
@@ -240,6 +257,13 @@ def empty_model(config, device='meta'):
         return GPT(ModelConfig.from_keys(config))
 
 
+def part_of_rank(config, device='meta'):
+    """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
+    model = empty_model(config, device)
+    tensor_manual.Split(model, tensor_manual.Ranks(0, config.get('tensor_parallel', 1), group=''))
+    return model
+
+
 def root_parameters(model):
     """The parameters outside of the blocks; a tied head is the embedding and counts once."""
     in_blocks = {parameter for block in model.blocks for parameter in block.parameters()}
@@ -260,15 +284,34 @@ def count(parameters, shard_size=1):
 
 
 def activation_bytes(config, strategy):
-    """{'activations', 'logits': bytes} of one micro-step, as explained at estimate(); {} where they cannot be found."""
-    return activations.of_micro_step(partial(empty_model, config), config, is_sharded=strategy != 'ddp')
+    """{'activations', 'logits': bytes} of one micro-step, as explained at estimate(); {} where they cannot be found.
+
+    All blocks are alike: from few of them follow as many as there are, in a tenth of the time. What is found is
+    kept, for compare.py --plan asks again and again.
+    """
+    first = 2 if config['activation_checkpointing'] == 'offload' else 1  # two inputs stay on the GPU
+    is_long = config['n_layer'] > first + 1 and 'transformers' not in config
+    sizes = [first, first + 1] if is_long else [config['n_layer']]
+    found = []
+    for size in sizes:
+        one = {**config, 'n_layer': size}
+        key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - OF_SHARDING))
+        if key not in known_activations:
+            known_activations[key] = activations.of_micro_step(partial(part_of_rank, one), one, strategy != 'ddp')
+        found.append(known_activations[key])
+    return {part: size + (config['n_layer'] - sizes[0]) * (found[-1][part] - size) for part, size in found[0].items()}
 
 
 def keys_and_values(config):
     """(numbers in the keys and values of a layer on one rank, bytes of each): on a CPU attention computes in fp32."""
     numbers = 2 * config['batch_size'] * config['block_size'] * config['n_kv_head'] * config['head_dim']
     of_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
-    return numbers // config['context_parallel'], of_number
+    return numbers // config['context_parallel'] // config.get('tensor_parallel', 1), of_number
+
+
+def tokens_of_rank(config):
+    """In one micro-step, those that all ranks of tensor_parallel have together."""
+    return config['batch_size'] * config['block_size'] // config['context_parallel']
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -291,6 +334,8 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     if strategy == 'pipeline':
         stages = [stage_traffic(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda sent: sent['sent'])
+    if (tensor := config.get('tensor_parallel', 1)) > 1:
+        model = part_of_rank(config)
     on_gloo = not config['device'].startswith('cuda')
     compute, n_layer = BYTES[config['dtype']], len(model.blocks)
     counts = model.parameter_counts()
@@ -336,10 +381,16 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
         if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
             numbers, of_number = keys_and_values(config)
-            passes = 3 if config['activation_checkpointing'] == 'full' else 2
+            passes = 3 if config['activation_checkpointing'] in ('full', 'offload') else 2
             hops = sharing if config['context_impl'] == 'ring' else sharing - 1
             of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * of_layer
+        if tensor > 1:  # tensor_manual.py, "What crosses the wire?"
+            times = n_layer * {'none': 8, 'selective': 10, 'full': 11}[config['activation_checkpointing']] + 4
+            of_token = times * config['n_embd'] * compute / tensor + 3 * FP32
+            partial_gradients = count((model.get_parameter(n) for n, s in model.slices.items() if s.dim is None), ranks)
+            sent['activations'] = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
+            sent['all-reduce'] += 2 * (tensor - 1) * FP32 * partial_gradients / tensor
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
@@ -397,9 +448,11 @@ def out_of_memory_advice(config, world_size):
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
 
+    on_cuda = config['device'].startswith('cuda')
     of_batch = {
         f'lower batch_size={config["batch_size"]}': config['batch_size'] > 1,
-        'set --activation_checkpointing=full': config['activation_checkpointing'] != 'full',
+        'set --activation_checkpointing=full': config['activation_checkpointing'] not in ('full', 'offload'),
+        'set --activation_checkpointing=offload': on_cuda and config['activation_checkpointing'] == 'full',
         f'lower block_size={config["block_size"]}': True,
     }
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
@@ -462,7 +515,7 @@ def report(config, shape, world_size, strategy='ddp'):
         sent = columns([stage_traffic(config, model, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
-    sharing = config.get('context_parallel', 1)
+    sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)
     of_batch = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
     lines += ['', 'batch', f'  {of_batch}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0

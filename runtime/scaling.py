@@ -77,12 +77,14 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
 
 def ranks_for_batches(config, world_size):
     """
-    The ranks that work on different sequences: all, or with context_parallel, the ranks that share one, that fraction.
+    The ranks that work on different sequences: all, or with context_parallel and tensor_parallel, the ranks that work
+    on the same ones, that fraction.
 
     Raises ValueError if ranks or tokens do not divide, or for dropout, whose noise would have to fit together.
     """
     sharing, block_size = config.get('context_parallel', 1), config['block_size']
     refuse_unless_it_divides('context_parallel', sharing, world_size)
+    refuse_unless_it_divides('tensor_parallel', config.get('tensor_parallel', 1), world_size // sharing)
     if sharing > 1 and block_size % (2 * sharing):
         nearest = [n * 2 * sharing for n in (block_size // (2 * sharing), block_size // (2 * sharing) + 1) if n > 0]
         raise ValueError(
@@ -92,14 +94,14 @@ def ranks_for_batches(config, world_size):
     if sharing > 1 and config['dropout'] > 0:
         given = f'dropout={config["dropout"]} with context_parallel={sharing}'
         raise ValueError(f'{given}, whose attention has none: use --dropout=0')
-    return world_size // sharing
+    return world_size // sharing // config.get('tensor_parallel', 1)
 
 
 def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1):
-    """The batch arithmetic with its numbers, on one line. sharing: ranks that share each sequence."""
+    """The batch arithmetic with its numbers, on one line. sharing: ranks that work on the same sequences."""
     groups = world_size // sharing
     sequences = batch_size * accumulation_steps * groups
-    of_ranks = (groups, 'rank' if sharing == 1 else 'context group')
+    of_ranks = (groups, 'rank' if sharing == 1 else 'rank group')
     factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), of_ranks)
     per_step = ' x '.join(counted(number, noun) for number, noun in factors)
     return (
@@ -119,6 +121,7 @@ def ranks_per_shard_group(config, world_size):
     Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
     """
     replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
+    world_size //= config.get('tensor_parallel', 1)  # of these ranks each holds a part
     refuse_unless_it_divides('replicate_size', replicate_size, world_size)
     if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
         raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
@@ -183,7 +186,9 @@ def number_of_replicas(num_replicas, world_size, local_world_size):
 def refuse_unless_it_divides(key, value, world_size):
     if value < 1 or world_size % value:
         divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f'{key}={value} does not divide {world_size} ranks: use one of {divisors}')
+        raise ValueError(
+            f'{key}={value} does not divide {world_size} ranks: use one of {divisors}, or start other ranks'
+        )
 
 
 def check_rounds(config):

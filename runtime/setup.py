@@ -4,6 +4,7 @@ process group, the checkpoint to resume from.
 """
 
 import json
+import math
 import os
 from datetime import timedelta
 
@@ -64,6 +65,8 @@ def run_to_start_from(config, explicit):
             'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
             f'--tokenizer={as_argument(folder)}`'
         )
+    if 'yarn' in explicit and len(config.yarn) == 1:  # of a context that was extended before, it counts from the first
+        config.yarn = [*config.yarn, shape['yarn'][1] if shape.get('yarn') else shape['block_size']]
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
 
@@ -113,6 +116,8 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         config.max_iters = scaling.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
+    if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not pretrained:
+        raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
     filled, of_rules = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
     vars(config).update(filled)
     notes += of_rules + scaling.cautions(vars(config), train_data.n_windows)
@@ -124,8 +129,12 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         config.min_lr = config.learning_rate / 10
     model_config = pretrained or ModelConfig.from_keys(vars(config))  # fills from the architecture what is None
     vars(config).update(model_config.to_dict())
-    if ranks < world_size:
+    if vars(config).get('context_parallel', 1) > 1:
         check_context_parallel(config, pretrained)
+    if 'replicate_size' in vars(config):
+        scaling.ranks_per_shard_group(vars(config), world_size)
+    if vars(config).get('tensor_parallel', 1) > 1:
+        check_tensor_parallel(config, model_config)
     return model_config, notes
 
 
@@ -146,6 +155,38 @@ def check_context_parallel(config, pretrained):
         reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
     if reason:
         raise ValueError(f'{given}: {pretrained.arch} cannot share sequences: {reason}; leave it at 1')
+
+
+def check_tensor_parallel(config, model_config):
+    """Raise ValueError for a model that cannot be cut over ranks, or a run that needs whole matrices."""
+    ranks, given = config.tensor_parallel, f'tensor_parallel={config.tensor_parallel}'
+    if not isinstance(model_config, ModelConfig):
+        raise ValueError(f'{given}: models of transformers are not cut; leave it at 1, FSDP shards them')
+    if config.optimizer == 'muon':
+        raise ValueError(
+            f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
+        )
+    if config.dtype == 'float16':
+        raise ValueError(f'{given} with dtype=float16, whose loss scale would differ: use --dtype=bfloat16')
+    if config.eval_tasks:
+        raise ValueError(
+            f'{given} with eval_tasks, which need the whole head: score the checkpoint, `python evaluate.py '
+            f'--out_dir={config.out_dir}`'
+        )
+    sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
+    sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
+    sizes['block_size'] = config.block_size
+    if config.context_parallel > 1:
+        sizes[f'the tokens of a rank, block_size / context_parallel={config.context_parallel}, '] = (
+            config.block_size // config.context_parallel
+        )
+    for name, size in sizes.items():
+        if size % ranks:
+            good = math.gcd(*sizes.values())
+            raise ValueError(
+                f'{given} does not divide {name}={size}: all sizes of this model divide by '
+                f'{" or ".join(str(n) for n in range(1, good + 1) if good % n == 0)}'
+            )
 
 
 def make_process_group(config, device):
@@ -228,7 +269,7 @@ def check_resume(saved, config, identity, learning_rate_at):
             f'--init_from={config.out_dir}, which begins with its weights'
         )
     then = {**saved['identity'], 'data': now_is}
-    then['model'] = {'parametrization': 'standard', **then.get('model', {})}  # versions before had no other
+    then['model'] = {'parametrization': 'standard', 'yarn': [], **then.get('model', {})}  # versions before had no other
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
         raise ValueError(

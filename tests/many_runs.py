@@ -4,9 +4,9 @@ Run train scripts one after another in processes that are started once: importin
     torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by Job, which is quicker
 
 cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
-runs the script as it stands (runpy, fresh globals, its own process group), and with "save_again": FOLDER saves there
-what it held at the end. Rank 0 writes cases.json.results: for each case what it held at the end and, when watched, how
-often the run issued which collective.
+runs the script as it stands (runpy, fresh globals, its own process group), and with "save_again": {CHECKPOINT: FOLDER}
+then loads each of these checkpoints and saves it in that folder. Rank 0 writes cases.json.results: for each case what
+it held at the end and, when watched, how often the run issued which collective.
 """
 
 import collections
@@ -76,9 +76,10 @@ def run(case, number):
             names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     else:
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
-    if case.get('save_again'):  # what it holds, in another folder
-        checkpoint.prepare(case['save_again'])
-        checkpoint.Saver(case['save_again'], keep=1).save(names['step'], names['raw_model'], names['opt'], {})
+    for path, folder in case.get('save_again', {}).items():
+        state = checkpoint.load(path, names['raw_model'], names['opt'])
+        checkpoint.prepare(folder)
+        checkpoint.Saver(folder, keep=1).save(state['step'], names['raw_model'], names['opt'], state)
     parameters = list(names['raw_model'].parameters())
     moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
     return {

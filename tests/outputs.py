@@ -42,6 +42,17 @@ def weights_of(out_dir, step):
     return checkpoint.load_weights(str(Path(out_dir, 'checkpoints', f'step_{step:08}')))[0]
 
 
+def tensors_of(path):
+    """All that a checkpoint holds, {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
+    import torch
+
+    from runtime import checkpoint
+
+    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in checkpoint.read_index(path).items()}
+    checkpoint.read_tensors(path, tensors, alone=True)
+    return tensors
+
+
 def assert_same_weights(out_dir, reference, step):
     import torch
 

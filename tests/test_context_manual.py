@@ -4,6 +4,7 @@ Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
 import json
+import signal
 import types
 from pathlib import Path
 from unittest import mock
@@ -11,8 +12,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TINY_MODEL, TINY_RUN, run_function, run_many, run_ranks
-from outputs import column
+from faults import send
+from launch import (
+    TINY_MODEL,
+    TINY_RUN,
+    TINY_SYNTHETIC,
+    Job,
+    run_function,
+    run_many,
+    run_ranks,
+)
+from outputs import column, complete, last_step, tensors_of
 from pretrained import POSITIONS, save_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +34,7 @@ import fsdp_manual
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig, in_documents
-from runtime import checkpoint, estimate, meter, scaling, setup
+from runtime import estimate, meter, scaling, setup
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 97
@@ -128,7 +138,8 @@ def optimizer_of(model):
 
 
 def compare(case):
-    """On rank 0 {'loss', 'norm': largest relative difference in 20 steps, 'gradient': of the first step}."""
+    """On rank 0 {'loss', 'norm': largest relative difference in 20 steps, 'gradient': of the first step, the largest
+    error of a tensor; in bf16 by how much it is further from that in fp32 than one process is}."""
     raw, gradients = make_model(case), {}
     model = shard(raw, case)
     context = context_manual.Context(case['ranks'], case['impl'], CPU, 60)
@@ -138,8 +149,17 @@ def compare(case):
     plain, expected = make_model(case), {}
     theirs = torch.tensor(train(plain, plain, optimizer_of(plain), range(STEPS), case, None, expected))
     loss, norm = ((ours - theirs).abs() / theirs).amax(0).tolist()
-    errors = [(gradients[name] - expected[name]).norm() / expected[name].norm() for name in expected]
-    return {'loss': loss, 'norm': norm, 'gradient': max(errors).item(), 'fell': theirs[0, 0] - theirs[-1, 0]}
+    exact = expected
+    if case['dtype'] == 'bfloat16':
+        in_fp32, exact = {**case, 'dtype': 'float32'}, {}
+        model = make_model(in_fp32)
+        train(model, model, optimizer_of(model), range(1), in_fp32, None, exact)
+    away, of_one_process = (
+        torch.stack([(found[name] - exact[name]).norm() / exact[name].norm() for name in exact])
+        for found in (gradients, expected)
+    )
+    gradient = (away - of_one_process).max().item()
+    return {'loss': loss, 'norm': norm, 'gradient': gradient, 'fell': theirs[0, 0] - theirs[-1, 0]}
 
 
 def in_double():
@@ -262,29 +282,6 @@ def activations():
     return sizes
 
 
-def save_and_load(folder, saving, loading):
-    """Train 3 steps in one layout, save, load in the other. Differences of tensors, and losses of the next steps."""
-    layouts = {}
-    for name, case in (('saving', saving), ('loading', loading)):
-        raw = make_model(case)
-        model = shard(raw, case)
-        context = context_manual.Context(case['ranks'], case['impl'], CPU, 60)
-        layouts[name] = (case, context, raw, model, optimizer_of(raw))
-    case, context, raw, model, optimizer = layouts['saving']
-    train(model, raw, optimizer, range(3), case, context)
-    checkpoint.Saver(folder, keep=1, say=lambda line: None).save(3, raw, optimizer, {})
-    case_, context_, raw_, model_, optimizer_ = layouts['loading']
-    checkpoint.load(f'{folder}/checkpoints/step_00000003', raw_, optimizer_)
-    different = 0
-    for ours, theirs in zip(raw.parameters(), raw_.parameters(), strict=True):
-        moments = [optimizer.state[ours], optimizer_.state[theirs]]
-        pairs = [(ours, theirs), *((moments[0][slot], moments[1][slot]) for slot in ('exp_avg', 'exp_avg_sq', 'step'))]
-        different += sum(not torch.equal(*map(whole, pair)) for pair in pairs)
-    runs = [train(model, raw, optimizer, range(3, 8), case, context)]
-    runs.append(train(model_, raw_, optimizer_, range(3, 8), case_, context_))
-    return {'different': different, 'losses': runs}
-
-
 def hugging_face(folder, kind):
     """Largest error of loss and gradients of a transformers model that shares packed sequences, from a whole one's."""
     if dist.get_rank() == 0:
@@ -322,11 +319,6 @@ def run_cases(folder):
     results['activations'] = activations()
     if world_size == 2:
         results['transformers'] = {kind: hugging_face(folder, kind) for kind in finetune.OWN_ATTENTION}
-        without, with_context = DEFAULTS | dict(ranks=1, fsdp='manual'), DEFAULTS | dict(packed=False)
-        results['saved'] = [
-            save_and_load(f'{folder}/a', with_context, without),
-            save_and_load(f'{folder}/b', without, with_context),
-        ]
     return results
 
 
@@ -355,11 +347,11 @@ def seen(world_size, tmp_path_factory):
 def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
     for name, case in CASES[world_size].items():
         result, in_half = seen[0][name], case.get('dtype') == 'bfloat16'
-        # In fp32 within 1e-6, but for the gradient of one of Enoki's norms, 0.95e-6. In bf16 a sum of two parts is
-        # rounded twice: losses and norms within 2e-3, a gradient within 4e-3, which is a unit in its last place.
+        # In fp32 within 1e-6, but for the gradient of one of Enoki's norms, 0.95e-6. In bf16 gradients of one process
+        # are 1e-2 away from those in fp32, and ours are as far. From each other they are 4e-3.
         assert result['loss'] <= (2e-3 if in_half else 1e-6), (name, result)
         assert result['norm'] <= (2e-3 if in_half else 1e-6), (name, result)
-        assert result['gradient'] <= (8e-3 if in_half else 2e-6), (name, result)
+        assert result['gradient'] <= (2e-3 if in_half else 2e-6), (name, result)
         assert result['fell'] > 0.05, name
 
 
@@ -389,13 +381,6 @@ def test_a_rank_holds_its_share_of_the_activations(seen, world_size):
         assert mine / whole == pytest.approx(1 / world_size, rel=0.1)
 
 
-def test_a_checkpoint_is_the_same_with_and_without(seen, world_size):
-    if world_size == 2:
-        for result in seen[0]['saved']:
-            assert result['different'] == 0
-            torch.testing.assert_close(*(torch.tensor(run) for run in result['losses']), rtol=1e-5, atol=0)
-
-
 def test_every_transformers_class_with_our_attention_can_share_sequences(seen, world_size):
     if world_size == 2:
         assert len(seen[0]['transformers']) == len(finetune.OWN_ATTENTION)
@@ -421,6 +406,44 @@ def test_the_script_logs_what_one_process_logs(data_dir, tmp_path):
         for key, length in (('loss', 6), ('val_loss', 2), ('grad_norm', 6)):
             assert len(column(two, key)) == length
             assert column(two, key) == pytest.approx(column(one, key), rel=1e-5), (name, key)
+
+
+# --- FAULTS: 4 ranks, 2 of them for each sequence ---------------------------------------------------------------------
+
+FAULTS = [*TINY_SYNTHETIC, '--arch=llama', '--context_parallel=2', '--global_batch_size=8', '--checkpoint_interval=2']
+
+
+def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
+    keys = [*FAULTS, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path}/run']
+    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log', {'kind': 'nan', 'rank': 3, 'step': 3})
+    assert job.wait() == [0] * 4, job.text()
+    assert 'WARNING: gradient not finite on ranks 0, 1, 2, 3 at step 3: the step is skipped' in job.text()
+    before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not all(torch.equal(after[key], later[key]) for key in before)
+    assert column(tmp_path / 'run', 'skipped') == [1, 1]
+
+
+def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_path):
+    out_dir = tmp_path / 'run'
+    keys = [*FAULTS, '--max_iters=100000', f'--out_dir={out_dir}']
+    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log')
+    job.wait_for(lambda: complete(out_dir))
+    send(job.ranks()[2])
+    codes = job.wait()
+    assert codes[2] == -signal.SIGKILL and not {0, None} & set(codes), job.text()
+    newest = complete(out_dir)[-1]
+    job = Job('train_fsdp.py', keys, 4, tmp_path / 'log')
+    job.wait_for(lambda: last_step(out_dir) > newest + 2)
+    send(job.ranks()[3], signal.SIGTERM)
+    assert job.wait() == [0] * 4, job.text()
+    stopped = int((out_dir / 'PREEMPTED').read_text())
+    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == stopped == last_step(out_dir)
+    job = Job('train_fsdp.py', [*keys, '--context_parallel=4'], 4, tmp_path / 'log')
+    job.wait_for(lambda: last_step(out_dir) > stopped)
+    (out_dir / 'STOP').touch()
+    assert job.wait() == [0] * 4, job.text()
+    assert complete(out_dir)[-1] == int((out_dir / 'PREEMPTED').read_text()) == last_step(out_dir) > stopped
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

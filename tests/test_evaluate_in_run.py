@@ -28,6 +28,7 @@ SCRIPTS = {
     'ddp': ['train_ddp.py'],
     'fsdp': ['train_fsdp.py'],
     'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+    'context': ['train_fsdp.py', '--context_parallel={nproc}', '--dropout=0'],
     'diloco': ['train_diloco.py', '--inner_steps=3'],
     'lora': ['train_ddp.py', '--lora_rank=4', '--learning_rate=0.02'],
     'tuned': ['train_fsdp.py', '--fsdp_impl=manual'],
@@ -60,7 +61,7 @@ def runs(data_dir, files, tmp_path_factory):
             found[name, nproc] = [folder / f'{name}{nproc}_{with_tasks}' for with_tasks in ('without', 'with')]
             of_tasks = [f'--eval_tasks={",".join(map(str, files))}', '--eval_tasks_interval=2']
             for out_dir, keys in zip(found[name, nproc], ([], of_tasks), strict=True):
-                keys = [*of_model, *RUN, *more, *keys, f'--out_dir={out_dir}']
+                keys = [*of_model, *RUN, *(key.format(nproc=nproc) for key in more), *keys, f'--out_dir={out_dir}']
                 cases.append({'name': out_dir.name, 'script': script, 'arguments': keys})
         run_many(cases, nproc, folder)
     return found

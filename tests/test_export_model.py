@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from huggingface import convert
 from model import GPT, ModelConfig
 from runtime import checkpoint
+from text import sampling
 from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
 
 COMPLETEP = ['--parametrization=completep', '--base_width=8', '--base_depth=2']  # n_embd=40, n_layer=3
@@ -122,7 +123,7 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert sum(shape == (vocab_size, 40) for shape in stored_tensors(folder).values()) == 2 - tied
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 256
     written = theirs.generate(x[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=20, do_sample=False)
-    expected = ours.generate(x[:, :5], max_new_tokens=20, temperature=0, stop_token=256)
+    expected = sampling.generate(ours, x[:, :5], max_new_tokens=20, temperature=0, stop_token=256)
     assert torch.equal(written, expected)
 
 

@@ -15,15 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
 from huggingface import convert
-from model import (
-    ARCHITECTURES,
-    GPT,
-    ChunkedCrossEntropy,
-    ModelConfig,
-    cross_entropy,
-    pointwise_cross_entropy,
-    sample_token,
-)
+from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, cross_entropy, pointwise_cross_entropy
+from text import sampling
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}
@@ -541,7 +534,7 @@ def test_without_its_multipliers_in_the_weights_instead_a_model_computes_the_sam
     torch.testing.assert_close(plain(x), wide(x), rtol=1e-6, atol=1e-9)  # RoPE turns in fp32
     torch.testing.assert_close(plain(x, x)[1], wide(x, x)[1], rtol=1e-6, atol=0)
     assert (wide(x) - make_model(arch, torch.float64, n_layer=3, tie_embeddings=False).double()(x)).abs().max() > 1e-3
-    tokens = [model.generate(x[:, :4], 6, temperature=0) for model in (plain, wide)]
+    tokens = [sampling.generate(model, x[:, :4], 6, temperature=0) for model in (plain, wide)]
     assert torch.equal(*tokens)
 
 
@@ -633,8 +626,8 @@ def test_generation_with_the_cache_equals_generation_without(keys):
     prompt = make_tokens(3, 5)
     with torch.no_grad():
         expected = generate_without_cache(model, prompt, 19)
-    assert torch.equal(model.generate(prompt, 19, temperature=0), expected)
-    assert torch.equal(model.generate(prompt, 19, top_k=1), expected)
+    assert torch.equal(sampling.generate(model, prompt, 19, temperature=0), expected)
+    assert torch.equal(sampling.generate(model, prompt, 19, top_k=1), expected)
     assert len(set(expected[:, 5:].flatten().tolist())) > 3  # it says something
 
 
@@ -642,7 +635,7 @@ def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
     model = make_model('gpt2')
     randomise(model)
     prompt = make_tokens(2, 30)  # more than block_size
-    tokens = model.generate(prompt, 30, temperature=0)
+    tokens = sampling.generate(model, prompt, 30, temperature=0)
     assert tokens.shape == (2, 60)
     with torch.no_grad():
         assert torch.equal(tokens[:, :31], torch.cat((prompt, model(prompt[:, -24:])[:, -1:].argmax(-1)), 1))
@@ -652,11 +645,12 @@ def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
 def test_generation_is_repeatable_and_leaves_the_mode_alone():
     model = make_model('llama', dropout=0.5).train()
     samples = [
-        model.generate(make_tokens(2, 3), 20, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        sampling.generate(model, make_tokens(2, 3), 20, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     ]
     assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
     assert model.training
-    model.eval().generate(make_tokens(2, 3), 1)
+    sampling.generate(model.eval(), make_tokens(2, 3), 1)
     assert not model.training
 
 
@@ -665,19 +659,21 @@ def test_padding_of_the_vocabulary_is_never_generated():
     with torch.no_grad():
         model.head.weight[VOCAB_SIZE:] = 1000 * model.head.weight[0]
     assert model(make_tokens(2, 8)).shape == (2, 8, VOCAB_SIZE)
-    assert model.generate(make_tokens(8, 1), 100, temperature=5.0).max() < VOCAB_SIZE
+    assert sampling.generate(model, make_tokens(8, 1), 100, temperature=5.0).max() < VOCAB_SIZE
 
 
 def test_rows_stop_at_the_stop_token_each_for_itself():
     model = make_model('gpt2')
-    free = model.generate(make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0))
+    free = sampling.generate(model, make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0))
     stop_token = free[0, 6].item()
-    stopped = model.generate(make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0), stop_token=stop_token)
+    stopped = sampling.generate(
+        model, make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0), stop_token=stop_token
+    )
     for before, after in zip(free.tolist(), stopped.tolist(), strict=True):
         length = before.index(stop_token, 3) if stop_token in before[3:] else len(after)
         assert after[:length] == before[:length]
         assert set(after[length:]) <= {stop_token}
-    one_row = model.generate(make_tokens(1, 3), 500, stop_token=5)
+    one_row = sampling.generate(model, make_tokens(1, 3), 500, stop_token=5)
     assert one_row[0, -1] == 5 and one_row.shape[1] < 503
 
 
@@ -686,7 +682,7 @@ def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     generator = torch.Generator().manual_seed(0)
 
     def frequencies(**options):
-        drawn = sample_token(logits, generator=generator, **options)
+        drawn = sampling.sample_token(logits, generator=generator, **options)
         return torch.bincount(drawn[:, 0], minlength=4) / 4000
 
     close = {'atol': 0.03, 'rtol': 0}
@@ -700,7 +696,7 @@ def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     torch.testing.assert_close(frequencies(top_k=99, top_p=1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), **close)
     for options in ({'temperature': -1}, {'top_k': -1}, {'top_p': 1.5}):
         with pytest.raises(ValueError, match='expected temperature'):
-            sample_token(logits, **options)
+            sampling.sample_token(logits, **options)
 
 
 # --- several documents in a row ---------------------------------------------------------------------------------------
@@ -858,4 +854,4 @@ def test_more_tokens_than_block_size_and_empty_prompts_are_refused():
     with pytest.raises(ValueError, match='25 tokens are more than block_size=24'):
         model(make_tokens(1, 25))
     with pytest.raises(ValueError, match='empty prompt'):
-        model.generate(make_tokens(1, 0), 5)
+        sampling.generate(model, make_tokens(1, 0), 5)

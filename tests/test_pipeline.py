@@ -1,4 +1,4 @@
-"""pipeline_manual.py and train_pipeline.py against one process, against torch's schedules, and in checkpoints of all.
+"""pipeline_manual.py and train_pipeline.py against one process and against torch's schedules.
 
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
@@ -22,7 +22,7 @@ from launch import (
     start_function,
     write_output_to,
 )
-from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics
+from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics, tensors_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ import optim
 import pipeline_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
-from runtime import activations, checkpoint, estimate, health, scaling
+from runtime import activations, estimate, health, scaling
 
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
 LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
@@ -182,14 +182,24 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     batches = [batches_of(copy, micro_steps, documents) for copy in range(copies)]
     factor = torch.tensor(1 / targets_in(sum(batches, [])))
 
-    alone = filled(GPT(config, dtype))
-    losses = 0.0
-    for batch in sum(batches, []):
-        loss_sum, ce_sum = alone(*batch)
-        (loss_sum * factor).backward()
-        losses += ce_sum.item()
-    expected = {name: parameter.grad.clone() for name, parameter in alone.named_parameters()}
-    expected_norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    references = []
+    for of_reference in (dtype, torch.float32):
+        alone = filled(GPT(config, of_reference))
+        losses = 0.0
+        for batch in sum(batches, []):
+            loss_sum, ce_sum = alone(*batch)
+            (loss_sum * factor).backward()
+            losses += ce_sum.item()
+        gradients = {name: parameter.grad.clone() for name, parameter in alone.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        clipped = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        references.append((losses, gradients, norm, clipped))
+    (losses, expected, expected_norm, expected_clipped), (_, exact, _, exact_clipped) = references
+
+    def error(found, of_one_process, exact):
+        """The largest error of a tensor by its norm, beyond that of one process, which is 0 in fp32."""
+        pairs = [(found[n], of_one_process[n], exact[n]) for n in found]
+        return max(((ours - truth).norm() - (theirs - truth).norm()) / truth.norm() for ours, theirs, truth in pairs)
 
     mesh = init_device_mesh('cpu', (stages, copies), mesh_dim_names=('stage', 'copy'))
     stage, copy = mesh.get_coordinate()
@@ -214,9 +224,9 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
         'stage': stage,
         'names': set(gradients),
         'loss': abs(total.item() / losses - 1),
-        'gradients': max((gradients[n] - expected[n]).norm() / expected[n].norm() for n in gradients).item(),
+        'gradients': error(gradients, expected, exact).item(),
         'norm': abs(norm / expected_norm - 1).item(),
-        'clipped': max((clipped[n] - alone.get_parameter(n).grad).norm() / clipped[n].norm() for n in clipped).item(),
+        'clipped': error(clipped, expected_clipped, exact_clipped).item(),
         'kept': kept,
         'order': [actions[stage] for actions in timetable if actions[stage]],
         'sent': {'point-to-point': sent.point_to_point, 'all-reduce': sent.all_reduce * 2 * (copies - 1) / copies},
@@ -330,9 +340,9 @@ def test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process(on_4_rank
     tolerance = 2e-3 if 'bf16' in name else 1e-6
     for of_rank in ranks:
         assert of_rank['loss'] <= tolerance and of_rank['norm'] <= tolerance
-        # A single gradient in bf16 is the sum of few numbers of 8 bits.
-        assert of_rank['gradients'] <= (5 * tolerance if 'bf16' in name else tolerance), of_rank['gradients']
-        assert of_rank['clipped'] <= (5 * tolerance if 'bf16' in name else 2 * tolerance), of_rank['clipped']
+        # In bf16: further from fp32 than one process is, whose gradients are 1e-2 away from it.
+        assert of_rank['gradients'] <= tolerance, of_rank['gradients']
+        assert of_rank['clipped'] <= 2 * tolerance, of_rank['clipped']
     config = ModelConfig(**{**SMALL, **CASES[name]['model']})
     with torch.device('meta'):
         whole = {parameter for parameter, _ in GPT(config).named_parameters()}
@@ -377,21 +387,12 @@ def test_memory_of_activations_is_as_predicted(on_4_ranks):
 RUN = [*TINY_SYNTHETIC, '--n_layer=4', '--max_iters=20', '--global_batch_size=12', '--keep_checkpoints=1']
 RUN += ['--eval_interval=10', '--grad_clip=0.5', '--eval_iters=1', '--lr_decay_iters=20']
 LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on each of two
-    'ddp': (2, 'train_ddp.py', []),
-    'torch': (2, 'train_fsdp.py', []),
-    'manual': (2, 'train_fsdp.py', ['--fsdp_impl=manual']),
+    'one': (1, 'train_ddp.py', []),
     '2 stages': (2, 'train_pipeline.py', []),
     '2 stages x 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
     '4 stages': (4, 'train_pipeline.py', []),
     '2 stages x 2 copies': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
 }
-PIPELINES = [name for name, (_, script, _) in LAYOUT.items() if script == 'train_pipeline.py']
-# Who loads what. All write plain tensors or shards of their rows, under the same names.
-LOADS = [
-    ('ddp', '2 stages'), ('ddp', '2 stages x 2 copies'), ('torch', '4 stages'), ('manual', '2 stages x 2 chunks'),
-    ('2 stages', 'ddp'), ('2 stages', 'torch'), ('2 stages', '4 stages'), ('2 stages x 2 chunks', 'manual'),
-    ('4 stages', 'ddp'), ('4 stages', '2 stages x 2 chunks'), ('2 stages x 2 copies', 'torch'),
-]  # fmt: skip
 
 
 def case(folder, layout, *more, out=None, **options):
@@ -401,23 +402,12 @@ def case(folder, layout, *more, out=None, **options):
     return {'name': f'{layout} {out} {more}', 'script': script, 'arguments': arguments, **options}
 
 
-def folder_of(writer, reader):
-    return f'{writer} to {reader}'.replace(' ', '_')
-
-
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """The folder with: each layout, 20 steps; what each reader has loaded of each writer, saved again; and variants."""
+    """The folder with: each layout, 20 steps; and variants."""
     folder = tmp_path_factory.mktemp('runs')
     bf16 = '--dtype=bfloat16'
-    run_many([case(folder, 'ddp', out='one'), case(folder, 'ddp', bf16, out='one bf16')], 1, folder)
-
-    def loads(nproc):
-        """After all that they read has been written."""
-        for writer, reader in LOADS:
-            if LAYOUT[reader][0] == nproc:
-                yield case(folder, reader, out=writer, save_again=str(folder / folder_of(writer, reader)))
-
+    run_many([case(folder, 'one'), case(folder, 'one', bf16, out='one bf16')], 1, folder)
     run_many([case(folder, layout) for layout in ('4 stages', '2 stages x 2 copies')], 4, folder)
     noisy = '--dropout=0.1'
     run_many(
@@ -428,17 +418,14 @@ def runs(tmp_path_factory):
             case(folder, '2 stages', noisy, out='noisy'),
             case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
             case(folder, '2 stages', noisy, out='noisy again'),
-            *loads(2),
-            case(folder, '2 stages x 2 chunks', '--max_iters=10', out='changes'),
         ],
         2,
         folder,
     )
-    run_many([*loads(4), case(folder, '2 stages x 2 copies', out='changes')], 4, folder)
     return folder
 
 
-@pytest.mark.parametrize('layout', [*PIPELINES, 'changes'])  # from 2 stages x 2 chunks to 2 stages x 2 copies
+@pytest.mark.parametrize('layout', [name for name in LAYOUT if name != 'one'])
 def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
     ours, alone = metrics(runs / layout), metrics(runs / 'one')
     assert len(ours) == len(alone) == 20
@@ -456,24 +443,6 @@ def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
         assert abs(ours - expected) <= 5e-3 * expected  # a step may have been left out, for its loss scale
 
 
-def all_tensors(path):
-    """Parameters and moments of a checkpoint, {key: tensor}."""
-    tensors = {key: torch.empty_like(tensor, device='cpu') for key, tensor in checkpoint.read_index(path).items()}
-    checkpoint.read_tensors(path, tensors, alone=True)
-    return tensors
-
-
-@pytest.mark.parametrize('writer', LAYOUT)
-def test_what_one_layout_has_written_another_loads_bit_for_bit(runs, writer):
-    written = all_tensors(str(runs / writer / 'checkpoints' / 'step_00000020'))
-    assert len(written) > 100 and any('exp_avg_sq' in key for key in written)
-    for reader in [reader for other, reader in LOADS if other == writer]:
-        loaded = all_tensors(str(runs / folder_of(writer, reader) / 'checkpoints' / 'step_00000020'))
-        assert loaded.keys() == written.keys()
-        for key, tensor in written.items():
-            assert torch.equal(loaded[key], tensor), f'{key} of {writer} in {reader}'
-
-
 def test_with_dropout_a_resumed_run_is_bit_equal(runs):
     assert_same_rows(runs / 'noisy again', runs / 'noisy')
     assert_same_weights(runs / 'noisy again', runs / 'noisy', 20)
@@ -489,7 +458,7 @@ def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
     job = Job('train_pipeline.py', keys, 2, tmp_path / 'log', fault)
     assert job.wait() == [0, 0], job.text()
     assert 'WARNING: gradient not finite on ranks 0, 1 at step 3: the step is skipped' in job.text()  # a norm of all
-    before, after, later = (all_tensors(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
+    before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not all(torch.equal(after[key], later[key]) for key in before)
     assert [row.get('skipped', 0) for row in metrics(tmp_path / 'run')] == [0, 0, 1, 1]

@@ -309,6 +309,63 @@ def test_without_a_wait_state_on_its_way_has_a_race(wait):
     assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]]), removed=True)
 
 
+AS_ON_CUDA_INPUTS = [
+    ('tensor.is_cuda and ', ''),
+    (
+        "self.host = torch.empty_like(self.tensor, device='cpu', pin_memory=True)",
+        'self.host = torch.empty_like(self.tensor); CHECKER.hold_on_host(self.host)',
+    ),
+    ("torch.empty_like(self.host, device='cuda', pin_memory=False)", 'torch.empty_like(self.host)'),
+]
+
+
+def train_with_inputs_on_host(removed=(), forwards=1, mode='offload'):
+    """(gradients, checker, inputs that went to the host) of two steps. forwards: so many before the first backward, as
+    in a pipeline."""
+    offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_INPUTS)
+    model = GPT(ModelConfig(arch='llama', n_layer=4, n_head=2, n_embd=16, vocab_size=64, block_size=8, dropout=0.1))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x = torch.randint(64, (2, 8))
+    checker = offload.CHECKER = Checker()
+    on_host = unittest.mock.patch.object(checker, 'hold_on_host', wraps=checker.hold_on_host)
+    with checker, on_host as to_host:
+        offload.checkpoint_activations(model, mode)
+        for _ in range(2):
+            losses = [model(x, x)[0] for _ in range(forwards)]
+            while losses:
+                losses.pop(0).backward()
+        checker.forget_what_was_freed()
+    return [parameter.grad for parameter in model.parameters()], checker, to_host.call_count
+
+
+@pytest.mark.parametrize('forwards', [1, 3])
+def test_inputs_on_their_way_have_no_race_and_change_no_number(forwards):
+    expected, _, _ = train_with_inputs_on_host(forwards=forwards, mode='none')
+    gradients, checker, to_host = train_with_inputs_on_host(forwards=forwards)
+    assert_faults(checker, removed=False)
+    assert to_host == 2 * (4 * forwards - 1)  # of 4 blocks; the last one of a step is needed at once
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+WAITS_OF_INPUTS = {
+    'a copy to the host begins behind what computed it': (
+        "pin_memory=True)\n        stream.wait_stream(torch.cuda.current_stream())\n", 'pin_memory=True)\n'
+    ),
+    'a copy is over before others get its memory': ('            wait_for(self.leaving[1])\n', ''),
+    'a copy from the host begins when its memory is free': (
+        'pin_memory=False)\n            stream.wait_stream(torch.cuda.current_stream())\n', 'pin_memory=False)\n'
+    ),
+    'an input is there before its block is computed again': ('        wait_for(saved.arrived)\n', ''),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('wait', WAITS_OF_INPUTS)
+def test_without_a_wait_inputs_on_their_way_have_a_race(wait):
+    assert_faults(train_with_inputs_on_host([WAITS_OF_INPUTS[wait]])[1], removed=True)
+
+
 # --- data.py ----------------------------------------------------------------------------------------------------------
 
 

@@ -184,8 +184,19 @@ def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
 
     modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
     assert modes == sorted(modes) and len(set(modes)) == 3
+    assert need(activation_checkpointing='offload') == modes[0]  # on a CPU nothing moves
     assert need(batch_size=2) < need(batch_size=4)
     assert need(dtype='bfloat16', device='cuda:0') < need(dtype='bfloat16', device='cpu')  # attention in fp32
+
+
+def test_offloaded_inputs_of_blocks_are_counted_on_the_host():
+    shape = shape_of('llama with grouped queries', n_layer=6)
+    config = config_of(shape, dtype='bfloat16', device='cuda:0')
+    full, offload = (
+        memory(config | {'activation_checkpointing': mode}, shape.to_dict(), 1) for mode in ('full', 'offload')
+    )
+    size = 4 * shape.block_size * shape.n_embd * 2  # of one, in bfloat16
+    assert offload['host activations'] == 5 * size and full['activations'] - offload['activations'] == 4 * size
 
 
 def test_on_cuda_a_block_keeps_what_its_kernels_save():

@@ -14,7 +14,6 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from launch import TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
 from outputs import (
     assert_same_rows,
@@ -23,6 +22,7 @@ from outputs import (
     last_step,
     metrics,
     names_of_checkpoints,
+    tensors_of,
     weights_of,
 )
 
@@ -72,6 +72,7 @@ def hangs(tmp_path_factory):
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
+        'shares': start('fsdp', folder / 'shares', *run, '--context_parallel=2', nproc=4, fault={**asleep, 'rank': 3}),
         'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
     }
     jobs['frozen'].wait_for(lambda: last_step(folder / 'frozen') >= 5)
@@ -313,14 +314,6 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert not all(torch.equal(after[name], later[name]) for name in before)
     assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
-
-
-def tensors_of(path):
-    """All that a checkpoint holds: {'model.NAME' or 'optim.NAME.SLOT': tensor}."""
-    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
-    dcp.load(tensors, checkpoint_id=path, no_dist=True)
-    return tensors
 
 
 @pytest.mark.parametrize('strategy', ['fsdp', 'ddp'])
@@ -620,6 +613,15 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
         assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
     assert 'stack of rank 1:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
     assert not faults.find_ranks(str(job.log.with_suffix('')))
+
+
+def test_a_rank_that_hangs_beside_one_with_the_other_half_of_its_sequences_is_named(hangs):
+    job = hangs['shares']
+    assert 0 not in job.wait()
+    lines = [line for line in errors_in(job.text()).values() if 'no progress' in line]
+    assert lines, job.text()  # of the first that has seen it; the others may find that rank's connections closed
+    for line in lines:
+        assert re.search(r"rank 3 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
 
 
 def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):

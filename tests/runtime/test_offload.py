@@ -1,12 +1,15 @@
-"""Moments that rest on the host: the update is the same to the bit, a part of the parameters at a time."""
+"""Moments and inputs of blocks that rest on the host: numbers are the same to the bit. Waits: test_streams.py."""
 
 import pytest
 import torch
+from pretrained import save_model
 from torch import nn
 
 import optim
+from huggingface.finetune import Pretrained, for_training
+from model import GPT, ModelConfig
 from optim import in_parts
-from runtime.offload import StateOnHost, bytes_of_moments
+from runtime.offload import StateOnHost, bytes_of_moments, checkpoint_activations
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 
@@ -53,3 +56,30 @@ def test_parts_hold_what_fits_or_one_parameter():
     sizes = [[parameter.numel() for parameter in part] for part in in_parts(parameters, bytes_of_moments, 8 * 30)]
     assert sizes == [[10, 20], [100], [5, 5]]
     assert list(in_parts([], bytes_of_moments, 8)) == []
+
+
+@pytest.mark.parametrize('kind', ['native', 'llama'])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_inputs_of_blocks_that_are_offloaded_change_no_number(kind, compiled, tmp_path):
+    if kind == 'native':
+        shape = {'n_layer': 3, 'n_head': 2, 'n_embd': 32, 'vocab_size': 67, 'block_size': 16, 'dropout': 0.1}
+        make = lambda: GPT(ModelConfig(arch='qwen3', **shape))  # noqa: E731
+    else:
+        pretrained = Pretrained(save_model(tmp_path / kind, kind), block_size=16)
+        make = lambda: for_training(pretrained)  # noqa: E731
+    results = []
+    for mode in ('none', 'offload'):
+        model = make()
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        checkpoint_activations(model, mode)
+        if compiled:
+            torch.compiler.reset()
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend='aot_eager')
+        x = torch.randint(67, (2, 16))
+        loss = model(x, x.roll(-1, 1))[0]
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,220 @@
+"""
+Which layout is fastest for a model on a cluster? Memory and time of all that the scripts have: compare.py --plan.
+
+    rows = layouts.rank(keys, step_time.assumed('h100', gpus=64, node_gpus=4))  # of those that fit, the fastest first
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+from comparison import results, step_time, verdict
+from configurator import read_knobs
+from model import ModelConfig
+from runtime import estimate, scaling
+from runtime.files import ROOT
+
+TIE = 0.03  # steps that are nearer to each other than this are equal
+RESERVED_GB = 2  # of a GPU's memory: CUDA's context, NCCL's buffers, fragments
+
+
+# --- ALL LAYOUTS ------------------------------------------------------------------------------------------------------
+
+
+def keys_of(script, keys, on_cpu):
+    """A run's keys: the script's defaults, those given, the published rules and the model's. Raises ValueError."""
+    knobs = read_knobs(Path(ROOT) / script)
+    config = {key: knob.default for key, knob in knobs.items()} | {k: v for k, v in keys.items() if k in knobs}
+    if config['init_from'] != 'scratch':
+        raise ValueError(f'init_from={config["init_from"]}: --plan knows the layouts of a model from scratch')
+    meta = Path(config['data_dir'], config['dataset'], 'meta.json')
+    if config['vocab_size'] is None and not meta.exists():
+        raise ValueError(f'vocab_size is not known, there is no {meta}: give it, as in --vocab_size=50304')
+    config['vocab_size'] = config['vocab_size'] or results.read_json(meta)['vocab_size']
+    config['device'] = 'cpu' if on_cpu else 'cuda'
+    if config['dtype'] == 'auto':
+        config['dtype'] = 'float32' if on_cpu else 'bfloat16'
+    config |= scaling.fill_from_heads(config, keys)[0]
+    return config | ModelConfig.from_keys(config).to_dict()
+
+
+def powers(most):
+    """1, 2, 4, ... up to `most`."""
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def candidates(keys, cluster):
+    """(strategy, script, keys of a layout) of all that the scripts have; some may not divide, or not fit."""
+    node = min(cluster.gpus, cluster.node_gpus)
+    nodes = cluster.gpus // node
+    tensors = powers(node) if 'tensor_parallel' in read_knobs(Path(ROOT) / 'train_fsdp.py') else [1]
+    stages_of_zero = [('torch', 3), ('torch', 2), ('manual', 1)]
+    if cluster.device.peak is None:  # on CPUs both implementations differ in what they send
+        stages_of_zero += [('manual', 3), ('manual', 2)]
+    modes = dict.fromkeys((keys.get('activation_checkpointing', 'none'), 'selective', 'full'))
+    for mode, batch_size in itertools.product(modes, powers(keys['global_batch_size'])):
+        common = {'batch_size': batch_size, 'activation_checkpointing': mode}
+        yield 'ddp', 'train_ddp.py', common
+        for (impl, stage), tensor, context in itertools.product(stages_of_zero, tensors, powers(cluster.gpus)):
+            for replicas, accumulate in itertools.product(sorted({1, nodes}), ('unsharded', 'sharded')):
+                layout = {'zero_stage': stage, 'accumulate': accumulate}
+                layout |= {'fsdp_impl': impl} if impl != 'torch' else {}
+                sizes = (('replicate_size', replicas), ('tensor_parallel', tensor), ('context_parallel', context))
+                yield 'fsdp', 'train_fsdp.py', common | layout | {key: size for key, size in sizes if size > 1}
+        for stages, chunks in itertools.product(powers(cluster.gpus)[1:], (1, 2, 4)):
+            yield 'pipeline', 'train_pipeline.py', common | {'pipeline_stages': stages, 'pipeline_chunks': chunks}
+        if nodes > 1:
+            yield 'diloco', 'train_diloco.py', common | {'num_replicas': nodes}
+
+
+def rank(keys, cluster, most=12):
+    """
+    Rows of the layouts that fit, the fastest first; of each kind of layout the best batch_size, checkpointing and
+    accumulation. keys: of train scripts. Raises ValueError if nothing fits, with what comes nearest.
+
+    Among those within TIE of the fastest, the one with the fewest dimensions comes first: no prediction is better than
+    that, and less can go wrong. DiLoCo, whose losses differ, is never it.
+    """
+    if not keys.get('global_batch_size'):
+        raise ValueError('global_batch_size is not known: give it, as in --global_batch_size=512')
+    on_cpu = cluster.device.peak is None
+    configs, found = {}, []
+    for strategy, script, layout in candidates(keys, cluster):
+        if script not in configs:
+            configs[script] = keys_of(script, keys, on_cpu)
+        config = configs[script] | layout
+        try:
+            check(config, strategy, cluster.gpus)
+            found.append(
+                {'strategy': strategy, 'script': script, 'keys': layout, **step_time.step(config, strategy, cluster)}
+            )
+        except ValueError:  # it does not divide
+            continue
+    rows, least = {}, None
+    for row in sorted(found, key=lambda row: row['step']):
+        name, config = name_of(row), configs[row['script']] | row['keys']
+        if name in rows or len(rows) == most:
+            continue
+        row |= {'name': name, 'gb': memory_gb(config, row['strategy'], cluster.gpus)}
+        least = min(row, least or row, key=lambda row: row['gb'])
+        if row['gb'] + RESERVED_GB <= cluster.gb:
+            row['tokens_per_s'] = config['global_batch_size'] * config['block_size'] / row['step']
+            if cluster.device.peak:
+                of_token = estimate.empty_model(config).flops_per_token()
+                row['mfu'] = of_token * row['tokens_per_s'] / cluster.gpus / cluster.device.peak
+            rows[name] = row
+    if not rows:
+        nearest = f'{least["name"]} comes nearest with {least["gb"]:.1f} GB' if least else 'no layout divides the ranks'
+        raise ValueError(
+            f'nothing fits {cluster.gb:g} GB with {RESERVED_GB} GB of reserve: {nearest}; use more --gpus, a shorter '
+            '--block_size or a smaller model'
+        )
+    rows = list(rows.values())
+    close = [row for row in rows if row['step'] <= (1 + TIE) * rows[0]['step'] and row['strategy'] != 'diloco']
+    if close:
+        simplest = min(close, key=lambda row: len(row['name'].split()))
+        rows.remove(simplest)
+        rows.insert(0, simplest)
+    return rows
+
+
+def check(config, strategy, gpus):
+    """Raises ValueError for what a script would refuse."""
+    if strategy == 'pipeline':
+        scaling.check_pipeline(config, scaling.copies_of_pipeline(config, gpus))
+    else:
+        scaling.micro_steps(config, gpus)
+    if strategy == 'fsdp':
+        scaling.ranks_per_shard_group(config, gpus)
+
+
+def memory_gb(config, strategy, gpus):
+    """What --dry_run says of a rank, in GB."""
+    parts = estimate.estimate(config, step_time.model_of(**step_time.of_model(config)), gpus, strategy)
+    return sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
+
+
+def name_of(row):
+    """Of a kind of layout: 'fsdp 3 hsdp4 cp2'. One word for each dimension; ZeRO's stage counts as part of fsdp."""
+    keys = row['keys']
+    parts = {'replicate_size': 'hsdp', 'tensor_parallel': 'tp', 'context_parallel': 'cp', 'pipeline_stages': 'pp'}
+    parts |= {'pipeline_chunks': 'chunks', 'num_replicas': 'diloco'}
+    words = ['ddp'] if row['strategy'] == 'ddp' else []
+    words += [f'fsdp{keys["zero_stage"]}'] if row['strategy'] == 'fsdp' else []
+    words += ['manual'] if keys.get('fsdp_impl') == 'manual' else []
+    return ' '.join([*words, *(f'{short}{keys[key]}' for key, short in parts.items() if keys.get(key, 1) > 1)])
+
+
+# --- REPORT -----------------------------------------------------------------------------------------------------------
+
+
+def report(config, keys, explicit):
+    """What compare.py --plan prints. config: its knobs; keys: of train scripts. Raises ValueError as rank() does."""
+    gpus, node_gpus = config.gpus, config.node_gpus
+    if config.gpu == 'cpu':
+        if not config.measured or not config.links:
+            raise ValueError(
+                'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/parallelism.md'
+            )
+        cluster = step_time.of_cpus(gpus, node_gpus, config.cores, config.gpu_gb)
+    else:
+        cluster = step_time.assumed(config.gpu, gpus, node_gpus)
+        cluster = cluster._replace(gb=config.gpu_gb) if 'gpu_gb' in explicit else cluster
+    if config.measured:
+        cluster = step_time.with_measured_step(cluster, config.measured)
+    if config.links:
+        cluster = step_time.with_measured_links(cluster, results.read_json(Path(config.links)))
+    rows = rank(keys, cluster)
+    table = verdict.markdown([
+        {
+            'layout': row['name'],
+            'batch_size': f'{row["keys"]["batch_size"]} x {row["micro_steps"]}',
+            'checkpointing': row['keys']['activation_checkpointing'],
+            'GB': f'{row["gb"]:.1f}',
+            'sent GB': f'{row["sent"] / 1e9:.2f}',
+            'compute s': f'{row["compute"]:.3f}',
+            'exposed s': f'{row["exposed"]:.3f}',
+            'bubble s': f'{row["bubble"]:.3f}',
+            'step s': f'{row["step"]:.3f}',
+            'tokens/s': f'{row["tokens_per_s"]:,.0f}',
+            'MFU': f'{row["mfu"]:.1%}' if 'mfu' in row else '',
+        }
+        for row in rows
+    ])  # fmt: skip
+    speed, links = ('measured' if given else 'assumed' for given in (config.measured, config.links))
+    per_node = min(gpus, node_gpus)
+    title = f'{gpus} ranks of {config.gpu}, {per_node} on each node; speed {speed}, links {links}; per step of a run:'
+    return f'{title}\n\n{table}\n\n{reason(rows)}\n\n{command(rows[0], keys, explicit, cluster)}'
+
+
+def reason(rows):
+    """Why the first is first, in one sentence."""
+    first, *others = rows
+    lost = first['exposed'] + first['bubble']
+    said = f'{first["name"]} is first: of {first["step"]:.3f} s per step it waits {lost:.3f} s for other ranks'
+    faster = [row for row in others if row['step'] < first['step']]
+    if faster:
+        gain = 1 - min(row['step'] for row in faster) / first['step']
+        others_losses = ', and DiLoCo has other losses' if any(row['strategy'] == 'diloco' for row in faster) else ''
+        return f'{said}, and what is faster by prediction ({gain:.1%}) has more dimensions for it{others_losses}.'
+    if not others:
+        return f'{said}, and nothing else fits.'
+    second = others[0]
+    parts = {
+        'compute': 'computes',
+        'exposed': 'waits for communication',
+        'bubble': 'has idle stages',
+        'update': 'updates',
+    }
+    part = max(parts, key=lambda part: second[part] - first[part])
+    return f'{said}, and the next one, {second["name"]}, {parts[part]} {second[part] - first[part]:.3f} s longer.'
+
+
+def command(row, keys, explicit, cluster):
+    """What starts the layout's run, with the files and keys of compare.py's command line that are a train script's."""
+    given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
+    files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
+    options = [f'--{key}={value}' for key, value in {**given, **row['keys']}.items()]
+    per_node = min(cluster.gpus, cluster.node_gpus)
+    nodes = [f'--nnodes={cluster.gpus // per_node}'] if cluster.gpus > per_node else []
+    return ' '.join(['torchrun', *nodes, f'--nproc_per_node={per_node}', row['script'], *files, *options])

@@ -1,0 +1,417 @@
+"""
+Seconds of a training step on many GPUs, put together from what one computes alone, what travels and how fast links are.
+
+    cluster = step_time.assumed('h100', gpus=64, node_gpus=4)  # or with a step and links that were measured
+    step_time.step(config, 'fsdp', cluster)  # {'step': seconds, 'exposed': ..., 'bubble': ..., ...}
+
+Nothing is fitted to runs of several GPUs; docs/parallelism.md says how far off it is. runtime/estimate.py counts bytes.
+
+A rank computes the whole model's layers, or with a pipeline its stage's, 1/tensor_parallel of each matrix and head, and
+1/context_parallel of each sequence. So its work is that of a smaller model; see model_of_rank().
+"""
+
+import math
+import re
+import statistics
+from collections import namedtuple
+from functools import cache
+from pathlib import Path
+
+from comparison import results
+from model import ModelConfig
+from runtime import estimate, meter, scaling
+
+# What a GPU reaches, where nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention: the
+# same of FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an A100).
+# memory: bytes/s, 0.9 of the data sheet. within: of NVLink one way, between: of the GPU's own network card, bytes/s;
+# both 0.8 of the data sheet, as all-reduces of nccl-tests reach. gb: memory.
+Gpu = namedtuple('Gpu', 'matmul attention memory within between gb')
+GPUS = {
+    'h100': Gpu(0.70, 0.35, 0.9 * 3.35e12, 0.8 * 450e9, 0.8 * 50e9, 80),
+    'h200': Gpu(0.70, 0.35, 0.9 * 4.80e12, 0.8 * 450e9, 0.8 * 50e9, 141),
+    'a100': Gpu(0.75, 0.55, 0.9 * 2.04e12, 0.8 * 300e9, 0.8 * 25e9, 80),
+}
+# Seconds of a step of a ring within a node and between nodes, and of starting a collective: NCCL's own table for its
+# protocol of large messages (src/graph/tuning.cc).
+WITHIN_S, BETWEEN_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
+DDP_BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
+
+# matmul, attention: FLOP/s; memory: bytes/s; update: seconds per parameter on the rank; peak: for the MFU, None
+# where it is not known. scale: by what to multiply the seconds of forward and backward that these rates say. beside:
+# what each block takes besides, under 'ddp' or an implementation of FSDP. Both are measured, or (1, 1) and nothing.
+Device = namedtuple('Device', 'matmul attention memory update peak scale beside')
+NOTHING_BESIDE = {'ddp': (0.0, 0.0)}
+# Bytes/s that one rank sends in all-reduces, and in all-gathers (gloo is slower there); seconds of a ring's step, of a
+# start.
+Link = namedtuple('Link', 'bandwidth gather step start')
+# between: of a rank's share of its node's network. crowd: ranks for each core (1 on GPUs). host: seconds of a core that
+# a byte takes which is sent (gloo; 0 under NCCL).
+Cluster = namedtuple('Cluster', 'gpus node_gpus within between device crowd host gb')
+Ring = namedtuple('Ring', 'bandwidth gather latency')  # latency: of one way round, in seconds
+
+
+# --- CLUSTER ----------------------------------------------------------------------------------------------------------
+
+
+def assumed(gpu, gpus, node_gpus):
+    """The Cluster of a kind of GPU in GPUS. Raises ValueError for another kind, or nodes that are not full."""
+    if gpu not in GPUS:
+        raise ValueError(f'gpu={gpu!r}: expected {", ".join(GPUS)}, or cpu with --measured and --links')
+    check_nodes(gpus, node_gpus)
+    kind = GPUS[gpu]
+    peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
+    # AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32; clipping reads that again.
+    update = 8 * estimate.FP32 / kind.memory
+    device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
+    within = Link(kind.within, kind.within, WITHIN_S, START_S)
+    between = Link(kind.between, kind.between, BETWEEN_S, START_S)
+    return Cluster(gpus, node_gpus, within, between, device, 1.0, 0.0, kind.gb)
+
+
+def of_cpus(gpus, node_gpus, cores, gb):
+    """The Cluster of ranks on CPUs, before anything was measured: its rates mean nothing until then."""
+    check_nodes(gpus, node_gpus)
+    unknown = Link(math.inf, math.inf, 0.0, 0.0)
+    device = Device(1.0, 1.0, math.inf, 0.0, None, (1.0, 1.0), NOTHING_BESIDE)
+    return Cluster(gpus, node_gpus, unknown, unknown, device, max(1.0, node_gpus / cores), 0.0, gb)
+
+
+def check_nodes(gpus, node_gpus):
+    if gpus < 1 or node_gpus < 1 or (gpus > node_gpus and gpus % node_gpus):
+        nearest = [n * node_gpus for n in (gpus // node_gpus, gpus // node_gpus + 1) if n > 0 and node_gpus > 0]
+        raise ValueError(
+            f'gpus={gpus} on nodes of node_gpus={node_gpus}: expected full nodes, as '
+            f'--gpus={" or ".join(map(str, nearest)) or 8}'
+        )
+
+
+def with_measured_step(cluster, out_dirs):
+    """
+    The Cluster with the speed of runs of one process, which trained the model in out_dirs.
+
+    Of two that differ in batch_size also what a block of a micro-step takes beside its tokens: Python, kernels that
+    start, gradients that add up. Of a run of train_fsdp.py what FSDP copies besides; its two implementations differ.
+    Ranks that share cores are slower together than alone: start as many such runs at once as a node will have ranks.
+    Raises ValueError for runs of several ranks.
+    """
+    plain = cluster.device._replace(scale=(1.0, 1.0), beside=NOTHING_BESIDE)
+    points = {}  # implementation -> [([seconds by plain rates of forward, backward], [those measured], update)]
+    for out_dir in out_dirs:
+        run = results.read_run(Path(out_dir))
+        if run is None or run.failure or run.about.get('world_size', 1) != 1:
+            raise ValueError(f'measured={out_dir}: expected the out_dir of a finished run of one process')
+        model, m = estimate.empty_model(run.config), scaling.micro_steps(run.config, 1)
+        block, root = work(run.config, model, plain)
+        rows = [row for row in run.rows if row['step'] > results.WARM_UP and 'time/backward' in row]
+        forward, backward, update = (
+            statistics.median(row[f'time/{phase}'] for row in rows) / 1000
+            for phase in ('forward', 'backward', 'update')
+        )
+        by_rates = [run.config['n_layer'] * b + r for b, r in zip(block, root, strict=True)]
+        point = by_rates, [forward / m, backward / m], update / model.parameter_counts()['total']
+        points.setdefault(run.config.get('fsdp_impl', 'ddp'), []).append(point)
+    parts = run.config['n_layer'] + 1  # blocks and the rest
+    base = points.get('ddp') or next(iter(points.values()))
+    (rates_a, seconds_a, _), (rates_b, seconds_b, _) = min(base), max(base)
+    scale = [
+        (seconds_b[phase] - seconds_a[phase]) / (rates_b[phase] - rates_a[phase])
+        if rates_b[phase] > rates_a[phase]
+        else seconds_b[phase] / rates_b[phase]
+        for phase in (0, 1)
+    ]
+    beside = {}
+    for implementation, of_it in points.items():
+        rates, seconds, _ = max(of_it)
+        beside[implementation] = [max(0.0, seconds[phase] - scale[phase] * rates[phase]) / parts for phase in (0, 1)]
+    beside.setdefault('ddp', next(iter(beside.values())))
+    update = min(update for _, _, update in base)
+    return cluster._replace(device=plain._replace(update=update, scale=scale, beside=beside))
+
+
+def with_measured_links(cluster, rows):
+    """The Cluster with the links that benchmarks/links.py has measured; rows: what its --json holds."""
+    found, one_node = {}, cluster.node_gpus >= cluster.gpus
+    # links.py leaves out what would be the same: on one node, and on nodes of one rank, there is just one link.
+    names = {'within': 'all ranks' if one_node else 'within a node'}
+    names |= (
+        {} if one_node else {'between': 'all ranks' if cluster.node_gpus == 1 else 'between nodes, all ranks of each'}
+    )
+    for link, name in names.items():
+        *small, before, last = [row for row in rows if row['link'] == name] or [None, None]
+        if last is None and link == 'within':  # a rank alone on its node
+            continue
+        if not small:
+            raise ValueError(f'links: nothing of {name!r}: measure on nodes of {cluster.node_gpus} ranks each')
+        # An all-reduce on n ranks is 2 (n-1) steps of a ring. The smallest messages have nothing but steps.
+        n = last['ranks']
+        step = min(row['ms'] for row in small) / 1000 / (2 * (n - 1))
+        ring_bytes = 2 * (n - 1) / n * (last['bytes'] - before['bytes'])
+        bandwidth, gather = (
+            1000 * part * ring_bytes / (last[key] - before[key]) for key, part in (('ms', 1), ('gather_ms', 1 / 2))
+        )
+        found[link] = Link(bandwidth, gather, step, 0.0)
+        found['host'] = (
+            last['cpu_ms'] / 1000 / last['bytes'] / (2 * (n - 1) / n) if cluster.device.peak is None else 0.0
+        )
+    return cluster._replace(**found)
+
+
+def ring(cluster, ranks, stride):
+    """The Ring of a group of ranks, `stride` apart. Its members on a node send over all their network cards."""
+    per_node = min(ranks, max(1, cluster.node_gpus // stride))
+    nodes = -(-ranks // per_node)
+    bandwidth, gather = cluster.within[:2] if per_node > 1 else (math.inf, math.inf)
+    if nodes > 1:
+        bandwidth = min(bandwidth, per_node * cluster.between.bandwidth)
+        gather = min(gather, per_node * cluster.between.gather)
+    link = cluster.between if nodes > 1 else cluster.within
+    latency = link.start + (ranks - nodes) * cluster.within.step + (nodes - 1) * cluster.between.step
+    return Ring(bandwidth, gather, latency)
+
+
+# --- ONE GPU ----------------------------------------------------------------------------------------------------------
+
+
+def model_of_rank(config):
+    """The keys of the model whose work one rank does: its layers, heads, hidden units and words. head_dim stays."""
+    tensor, stages = config.get('tensor_parallel', 1), config.get('pipeline_stages', 1)
+    for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim'):
+        if config[key] % tensor:
+            raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
+    if config['n_layer'] % stages:
+        raise ValueError(f'n_layer={config["n_layer"]} is not a multiple of pipeline_stages={stages}')
+    sizes = {key: config[key] // tensor for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
+    sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': config['n_layer'] // stages}
+    return {**config, **sizes, 'tensor_parallel': 1}
+
+
+def work(config, model, device):
+    """
+    ((forward, backward) of a block, the same of the rest): seconds of one micro-step on one rank.
+
+    A matmul with P weights takes 2 P FLOPs per token, and its two gradients twice that. Causal attention over T tokens
+    takes 2 T H D (two products with T/2 keys each), backward 2.5 times that, since it computes the scores again.
+    The rest moves numbers: of a block 8 C for norms and residuals, 2 (H + K) D for the rotation and 3 M for the
+    activation, each read or written, once compiled; twice as many in backward. The loss has its gradient by hidden
+    states and head ready in forward, and moves 8 bytes for each logit.
+    """
+    tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
+    C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
+    matmul = 2 * sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2) / device.matmul
+    attention = 2 * config['block_size'] * H * D / device.attention
+    other = estimate.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
+    forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
+    vocabulary = model.head.weight.shape[0]
+    root = 6 * vocabulary * C / device.matmul + 8 * vocabulary / device.memory
+    # Recomputation: of all, or of what is not a matmul or attention; 'half': of every second matmul (torchtitan's).
+    again = {'none': 0.0, 'full': forward, 'selective': other, 'half': matmul / 2 + other}
+    backward += again[config['activation_checkpointing']]
+    (scale_f, scale_b), beside = device.scale, device.beside.get(config.get('fsdp_impl'), device.beside['ddp'])
+    block = tokens * forward * scale_f + beside[0], tokens * backward * scale_b + beside[1]
+    return block, (tokens * root * scale_f + beside[0], beside[1])
+
+
+def attention_share(config, model, device):
+    """What part of a block's forward is attention."""
+    bare = {**config, 'activation_checkpointing': 'none'}
+    whole = work(bare, model, device)[0][0]
+    without = work(bare, model, device._replace(attention=math.inf))[0][0]
+    return (whole - without) / whole
+
+
+# --- A STEP -----------------------------------------------------------------------------------------------------------
+
+
+def step(config, strategy, cluster):
+    """
+    Seconds of an optimizer step, as {'compute', 'exposed', 'bubble', 'update', 'step'}, and its 'micro_steps'.
+
+    config: a run's keys, with those of the model. strategy: 'ddp', 'fsdp', 'diloco' or 'pipeline'; 'fsdp' also takes
+    tensor_parallel and pipeline_stages. Raises ValueError where ranks or sizes do not divide.
+    exposed: communication for which the computation waits, bubble: idle stages.
+    """
+    device, gpus = cluster.device, cluster.gpus
+    tensor, context = config.get('tensor_parallel', 1), config.get('context_parallel', 1)
+    stages, chunks = config.get('pipeline_stages', 1), config.get('pipeline_chunks', 1)
+    if gpus % (tensor * stages * context):
+        raise ValueError(f'{gpus} ranks: {tensor} x {context} x {stages} do not divide them')
+    ranks = gpus // (tensor * stages)  # among which data is shared out, and weights
+    mine = model_of_rank(config)
+    model = model_of(**of_model(mine))
+    m, layers = scaling.micro_steps(mine, ranks), mine['n_layer']
+    (forward, backward), root = work(mine, model, device)
+    root = sum(root)
+    waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
+    of_blocks = layers * (forward + backward)
+    waits = layers * (waits_f + waits_b)  # of a micro-step
+
+    # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
+    sent = estimate.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
+    if strategy in ('ddp', 'pipeline'):
+        sharing = ring(cluster, ranks, tensor)
+        buckets = 1 if ranks > 1 else 0
+        if strategy == 'ddp' and sent['all-reduce']:
+            buckets = math.ceil(estimate.FP32 * model.parameter_counts()['total'] / DDP_BUCKET)
+        else:  # after the last backward, a block at a time
+            buckets *= layers + 1
+        wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
+        if strategy == 'ddp':  # the last bucket is full when backward is over
+            last = wire / max(1, buckets)
+            exposed = last + beside(wire - last, layers * backward, sent['all-reduce'], cluster)
+        else:
+            exposed = wire
+        held = model.parameter_counts()['total']
+    else:
+        exposed = waits_of_fsdp(mine, model, sent, strategy, cluster, ranks, tensor, m, (forward, backward))
+        shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
+        held = estimate.count(model.parameters(), shard)
+
+    # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
+    # the head. Chunks shorten the first part: a stage begins with 1/chunks of its work.
+    stage_times = [of_blocks + waits] * (stages - 1) + [of_blocks + waits + root]
+    slowest = max(stage_times)
+    running = sum(stage_times) / chunks + (m - 1 / chunks) * slowest
+    alone = running / cluster.crowd
+    # Cores that stages share are free for the others while some stages are idle: at first and at last, (stages - 1)
+    # units of time each, half of the stages on average.
+    idle = 1 - max(1.0, cluster.crowd / 2) / cluster.crowd
+    running -= idle * 2 * (stages - 1) * statistics.mean(stage_times) / chunks
+    hops = 0.0
+    if stages > 1:
+        size = estimate.message_bytes(mine) / context / tensor
+        hop, part = hop_seconds(cluster, gpus // stages, stages, size), slowest / chunks
+        # Fill and drain pass every border once. In between stage 0 has `stages` micro-steps on their way, each for as
+        # long as all stages and 2 (stages - 1) hops take: so none of these is hidden. With chunks it has twice as many
+        # parts on their way as the computation fills, and a hop may take half a part's time.
+        hops = 2 * (stages - 1) * hop
+        hops += (m - 1) * 2 * (stages - 1) / stages * hop if chunks == 1 else m * chunks * max(0.0, hop - part / 2)
+        hops = max(0.0, alone + hops - running)  # while a rank waits, those that share its core compute
+    compute = m * (of_blocks + root / stages)
+    update = held * device.update
+    bubble = running - m * statistics.mean(stage_times)
+    exposed += m * waits + hops
+    total = compute + bubble + exposed + update
+    sent_bytes = estimate.communication_bytes(config, model, gpus, strategy)['sent'] if strategy == 'pipeline' else 0
+    return {
+        'micro_steps': m, 'compute': compute, 'exposed': exposed, 'bubble': bubble, 'update': update, 'step': total,
+        'sent': (sent_bytes or sent['sent']) + 2 * m * layers * tensor_bytes(mine, tensor),
+    }  # fmt: skip
+
+
+def of_model(config):
+    keys = {key: config[key] for key in ModelConfig.__dataclass_fields__}
+    return keys | {'yarn': tuple(keys['yarn'])}  # model_of() keeps what it has made, by keys that do not change
+
+
+@cache
+def model_of(**keys):
+    return estimate.empty_model(keys)
+
+
+def beside(wire, compute, sent, cluster):
+    """Seconds that a transfer adds to the computation beside it: what it takes longer, or the host's part in it."""
+    return max(wire - compute, sent * cluster.host * cluster.crowd, 0.0)
+
+
+def hop_seconds(cluster, copies, stages, size):
+    """Of a message between neighbouring stages, the mean over the borders. copies: ranks of a stage, which all send."""
+    per_node = max(1, cluster.node_gpus // copies)  # stages on a node
+    across = (stages - 1) // per_node if per_node > 1 else stages - 1  # borders between nodes
+    on_node, over = (link.start + link.step + size / link.bandwidth for link in (cluster.within, cluster.between))
+    if cluster.node_gpus >= cluster.gpus:
+        across = 0
+    elif copies < cluster.node_gpus:  # only the last stage of a node sends over its network: it has all of it
+        over = (
+            cluster.between.start + cluster.between.step + size * copies / cluster.node_gpus / cluster.between.bandwidth
+        )
+    return (across * over + (stages - 1 - across) * on_node) / (stages - 1)
+
+
+def tensor_bytes(config, tensor):
+    """What a rank sends in a layer's forward: in each of four collectives (t-1)/t of B T C numbers."""
+    tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
+    return 4 * (tensor - 1) / tensor * tokens * config['n_embd'] * estimate.BYTES[config['dtype']]
+
+
+def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
+    """(forward, backward): seconds that one layer of a micro-step waits for tensor and context parallelism."""
+    context, full = config.get('context_parallel', 1), config['activation_checkpointing'] == 'full'
+    waits_f = waits_b = 0.0
+    if tensor > 1:
+        # Two all-gathers before and two reduce-scatters behind the matrices, and the same in backward: nothing to do
+        # meanwhile.
+        sharing = ring(cluster, tensor, 1)
+        waits_f = 4 * sharing.latency + tensor_bytes(config, tensor) / sharing.bandwidth
+        waits_b = waits_f * (2 if full else 1)
+        if config.get('async_tensor_parallel'):  # torchtitan's: in pieces, beside the matmuls
+            waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
+    if context > 1:
+        sharing = ring(cluster, context, tensor)
+        numbers, of_number = estimate.keys_and_values(config)
+        step_s = sharing.latency / max(1, context - 1)
+        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (of_number, estimate.FP32))
+        share = attention_share(config, model, cluster.device)
+        tile_f = share * forward / context  # one of the context's tiles, beside which the next keys travel
+        tile_b = 2.5 * tile_f * cluster.device.scale[1] / cluster.device.scale[0]
+        hops = context - 1
+        if config.get('context_impl', 'ring') == 'ring':
+            of_forward = beside(hops * hop, hops * tile_f, hops * numbers * of_number, cluster)
+            both = numbers * (of_number + estimate.FP32)
+            of_backward = home + beside(hops * (hop + home), hops * tile_b, hops * both, cluster)
+        else:
+            of_forward, of_backward = hops * hop, hops * (hop + home)
+        waits_f += of_forward
+        waits_b += of_backward + (of_forward if full else 0.0)
+    return waits_f, waits_b
+
+
+def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_block):
+    """Seconds per optimizer step that FSDP's and DiLoCo's communication is waited for."""
+    is_diloco, is_manual = strategy == 'diloco', config['fsdp_impl'] == 'manual'
+    replicas = config['num_replicas'] if is_diloco else config['replicate_size']
+    shard, on_cpu = ranks // replicas, not config['device'].startswith('cuda')
+    exposed, inner = 0.0, sent
+    if is_diloco:
+        alone = {**config, 'replicate_size': 1, 'global_batch_size': config['global_batch_size'] // replicas}
+        inner = estimate.communication_bytes(alone, model, shard, 'fsdp')
+        between = ring(cluster, replicas, stride * shard)
+        outer = (sent['sent'] - inner['sent']) / between.bandwidth
+        outer += 2 * between.latency * (config['n_layer'] + 1) / config['inner_steps']
+        exposed += 0.0 if config['overlap_steps'] else outer
+    if shard > 1:
+        group = ring(cluster, shard, stride)
+        units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
+        counts = model.parameter_counts()['total']
+        root_share = sum(p.numel() for p in estimate.root_parameters(model)) / counts
+        hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in of_block)
+        # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
+        overlaps = is_manual or not on_cpu
+
+        def added(wire, compute, size):
+            return beside(wire, compute, size, cluster) if overlaps else wire
+
+        # Gathers: a pass over the model in forward and, in stage 3, another in backward. The first unit and the root
+        # are waited for.
+        one_pass = (shard - 1) / shard * estimate.BYTES[config['dtype']] * counts
+        of_forward = min(inner['all-gather'] / m, one_pass)
+        of_backward = inner['all-gather'] / m - of_forward
+        wire_f = (units + 1) * group.latency + of_forward / group.gather
+        wire_b = (units * group.latency + of_backward / group.gather) if of_backward > 0 else 0.0
+        first = (root_share + (1 - root_share) / units) * wire_f if overlaps else 0.0
+        # Reductions: in the last micro-step or in each; the root's comes last, and nothing is left to hide it.
+        reductions = m if config['accumulate'] == 'sharded' else 1
+        gloo_twice = 2 if on_cpu and not is_manual else 1
+        of_reduction = inner['reduce-scatter'] / reductions
+        per_s = group.bandwidth
+        if is_manual and on_cpu:  # slices go straight to their rank, over the network to all that are on other nodes
+            near = min(shard, max(1, cluster.node_gpus // stride))
+            per_s = cluster.between.gather * (shard - 1) / (shard - near) if shard > near else cluster.within.gather
+        wire_r = (units + 1) * gloo_twice * group.latency + of_reduction / per_s
+        if replicas > 1 and not is_diloco:
+            across = ring(cluster, replicas, stride * shard)
+            wire_r += 2 * (units + 1) * across.latency + sent['all-reduce'] / reductions / across.bandwidth
+        last = root_share * wire_r if overlaps else 0.0
+        exposed += m * (first + added(wire_f - first, hidden_f, of_forward))
+        exposed += (m - reductions) * added(wire_b, hidden_b, of_backward)
+        exposed += reductions * (last + added(wire_b + wire_r - last, hidden_b, of_backward + of_reduction))
+    return exposed

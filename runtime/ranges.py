@@ -1,0 +1,74 @@
+"""
+What a rank has of a tensor that tensor_manual.py has cut, told to torch.distributed.checkpoint (DCP).
+
+Of a fused matrix it is several ranges of rows, which no DTensor can express. With these two planners DCP writes them
+where they belong in the whole tensor, and reads them from there: the checkpoint is that of any other layout.
+"""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class Ranges:
+    """What this rank has of a tensor that tensor_manual.py has cut, as DCP asks for it."""
+
+    def __init__(self, tensor, part):
+        """tensor: this rank's part, which may be sharded by rows (DTensor). part: the tensor_manual.Slice."""
+        self.shape, self.dtype, self.local = part.shape, tensor.dtype, local_piece(tensor)
+        self.rows = {}  # where a range begins in the whole tensor -> its rows in `local`
+        rows, begin = self.local.shape[0], 0  # and where `local` begins in the part
+        if isinstance(tensor, DTensor):
+            begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0]
+        ranges = part.ranges if part.dim == 0 else [(0, part.shape[0])]
+        before = [part.ranges[0][0]] if part.dim == 1 else [0] * (len(part.shape) - 1)  # of the other dimension
+        for first, length in ranges:
+            some = slice(max(0, -begin), max(0, min(rows, length - begin)))
+            if some.start < some.stop and self.local.numel():
+                self.rows[torch.Size((first + begin + some.start, *before))] = some
+            begin -= length
+
+    def size(self):
+        return self.shape
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(begin, self.local[rows].shape) for begin, rows in self.rows.items()]
+
+    def __create_write_items__(self, key, _):
+        properties = TensorProperties.create_from_tensor(self.local)
+        data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(key, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in data]
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Plans with the shapes and placements of the live tensors, but writes `pieces`, perhaps copies in host memory."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.pieces = pieces
+
+    def lookup_object(self, index):
+        tensor, piece = self.state_dict[index.fqn], self.pieces[index.fqn]
+        return piece[tensor.rows[index.offset]] if isinstance(tensor, Ranges) else piece
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads into Ranges, too."""
+
+    def set_up_planner(self, state_dict, *args, **kwargs):
+        cut = {key: value for key, value in state_dict.items() if isinstance(value, Ranges)}
+        super().set_up_planner({key: value for key, value in state_dict.items() if key not in cut}, *args, **kwargs)
+        self.state_dict = {**self.state_dict, **cut}  # super() puts None where there is no tensor
+
+    def lookup_tensor(self, index):
+        tensor = self.state_dict[index.fqn]
+        return tensor.local[tensor.rows[index.offset]] if isinstance(tensor, Ranges) else super().lookup_tensor(index)
+
+
+def local_piece(tensor):
+    if isinstance(tensor, Ranges):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,287 @@
+"""
+Tensor parallelism by hand: every matrix is cut over several ranks, which then compute each token together.
+
+    mesh = init_device_mesh('cuda', (2, 4), mesh_dim_names=('shard', 'tensor'))  # 4 ranks hold each matrix, 2 times
+    tensor = tensor_manual.Split(model, Ranks.of(mesh['tensor']))  # in place, before FSDP shards over mesh['shard']
+    loss_sum, ce_sum = model(x, y)  # x, y (B, T): the same on these 4 ranks, and so are both sums
+    loss_sum.backward()
+    tensor.sum_partial_gradients()
+
+Two matrices in a row need one sum (Megatron-LM, arXiv 1909.08053, section 3). With t ranks, f of GELU or SwiGLU, or of
+attention, which works on one head at a time:
+
+    Y = f(X A) B = sum_i f(X A_i) B_i       A = [A_1 ... A_t] cut by outputs, B by inputs: rank i needs X, A_i and B_i
+
+Between these pairs there are norms, dropout and residuals, which look at one token at a time. They need not be done t
+times, and their activations need not be kept t times: rank i does tokens i T/t to (i+1) T/t of each sequence ("sequence
+parallelism", arXiv 2205.05198, section 4.2). So X arrives by an all-gather, and Y leaves by a reduce-scatter:
+
+      (B, T/t, C)            (B, T, C)             (B, T, H/t D)              (B, T, C) partial   (B, T/t, C)
+    ---- norm ---- all-gather -- qkv, by heads ---- attention, H/t heads ---- proj -- reduce-scatter ---- + ----
+    ---- norm ---- all-gather -- up, gate by rows -------- GELU, SwiGLU ----- down -- reduce-scatter ---- + ----
+
+What is whose?          Rows of qkv (of each of q, k, v, by heads), up, gate, embedding, head; columns of proj and down.
+                        Norms, positions and the biases of proj and down are on all ranks, with the same values.
+In backward?            An all-gather's gradient is a reduce-scatter, for each rank has used all of X: its gradient is a
+                        sum over ranks. And the other way round. So the bytes are those of forward once more.
+Which gradients are     Those of matrices are whole: all tokens passed through them. What is on all ranks has seen the
+whole?                  tokens of one rank (or its heads: q_norm, k_norm). Those are summed, once per step.
+Embedding and head?     Cut by tokens of the vocabulary. A rank looks up what it has, and 0 for the rest; the sum is the
+                        reduce-scatter. For the loss it has some columns of the logits: see cross_entropy().
+What crosses the wire?  Per rank, micro-step and layer 8 (t-1)/t B T C numbers in the compute dtype: 4 in forward, 4 in
+                        backward. Selective checkpointing gathers X again (10), full also repeats the first
+                        reduce-scatter (11). Embedding and head 4 of these, the loss 3 fp32 numbers a token.
+What does a rank hold?  A smaller model, with H/t heads and an MLP of M/t. FSDP shards it over ranks with the same part.
+And a checkpoint?       Has whole matrices. model.slices says which part of which one this rank has.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from exchange import collectives
+from model import Linear
+from optim import local
+
+# Where the parameters of a module are cut: 0 = their rows, which are outputs, 1 = the columns of their weight, inputs.
+CUT_ALONG = {'qkv': 0, 'up': 0, 'gate': 0, 'embed': 0, 'head': 0, 'proj': 1, 'down': 1}
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold each matrix together: which of them this is, how many there are, and their process group."""
+
+    rank: int
+    size: int
+    group: str  # its name: custom operators take no objects
+
+    @classmethod
+    def of(cls, mesh):
+        """From a DeviceMesh of one dimension; None: this rank alone."""
+        return cls(0, 1, '') if mesh is None else cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+
+
+class Slice(NamedTuple):
+    """What a rank has of a parameter: one behind the other, ranges of rows (dim 0) or of columns (dim 1)."""
+
+    shape: torch.Size  # of the whole parameter
+    dim: int | None  # None: all of it
+    ranges: tuple  # ((first, length), ...)
+
+    def of(self, whole):
+        """This rank's part of the whole parameter; a view, unless there are several ranges."""
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, *one) for one in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+# --- the split --------------------------------------------------------------------------------------------------------
+
+
+class Split:
+    """A GPT that keeps this rank's part of every matrix and computes with the others, from here on and in place."""
+
+    def __init__(self, model, ranks):
+        """model.slices is then {name of a parameter: Slice}. Before FSDP; a model on the meta device stays there.
+
+        Query and key/value heads, mlp_hidden_dim and rows of the embedding divide by ranks.size, and so do tokens of a
+        sequence: runtime/setup.py refuses others. One rank: nothing changes.
+        """
+        self.model, self.ranks = model, ranks
+        if ranks.size == 1:
+            self.sum_partial_gradients = self.of_norm = tuple  # there is nothing to do, and nothing to know
+            return
+        model.slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
+        for name, parameter in [*model.named_parameters()]:
+            module_name, _, own_name = name.rpartition('.')
+            part = model.slices[name].of(parameter.detach()).clone()
+            setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
+        for block in model.blocks:
+            attn, mlp = block.attn, block.mlp
+            attn.n_head, attn.n_kv_head = attn.n_head // ranks.size, attn.n_kv_head // ranks.size
+            attn.heads_of_qkv = tuple(heads // ranks.size for heads in attn.heads_of_qkv)
+            attn.proj, mlp.down = SummedLinear(attn.proj, ranks), SummedLinear(mlp.down, ranks)
+        norms = [norm for block in model.blocks for norm in (block.attn_norm, block.mlp_norm)]
+        for norm in (*norms, model.final_norm):  # what comes next is cut: it needs the tokens of all ranks
+            norm.register_forward_hook(lambda module, args, output: all_gather(output, ranks.size, ranks.group))
+        model.embed = VocabularyEmbedding(model.embed, ranks)
+        if model.config.tie_embeddings:
+            model.head.weight = model.embed.weight
+        if model.pos_embed is not None:
+            model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
+        model.cross_entropy = partial(cross_entropy, ranks=ranks)
+        self.whole_value, model.initial_value = model.initial_value, self.initial_value
+
+    def initial_value(self, name, parameter, seed, device):
+        """GPT.initial_value(), of which this rank keeps its part: the same model for any number of ranks."""
+        part = self.model.slices[name]
+        return part.of(self.whole_value(name, torch.empty(part.shape, device='meta'), seed, device))
+
+    def on_all_ranks(self):
+        """The parameters of which all ranks hold the same values."""
+        return [self.model.get_parameter(name) for name, part in self.model.slices.items() if part.dim is None]
+
+    def sum_partial_gradients(self):
+        """Sum the gradients of these parameters: each rank has those by its tokens. One all-reduce, after backward."""
+        gradients = [local(parameter.grad) for parameter in self.on_all_ranks() if parameter.grad is not None]
+        gradients = [gradient for gradient in gradients if gradient.numel()]  # FSDP leaves some ranks no rows
+        if gradients:
+            total = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(total, group=_resolve_process_group(self.ranks.group))
+            parts = total.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def of_norm(self):
+        """What optim.clip_grad_norm_() has to know: the group, and how many of its ranks hold a parameter."""
+        return _resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size)
+
+
+def slice_of(model, name, shape, ranks):
+    """The Slice of the parameter called `name`, of this whole shape."""
+    *_, module, kind = name.split('.')  # blocks.3.attn, qkv, weight
+    dim = CUT_ALONG.get(module)
+    if dim is None or (dim == 1 and kind == 'bias'):
+        return Slice(shape, None, ())
+    fused = [shape[dim]]  # sizes of the matrices in it, of which each rank has its heads
+    if module == 'qkv':
+        attn = model.get_submodule(name.rpartition('.qkv')[0])
+        fused = [heads * attn.head_dim for heads in attn.heads_of_qkv]
+    ranges, begin = [], 0
+    for size in fused:
+        assert size % ranks.size == 0, f'{name}: {size} on {ranks.size} ranks'
+        ranges.append((begin + ranks.rank * size // ranks.size, size // ranks.size))
+        begin += size
+    return Slice(shape, dim, tuple(ranges))
+
+
+class SummedLinear(Linear):
+    """A Linear of which each rank has the columns for its part of the inputs: (B, T, inputs/t) -> (B, T/t, outputs)."""
+
+    def __init__(self, linear, ranks):
+        super().__init__(linear.in_features // ranks.size, linear.out_features, bias=False, device='meta')
+        self.weight, self.bias, self.ranks = linear.weight, linear.bias, ranks
+
+    def forward(self, x):
+        y = reduce_scatter(F.linear(x, self.weight.to(x.dtype)), self.ranks.size, self.ranks.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # once, after the sum
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which each rank has V/t rows: tokens (B, T) -> (B, T/t, C)."""
+
+    def __init__(self, embedding, ranks):
+        rows, columns = embedding.weight.shape
+        super().__init__(rows, columns, device='meta')
+        self.weight, self.ranks = embedding.weight, ranks
+
+    def forward(self, x):
+        row = x - self.ranks.rank * self.weight.shape[0]
+        is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        found = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
+        found = found.masked_fill(is_elsewhere[..., None], 0)  # and no gradient for row 0
+        return reduce_scatter(found, self.ranks.size, self.ranks.group)
+
+
+class PositionEmbedding(nn.Embedding):
+    """The learned positions of this rank's tokens: positions (..., T) -> (..., T/t, C)."""
+
+    def __init__(self, embedding, ranks):
+        super().__init__(*embedding.weight.shape, device='meta')
+        self.weight, self.ranks = embedding.weight, ranks
+
+    def forward(self, positions):
+        return super().forward(positions.chunk(self.ranks.size, -1)[self.ranks.rank])
+
+
+# --- collectives that autograd knows ----------------------------------------------------------------------------------
+# Custom operators rather than autograd.Functions: torch.compile takes each for one kernel, and selective checkpointing
+# knows them by their names.
+
+
+@torch.library.custom_op('tensor_manual::all_gather', mutates_args=())
+def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Slices (B, T/t, ...) of all ranks, one behind the other: (B, T, ...). Backward: reduce_scatter()."""
+    gathered = x.new_empty(ranks, *x.shape)
+    if x.is_cuda:
+        collectives.all_gather(gathered, x.contiguous(), group=_resolve_process_group(group))
+    else:  # gloo's all-gather copies more than an all-to-all that sends the same to everyone, see fsdp_manual.py
+        to_send = x.expand_as(gathered).contiguous()
+        dist.all_to_all_single(gathered, to_send, group=_resolve_process_group(group))
+    return gathered.transpose(0, 1).flatten(1, 2)
+
+
+@torch.library.custom_op('tensor_manual::reduce_scatter', mutates_args=())
+def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather()."""
+    to_send = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, ...)
+    if x.is_cuda:
+        total = torch.empty_like(to_send[0])
+        collectives.reduce_scatter(total, to_send, group=_resolve_process_group(group))
+        return total
+    received = torch.empty_like(to_send)  # gloo's own reduce-scatter is an all-reduce inside: twice the bytes
+    dist.all_to_all_single(received, to_send, group=_resolve_process_group(group))
+    return received.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def keep_ranks(ctx, inputs, output):
+    ctx.ranks = inputs[1:]
+
+
+def gradient_of_gathered(ctx, grad):
+    return reduce_scatter(grad, *ctx.ranks), None, None
+
+
+def gradient_of_scattered(ctx, grad):
+    return all_gather(grad, *ctx.ranks), None, None
+
+
+all_gather.register_autograd(gradient_of_gathered, setup_context=keep_ranks)
+reduce_scatter.register_autograd(gradient_of_scattered, setup_context=keep_ranks)
+
+
+@all_gather.register_fake
+def shape_gathered(x, ranks, group):
+    return x.new_empty(x.shape[0], ranks * x.shape[1], *x.shape[2:])
+
+
+@reduce_scatter.register_fake
+def shape_scattered(x, ranks, group):
+    return x.new_empty(x.shape[0], x.shape[1] // ranks, *x.shape[2:])
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, ranks):
+    """model.cross_entropy() where each rank has some columns of the logits, (n, V/t): the same sums on every rank.
+
+    Each rank tells three numbers per token: its highest logit m_i, s_i = sum exp(logit - m_i), and the target's logit
+    or 0. Then m = max m_i, lse = m + log sum_i s_i exp(m_i - m), and softmax = exp(logit - lse), of its columns.
+    """
+    columns = logits.shape[1]
+    first = ranks.rank * columns
+    dtype, logits = logits.dtype, logits.float()
+    logits[:, max(0, vocab_size - first) :] = -torch.inf  # padding gets probability 0
+    row = targets - first
+    is_here = (row >= 0) & (row < columns) & (targets >= 0)  # (n)
+    index = row.clamp(0, columns - 1)[:, None]  # (n, 1)
+    m = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min)  # (n); of nothing but padding it would be -inf
+    s = (logits - m[:, None]).exp().sum(-1)
+    target = logits.gather(1, index)[:, 0].masked_fill(~is_here, 0)
+    m, s, target = all_gather(torch.stack((m, s, target))[:, None], ranks.size, ranks.group).unbind()  # (t, n) each
+    highest = m.amax(0)
+    lse = highest + (s * (m - highest).exp()).sum(0).log()  # (n)
+
+    valid = (targets >= 0).float()
+    ce_sum = ((lse - target.sum(0)) * valid).sum()
+    loss_sum = ce_sum + z_loss * (lse**2 * valid).sum()
+    if not with_gradient:
+        return loss_sum, ce_sum, None
+    gradient = (logits - lse[:, None]).exp_().mul_((valid * (1 + 2 * z_loss * lse))[:, None])
+    gradient.scatter_add_(1, index, -is_here.float()[:, None])
+    return loss_sum, ce_sum, gradient.to(dtype)

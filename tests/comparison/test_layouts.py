@@ -1,0 +1,261 @@
+"""compare.py --plan: the step of a layout by formulas worked by hand, its memory, what it prints and refuses."""
+
+import json
+import math
+import re
+import statistics
+from types import SimpleNamespace
+
+import pytest
+from launch import REPO, TINY_SYNTHETIC, run_script
+
+import pipeline_manual
+from benchmarks import planner
+from comparison import layouts, step_time
+from configurator import read_knobs
+from runtime import estimate
+
+KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}
+KEYS |= {'block_size': 128, 'batch_size': 2, 'global_batch_size': 32}
+KNOBS = {key: knob.default for key, knob in read_knobs(REPO / 'compare.py').items()}
+
+
+def cluster(gpus, node_gpus=8, compute=1.0, links=1.0):
+    """H100s; compute, links: how many times as fast as they are."""
+    cluster = step_time.assumed('h100', gpus, node_gpus)
+    scale = (1 / compute, 1 / compute)
+    faster = [
+        step_time.Link(link.bandwidth * links, link.gather * links, link.step / links, link.start / links)
+        for link in (cluster.within, cluster.between)
+    ]
+    device = cluster.device._replace(scale=scale, update=cluster.device.update / compute)
+    return cluster._replace(device=device, within=faster[0], between=faster[1])
+
+
+def config_of(script='train_fsdp.py', **keys):
+    return layouts.keys_of(script, {**KEYS, **keys}, on_cpu=False)
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_over_nodes_has_their_network_cards():
+    two_nodes = step_time.assumed('h100', 16, 8)
+    assert step_time.ring(two_nodes, 8, stride=1).bandwidth == 0.8 * 450e9  # one node: NVLink
+    assert step_time.ring(two_nodes, 16, stride=1).bandwidth == 8 * 0.8 * 50e9  # 8 cards are slower than NVLink
+    assert step_time.ring(two_nodes, 2, stride=8).bandwidth == 0.8 * 50e9  # the i-th GPU of each: its own card
+    # 15 steps, of which one goes from node to node
+    assert step_time.ring(two_nodes, 16, stride=1).latency == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6)
+
+
+def test_a_step_without_communication_is_the_computation():
+    found = step_time.step(config_of('train_ddp.py'), 'ddp', cluster(1))
+    # By hand: a block has (8 + 2 x 4) heads of 32 columns x 256, 8 x 32 x 256, and 3 matrices of 256 x 704.
+    matrices = 16 * 32 * 256 + 256 * 256 + 3 * 256 * 704
+    peak, memory = 989e12, 0.9 * 3.35e12
+    forward = 2 * matrices / (0.7 * peak) + 2 * 128 * 8 * 32 / (0.35 * peak)
+    moved = 2 * (8 * 256 + 2 * (8 + 4) * 32 + 3 * 704) / memory
+    backward = 4 * matrices / (0.7 * peak) + 2.5 * 2 * 128 * 8 * 32 / (0.35 * peak) + 2 * moved
+    head = 6 * 1024 * 256 / (0.7 * peak) + 8 * 1024 / memory
+    assert found['compute'] == pytest.approx(32 * 128 * (8 * (forward + moved + backward) + head))
+    assert found['exposed'] == found['bubble'] == 0
+    assert found['step'] == pytest.approx(found['compute'] + found['update'])
+
+
+def test_ddp_waits_for_its_all_reduce_where_nothing_hides_it():
+    config = config_of('train_ddp.py')
+    numbers = estimate.empty_model(config).parameter_counts()['total']
+    found = step_time.step(config, 'ddp', cluster(8, compute=1e9))
+    buckets = math.ceil(4 * numbers / 25 / 2**20)
+    latency = 2 * buckets * (8.4e-6 + 7 * 3.4e-6)
+    assert found['step'] == pytest.approx(latency + 2 * 7 / 8 * 4 * numbers / (0.8 * 450e9), rel=1e-4)
+
+
+@pytest.mark.parametrize('stage', [2, 3])
+def test_fsdp_waits_for_all_its_bytes_or_hides_them_behind_a_slow_gpu(stage):
+    config = config_of(zero_stage=stage)
+    found = step_time.step(config, 'fsdp', cluster(8, compute=1e9))
+    sent = estimate.communication_bytes(config, estimate.empty_model(config), 8, 'fsdp')['sent']
+    collectives = 2 * 9 + (8 if stage == 3 else 0) * 2 + 9  # 2 micro-steps gather 8 blocks and the rest, one reduces
+    latency = 8.4e-6 + 7 * 3.4e-6
+    assert found['exposed'] == pytest.approx(collectives * latency + sent / (0.8 * 450e9), rel=1e-4)
+    slow = step_time.step(config, 'fsdp', cluster(8, compute=1e-4))
+    assert slow['exposed'] < found['exposed']  # what comes first and last, without anything beside it
+
+
+def test_the_ring_of_context_parallelism_sends_what_estimate_counts():
+    config = config_of(context_parallel=4)
+    model = estimate.empty_model(config)
+    fast = cluster(8, compute=1e12)
+    fast = fast._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
+    waits = step_time.waits_in_a_layer(config, model, fast, 1, 0.0, 0.0)
+    micro_steps = 8  # 32 sequences, 2 at a time, on 2 groups of 4 ranks
+    sent = estimate.communication_bytes(config, model, 8, 'fsdp')['keys and values']
+    assert micro_steps * 8 * sum(waits) * 1e9 == pytest.approx(sent)
+
+
+def test_tensor_parallelism_cuts_the_work_and_waits_for_what_it_sends():
+    whole = step_time.step(config_of(global_batch_size=64), 'fsdp', cluster(1, links=1e9))
+    cut = step_time.step(config_of(global_batch_size=64) | {'tensor_parallel': 4}, 'fsdp', cluster(4, links=1e9))
+    assert whole['compute'] / 4 < cut['compute'] < whole['compute'] / 2  # norms and residuals are whole
+    slow = step_time.step(config_of(global_batch_size=64) | {'tensor_parallel': 4}, 'fsdp', cluster(4))
+    sent = 32 * 8 * 8 * 3 / 4 * 2 * 128 * 256 * 2  # micro-steps, layers, 8 (t-1)/t B T C numbers of 2 bytes
+    collectives = 32 * 8 * 8 * (8.4e-6 + 3 * 3.4e-6)
+    assert slow['exposed'] == pytest.approx(sent / (0.8 * 450e9) + collectives, rel=1e-3)
+
+
+def time_of_schedule(stages, chunks, micro_steps, seconds):
+    """When the last action of pipeline_manual's schedule ends. seconds: of (forward, backward) of each stage."""
+    queues = [pipeline_manual.order_of_stage(stage, stages, chunks, micro_steps) for stage in range(stages)]
+    ready = {pipeline_manual.Action('forward', 0, micro_step): 0.0 for micro_step in range(micro_steps)}
+    free = [0.0] * stages
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            if queue and queue[0] in ready:
+                action = queue.pop(0)
+                begin = max(free[stage], ready[action])
+                free[stage] = begin + seconds[stage][action.kind == 'backward'] / chunks
+                ready[pipeline_manual.used_by(action, stages * chunks - 1)] = free[stage]
+    return max(free)
+
+
+@pytest.mark.parametrize(('stages', 'chunks', 'micro_steps'), [(2, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 6), (8, 1, 16)])
+def test_the_bubble_is_that_of_the_schedule(stages, chunks, micro_steps):
+    keys = {'batch_size': 1, 'global_batch_size': micro_steps, 'pipeline_stages': stages, 'pipeline_chunks': chunks}
+    config = config_of('train_pipeline.py', vocab_size=1, **keys)  # a head without work: stages alike
+    fast_links = cluster(stages, links=1e9)
+    found = step_time.step(config, 'pipeline', fast_links)
+    model = estimate.empty_model({**config, 'n_layer': 1})
+    (forward, backward), root = step_time.work(config, model, fast_links.device)
+    layers = 8 // stages
+    seconds = [(layers * forward, layers * backward)] * (stages - 1) + [(layers * forward + root[0], layers * backward)]
+    expected = time_of_schedule(stages, chunks, micro_steps, seconds)
+    assert found['step'] - found['update'] == pytest.approx(expected, rel=0.01)
+    ideal = statistics.mean(sum(both) for both in seconds) * micro_steps
+    assert found['bubble'] / ideal == pytest.approx((stages - 1) / chunks / micro_steps, rel=0.1)
+
+
+def test_stages_that_share_a_core_lose_nothing_to_the_bubble():
+    keys = {'batch_size': 1, 'global_batch_size': 8, 'pipeline_stages': 4}
+    config = config_of('train_pipeline.py', vocab_size=1, **keys)
+    alone = step_time.step(config, 'pipeline', cluster(4, links=1e9))
+    shared = step_time.step(config, 'pipeline', cluster(4, links=1e9)._replace(crowd=4.0))
+    assert alone['bubble'] / alone['compute'] == pytest.approx(3 / 8, rel=0.02)
+    # While half of the stages work, each has twice the core: 6 units of F + B take half as long.
+    assert shared['bubble'] == pytest.approx(alone['bubble'] - 3 / 8 * alone['compute'], abs=0.02 * alone['compute'])
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def test_measured_links_are_taken_as_they_are():
+    def rows(link, n, step, bandwidth):
+        sizes = [2**power for power in range(10, 24, 2)]
+        return [
+            {'link': link, 'ranks': n, 'bytes': size, 'cpu_ms': size * 2 * (n - 1) / n * 1e-6,
+             'ms': 1000 * (2 * (n - 1) * step + 2 * (n - 1) / n * size / bandwidth),
+             'gather_ms': 1000 * ((n - 1) * step + (n - 1) / n * size / bandwidth * 2)}
+            for size in sizes
+        ]  # fmt: skip
+
+    measured = rows('all ranks', 4, 9e-3, 5e6) + rows('within a node', 2, 1e-4, 1e9)
+    measured += rows('between nodes, all ranks of each', 2, 2e-3, 1e7)
+    cpus = step_time.with_measured_links(step_time.of_cpus(4, 2, cores=1, gb=8), measured)
+    assert cpus.within.bandwidth == pytest.approx(1e9, rel=0.01) and cpus.between.bandwidth == pytest.approx(
+        1e7, rel=0.01
+    )
+    assert cpus.within.step == pytest.approx(1e-4, rel=0.05) and cpus.between.step == pytest.approx(2e-3, rel=0.05)
+    assert cpus.within.gather == pytest.approx(5e8, rel=0.01) and cpus.host == pytest.approx(1e-9) and cpus.crowd == 2
+    one_node = step_time.with_measured_links(step_time.of_cpus(4, 4, cores=2, gb=8), rows('all ranks', 4, 1e-4, 1e9))
+    assert one_node.within.bandwidth == pytest.approx(1e9, rel=0.01)
+    with pytest.raises(ValueError, match='links: nothing of .* measure on nodes of 4 ranks'):
+        step_time.with_measured_links(step_time.of_cpus(8, 4, cores=1, gb=8), measured[:2])
+
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+    """The out_dir of a run of one process."""
+    out_dir = tmp_path_factory.mktemp('alone')
+    keys = ['--max_iters=16', '--batch_size=4', '--global_batch_size=8', '--eval_iters=0', '--keep_checkpoints=0']
+    run_script('train_ddp.py', *TINY_SYNTHETIC, *keys, f'--out_dir={out_dir}')
+    return out_dir
+
+
+def test_with_a_measured_step_one_process_is_predicted_to_take_it(alone):
+    cpu = step_time.with_measured_step(step_time.of_cpus(1, 1, cores=1, gb=8), [alone])
+    config = json.loads((alone / 'config.json').read_text())['config']
+    found = step_time.step(config, 'ddp', cpu)
+    rows = [json.loads(line) for line in (alone / 'metrics.jsonl').read_text().splitlines()]
+    measured = sum(
+        statistics.median(row[f'time/{phase}'] for row in rows if row['step'] > 10 and 'time/backward' in row)
+        for phase in ('forward', 'backward', 'update')
+    )
+    assert found['step'] == pytest.approx(measured / 1000)
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def rows():
+    return layouts.rank({**KEYS, 'global_batch_size': 4}, cluster(4, 2))
+
+
+def test_every_row_has_the_memory_that_dry_run_prints(rows):
+    assert len({row['strategy'] for row in rows}) >= 3
+    for row in rows:
+        config = layouts.keys_of(row['script'], {**KEYS, 'global_batch_size': 4}, on_cpu=False) | row['keys']
+        said = estimate.report(config, {'lr_schedule': 'constant'}, 4, row['strategy'])
+        totals = re.search(r'total on the device +(.*)', said)[1].split()
+        assert row['gb'] == pytest.approx(max(map(float, totals)), abs=6e-4), row['name']
+
+
+def test_rows_are_ranked_and_the_simplest_of_the_nearly_equal_is_first(rows):
+    first, *others = rows
+    assert [row['step'] for row in others] == sorted(row['step'] for row in others)
+    assert first['step'] <= 1.03 * min(row['step'] for row in rows) and first['strategy'] != 'diloco'
+    assert len({row['name'] for row in rows}) == len(rows)
+
+
+def knobs(**changes):
+    return SimpleNamespace(**{**KNOBS, 'gpus': 4, 'node_gpus': 2, **changes})
+
+
+def test_compare_prints_the_table_the_reason_and_the_command():
+    keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4}.items()]
+    said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=a100', *keys).stdout
+    title, table, reason, command = said.strip().split('\n\n')
+    assert title.startswith('4 ranks of a100, 2 on each node; speed assumed, links assumed')
+    first = table.splitlines()[2].split('|')[1].strip()
+    assert reason.startswith(f'{first} is first: of ') and reason.count('. ') == 0
+    script = re.fullmatch(r'torchrun --nnodes=2 --nproc_per_node=2 (train_\w+\.py) (.*)', command)
+    assert script and '--batch_size=' in script[2] and '--n_layer=8' in script[2]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'keys', 'said'),
+    [
+        ({'gpu': 'tpu'}, {}, "gpu='tpu': expected h100, h200, a100, or cpu"),
+        ({'gpus': 12, 'node_gpus': 8}, {}, 'gpus=12 on nodes of node_gpus=8: .* --gpus=8 or 16'),
+        ({'gpu_gb': 0.001}, {}, r'nothing fits 0.001 GB .* nearest with \d+\.\d GB.* use more --gpus'),
+        ({'gpu': 'cpu'}, {}, 'gpu=cpu has no speed to assume: give --measured'),
+        ({'measured': ['nowhere']}, {}, 'measured=nowhere: expected the out_dir of a finished run of one process'),
+        ({}, {'global_batch_size': None}, 'global_batch_size is not known'),
+        ({}, {'vocab_size': None, 'dataset': 'nowhere'}, 'vocab_size is not known'),
+        ({}, {'init_from': 'models/x'}, 'init_from=models/x: --plan knows'),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(changes, keys, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        layouts.report(
+            knobs(**changes), {**KEYS, 'global_batch_size': 4, **keys}, dict.fromkeys(changes, 'command line')
+        )
+    assert '\n' not in str(raised.value)
+
+
+def test_the_table_of_published_runs_in_the_docs_is_what_the_planner_says(capsys):
+    planner.show_published()
+    said = capsys.readouterr().out.splitlines()
+    documented = (REPO / 'docs/parallelism.md').read_text()
+    for line in said:
+        assert re.sub(' +', ' ', line) in re.sub(' +', ' ', documented), line
