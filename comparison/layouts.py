@@ -7,11 +7,12 @@ Which layout is fastest for a model on a cluster? Memory and time of all that th
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from comparison import results, step_time, verdict
 from configurator import read_knobs
 from model import ModelConfig
-from runtime import estimate, scaling
+from runtime import estimate, scaling, setup
 from runtime.files import ROOT
 
 TIE = 0.03  # steps that are nearer to each other than this are equal
@@ -47,7 +48,6 @@ def candidates(keys, cluster):
     """(strategy, script, keys of a layout) of all that the scripts have; some may not divide, or not fit."""
     node = min(cluster.gpus, cluster.node_gpus)
     nodes = cluster.gpus // node
-    tensors = powers(node) if 'tensor_parallel' in read_knobs(Path(ROOT) / 'train_fsdp.py') else [1]
     stages_of_zero = [('torch', 3), ('torch', 2), ('manual', 1)]
     if cluster.device.peak is None:  # on CPUs both implementations differ in what they send
         stages_of_zero += [('manual', 3), ('manual', 2)]
@@ -55,7 +55,7 @@ def candidates(keys, cluster):
     for mode, batch_size in itertools.product(modes, powers(keys['global_batch_size'])):
         common = {'batch_size': batch_size, 'activation_checkpointing': mode}
         yield 'ddp', 'train_ddp.py', common
-        for (impl, stage), tensor, context in itertools.product(stages_of_zero, tensors, powers(cluster.gpus)):
+        for (impl, stage), tensor, context in itertools.product(stages_of_zero, powers(node), powers(cluster.gpus)):
             for replicas, accumulate in itertools.product(sorted({1, nodes}), ('unsharded', 'sharded')):
                 layout = {'zero_stage': stage, 'accumulate': accumulate}
                 layout |= {'fsdp_impl': impl} if impl != 'torch' else {}
@@ -95,13 +95,14 @@ def rank(keys, cluster, most=12):
         name, config = name_of(row), configs[row['script']] | row['keys']
         if name in rows or len(rows) == most:
             continue
-        row |= {'name': name, 'gb': memory_gb(config, row['strategy'], cluster.gpus)}
+        model = step_time.model_of(**step_time.of_model(config))
+        row |= {'name': name, 'gb': memory_gb(config, model, row['strategy'], cluster.gpus)}
+        row['sent'] = estimate.communication_bytes(config, model, cluster.gpus, row['strategy'])['sent']
         least = min(row, least or row, key=lambda row: row['gb'])
         if row['gb'] + RESERVED_GB <= cluster.gb:
             row['tokens_per_s'] = config['global_batch_size'] * config['block_size'] / row['step']
             if cluster.device.peak:
-                of_token = estimate.empty_model(config).flops_per_token()
-                row['mfu'] = of_token * row['tokens_per_s'] / cluster.gpus / cluster.device.peak
+                row['mfu'] = model.flops_per_token() * row['tokens_per_s'] / cluster.gpus / cluster.device.peak
             rows[name] = row
     if not rows:
         nearest = f'{least["name"]} comes nearest with {least["gb"]:.1f} GB' if least else 'no layout divides the ranks'
@@ -126,12 +127,16 @@ def check(config, strategy, gpus):
         scaling.micro_steps(config, gpus)
     if strategy == 'fsdp':
         scaling.ranks_per_shard_group(config, gpus)
+        run = SimpleNamespace(**config)
+        if run.context_parallel > 1:
+            setup.check_context_parallel(run, None)
+        if run.tensor_parallel > 1:
+            setup.check_tensor_parallel(run, ModelConfig.from_keys(config))
 
 
-def memory_gb(config, strategy, gpus):
+def memory_gb(config, model, strategy, gpus):
     """What --dry_run says of a rank, in GB."""
-    parts = estimate.estimate(config, step_time.model_of(**step_time.of_model(config)), gpus, strategy)
-    return sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
+    return estimate.totals(estimate.estimate(config, model, gpus, strategy))['total on the device'] / 1e9
 
 
 def name_of(row):

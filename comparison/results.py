@@ -29,6 +29,7 @@ SECTIONS = ('data', 'model', 'lora', 'optimizer', 'schedule')
 MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_fsdp.py')).items() if knob.section in SECTIONS}
 MATHEMATICS |= {'seed', 'loss_spike_guard', 'norm_eps', 'packed'}
 MATHEMATICS -= {'batch_size', 'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters, learning_rate
+MATHEMATICS -= {'context_parallel', 'context_impl', 'tensor_parallel'}
 # And these, if they are other than here, on those of DiLoCo.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32', 'lora_residual': False}

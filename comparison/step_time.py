@@ -204,7 +204,7 @@ def work(config, model, device):
     vocabulary = model.head.weight.shape[0]
     root = 6 * vocabulary * C / device.matmul + 8 * vocabulary / device.memory
     # Recomputation: of all, or of what is not a matmul or attention; 'half': of every second matmul (torchtitan's).
-    again = {'none': 0.0, 'full': forward, 'selective': other, 'half': matmul / 2 + other}
+    again = {'none': 0.0, 'full': forward, 'offload': forward, 'selective': other, 'half': matmul / 2 + other}
     backward += again[config['activation_checkpointing']]
     (scale_f, scale_b), beside = device.scale, device.beside.get(config.get('fsdp_impl'), device.beside['ddp'])
     block = tokens * forward * scale_f + beside[0], tokens * backward * scale_b + beside[1]
@@ -291,10 +291,8 @@ def step(config, strategy, cluster):
     bubble = running - m * statistics.mean(stage_times)
     exposed += m * waits + hops
     total = compute + bubble + exposed + update
-    sent_bytes = estimate.communication_bytes(config, model, gpus, strategy)['sent'] if strategy == 'pipeline' else 0
     return {
-        'micro_steps': m, 'compute': compute, 'exposed': exposed, 'bubble': bubble, 'update': update, 'step': total,
-        'sent': (sent_bytes or sent['sent']) + 2 * m * layers * tensor_bytes(mine, tensor),
+        'micro_steps': m, 'compute': compute, 'exposed': exposed, 'bubble': bubble, 'update': update, 'step': total
     }  # fmt: skip
 
 
@@ -327,22 +325,17 @@ def hop_seconds(cluster, copies, stages, size):
     return (across * over + (stages - 1 - across) * on_node) / (stages - 1)
 
 
-def tensor_bytes(config, tensor):
-    """What a rank sends in a layer's forward: in each of four collectives (t-1)/t of B T C numbers."""
-    tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
-    return 4 * (tensor - 1) / tensor * tokens * config['n_embd'] * estimate.BYTES[config['dtype']]
-
-
 def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
     """(forward, backward): seconds that one layer of a micro-step waits for tensor and context parallelism."""
-    context, full = config.get('context_parallel', 1), config['activation_checkpointing'] == 'full'
+    context, mode = config.get('context_parallel', 1), config['activation_checkpointing']
     waits_f = waits_b = 0.0
     if tensor > 1:
-        # Two all-gathers before and two reduce-scatters behind the matrices, and the same in backward: nothing to do
-        # meanwhile.
+        # Two all-gathers before and two reduce-scatters behind the matrices, and in backward these and what is computed
+        # again, each of (t-1)/t of B T C numbers: nothing to do meanwhile.
         sharing = ring(cluster, tensor, 1)
-        waits_f = 4 * sharing.latency + tensor_bytes(config, tensor) / sharing.bandwidth
-        waits_b = waits_f * (2 if full else 1)
+        size = estimate.tokens_of_rank(config) * config['n_embd'] * estimate.BYTES[config['dtype']]
+        collective = sharing.latency + (tensor - 1) / tensor * size / sharing.bandwidth
+        waits_f, waits_b = 4 * collective, (estimate.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
         if config.get('async_tensor_parallel'):  # torchtitan's: in pieces, beside the matmuls
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
     if context > 1:
@@ -361,7 +354,7 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
         else:
             of_forward, of_backward = hops * hop, hops * (hop + home)
         waits_f += of_forward
-        waits_b += of_backward + (of_forward if full else 0.0)
+        waits_b += of_backward + (of_forward if mode in ('full', 'offload') else 0.0)
     return waits_f, waits_b
 
 

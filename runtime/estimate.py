@@ -32,6 +32,8 @@ OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) fo
 # this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9
 
+# Of a block in a micro-step, under tensor_parallel: 4 in forward, 4 in backward, and those that are done again.
+TENSOR_COLLECTIVES = {'none': 8, 'selective': 10, 'full': 11, 'offload': 11}
 # Keys that change nothing of one micro-step on one rank
 OF_SHARDING = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
 OF_SHARDING |= {'pipeline_stages', 'pipeline_chunks'}
@@ -65,7 +67,7 @@ def estimate(config, model, world_size, strategy='ddp'):
     """
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
-        return max(stages, key=lambda parts: sum(parts.values()))
+        return max(stages, key=lambda parts: totals(parts)['total on the device'])
     if config.get('tensor_parallel', 1) > 1:
         model = part_of_rank(config)
     compute = BYTES[config['dtype']]
@@ -386,7 +388,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * of_layer
         if tensor > 1:  # tensor_manual.py, "What crosses the wire?"
-            times = n_layer * {'none': 8, 'selective': 10, 'full': 11}[config['activation_checkpointing']] + 4
+            times = n_layer * TENSOR_COLLECTIVES[config['activation_checkpointing']] + 4
             of_token = times * config['n_embd'] * compute / tensor + 3 * FP32
             partial_gradients = count((model.get_parameter(n) for n, s in model.slices.items() if s.dim is None), ranks)
             sent['activations'] = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
@@ -501,12 +503,10 @@ def report(config, shape, world_size, strategy='ddp'):
     held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if stages:
         of_stages = [stage_memory(config, model, world_size, stage) for stage in stages]
-        held = columns([parts | {'total on the device': sum(parts.values())} for parts in of_stages])
+        held = columns([parts | totals(parts) for parts in of_stages])
     elif 'activations' not in memory:
         held['activations'] = 'not known: this model does not run without data'
-    for place in ('device', 'host'):
-        if sizes := [size for part, size in memory.items() if part.startswith('host') == (place == 'host')]:
-            held[f'total on the {place}'] = f'{sum(sizes) / 1e9:.3f}'
+    held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
     of_run = (
         f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
     )
@@ -527,6 +527,16 @@ def report(config, shape, world_size, strategy='ddp'):
     disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
     return '\n'.join(lines[1:])
+
+
+def totals(parts):
+    """{'total on the device', 'total on the host': bytes} of what estimate() returns, if there is something."""
+    places = {'device': False, 'host': True}
+    sizes = {
+        place: [size for part, size in parts.items() if part.startswith('host') == on_host]
+        for place, on_host in places.items()
+    }
+    return {f'total on the {place}': sum(of_place) for place, of_place in sizes.items() if of_place}
 
 
 def columns(of_stages):

@@ -22,11 +22,13 @@ LAYOUTS = {  # name: (ranks, script, keys), by ranks; a step is 8 sequences
     'fsdp by hand': (2, 'train_fsdp.py', ['--fsdp_impl=manual']),
     'zero 1': (2, 'train_fsdp.py', ['--fsdp_impl=manual', '--zero_stage=1']),
     'cp 2': (2, 'train_fsdp.py', ['--context_parallel=2']),
+    'tp 2': (2, 'train_fsdp.py', ['--tensor_parallel=2']),
     'pp 2': (2, 'train_pipeline.py', []),
     'pp 2, 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
     'hsdp': (4, 'train_fsdp.py', ['--replicate_size=2']),
     'cp 4': (4, 'train_fsdp.py', ['--context_parallel=4', '--context_impl=gather', '--fsdp_impl=manual']),
     'dp 2 x cp 2': (4, 'train_fsdp.py', ['--context_parallel=2', '--replicate_size=2']),
+    'dp 2 x tp 2': (4, 'train_fsdp.py', ['--tensor_parallel=2', '--fsdp_impl=manual']),
     'pp 4': (4, 'train_pipeline.py', []),
     'dp 2 x pp 2': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
 }

@@ -201,11 +201,13 @@ def rows():
     return layouts.rank({**KEYS, 'global_batch_size': 4}, cluster(4, 2))
 
 
-def test_every_row_has_the_memory_that_dry_run_prints(rows):
+def test_every_row_has_the_memory_and_the_bytes_that_dry_run_prints(rows):
     assert len({row['strategy'] for row in rows}) >= 3
     for row in rows:
         config = layouts.keys_of(row['script'], {**KEYS, 'global_batch_size': 4}, on_cpu=False) | row['keys']
         said = estimate.report(config, {'lr_schedule': 'constant'}, 4, row['strategy'])
+        sent = float(re.search(r'([\d.]+) GB sent per rank per step', said)[1])
+        assert row['sent'] / 1e9 == pytest.approx(sent, abs=6e-4), row['name']
         totals = re.search(r'total on the device +(.*)', said)[1].split()
         assert row['gb'] == pytest.approx(max(map(float, totals)), abs=6e-4), row['name']
 
@@ -215,6 +217,25 @@ def test_rows_are_ranked_and_the_simplest_of_the_nearly_equal_is_first(rows):
     assert [row['step'] for row in others] == sorted(row['step'] for row in others)
     assert first['step'] <= 1.03 * min(row['step'] for row in rows) and first['strategy'] != 'diloco'
     assert len({row['name'] for row in rows}) == len(rows)
+
+
+def test_no_layout_is_proposed_that_its_script_refuses():
+    keys = {**KEYS, 'global_batch_size': 4}
+
+    def names(**changes):
+        return ' '.join(row['name'] for row in layouts.rank(keys | changes, cluster(4, 4), most=99))
+
+    assert 'tp2' in names() and 'cp2' in names()
+    assert 'tp' not in names(optimizer='muon')  # it needs whole matrices
+    assert 'cp' not in names(n_head=64, n_kv_head=64)  # of 4 numbers each
+
+
+def test_each_mode_of_checkpointing_has_its_time():
+    seconds = {}
+    for mode in ('none', 'selective', 'full', 'offload'):
+        config = layouts.keys_of('train_fsdp.py', {**KEYS, 'activation_checkpointing': mode}, on_cpu=False)
+        seconds[mode] = step_time.step(config | {'tensor_parallel': 2}, 'fsdp', cluster(4, 4))['step']
+    assert seconds['none'] < seconds['selective'] < seconds['full'] == seconds['offload']
 
 
 def knobs(**changes):

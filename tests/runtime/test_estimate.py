@@ -308,6 +308,22 @@ def test_of_a_sparse_exchange_each_replica_sends_14_bits_of_each_kept_number_to_
     assert traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent'] / dense == pytest.approx(1 + 4 / 2)
 
 
+@pytest.mark.parametrize('strategy', ['fsdp', 'pipeline'])
+def test_offloaded_inputs_are_in_no_total_of_the_device(strategy):
+    keys = dict(device='cuda', dtype='bfloat16', batch_size=2, global_batch_size=16, activation_checkpointing='offload')
+    keys |= dict(lr_schedule='constant', optimizer='adamw', learning_rate=1e-3, keep_checkpoints=1, max_iters=1)
+    keys |= FSDP | dict(warmup_iters=0, fsdp_impl='torch', blocks_per_unit=1, context_parallel=1, context_impl='ring')
+    keys |= dict(pipeline_stages=2, pipeline_chunks=1) if strategy == 'pipeline' else dict(tensor_parallel=2)
+    shape = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=256).to_dict()
+    table = estimate.report(keys, shape, 4, strategy).partition('memory per rank')[2].partition('\n\n')[0]
+    parts = {line[2:24].strip(): [*map(float, line[24:].split())] for line in table.splitlines()[1:]}
+    totals = {place: parts.pop(f'total on the {place}') for place in ('device', 'host')}
+    for place, total in totals.items():
+        of_place = [sizes for part, sizes in parts.items() if part.startswith('host') == (place == 'host')]
+        assert [sum(of_stage) for of_stage in zip(*of_place, strict=True)] == pytest.approx(total, abs=6e-3), place
+    assert 'host activations' in parts
+
+
 def test_offloaded_states_are_counted_on_the_host():
     shape = shape_of('gpt2')
     parts = memory(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
