@@ -1,7 +1,7 @@
 """
 What a longer context is worth: bits per byte by position, and a needle test, of a small model that is extended.
 
-    python benchmarks/long_context.py --out=out/long            # 44 minutes beside a test suite; the same command goes on
+    python benchmarks/long_context.py --out=out/long          # 44 minutes beside a test suite; the same command goes on
     python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000    # the test alone, for any model
     python evaluate.py --out_dir=models/NAME --tasks=tasks/needles/32000_at_0.5.jsonl
 
