@@ -20,6 +20,7 @@ fi
 tests=(
     tests/test_smoke.py
     tests/test_resume.py
+    tests/test_layouts.py
     tests/test_export_model.py
     tests/test_deepspeed.py::test_every_stage_computes_what_one_process_computes
     tests/test_train_diloco.py::test_losses_weights_and_health_are_those_of_diloco_by_hand
