@@ -633,16 +633,18 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, group=None, copies=None):
+def clip_grad_norm_(parameters, max_norm, *spread):
     """Scale all gradients in place so that their global L2 norm is at most max_norm. Returns the norm before, 0-d, on
-    the device. Collective if they are sharded, or with group: of ranks with other parameters each, but for copies,
-    {parameter: how many of them hold it}. (torch's own sends DTensors through their dispatcher: three times the work.)
+    the device. Collective if they are sharded, or spread over groups: (group of ranks with other parameters each, but
+    for copies, {parameter: how many of them hold it}). (torch's own sends DTensors through their dispatcher: three
+    times the work.)
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters]
     norms = zip(torch._foreach_norm(gradients), parameters, strict=True)
-    norm = torch.stack([norm * copies[p] ** -0.5 if copies and p in copies else norm for norm, p in norms]).norm()
-    groups = [group for group in (shard_group(parameters[:1]), group) if group is not None]
+    held_by = {p: n for _, copies in spread for p, n in copies.items()}
+    norm = torch.stack([norm * held_by[p] ** -0.5 if p in held_by else norm for norm, p in norms]).norm()
+    groups = [group for group in (shard_group(parameters[:1]), *(group for group, _ in spread)) if group is not None]
     if groups:
         square = norm.double().square()
         for group in groups:

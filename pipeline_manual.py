@@ -3,7 +3,7 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
 2006.09503; interleaved, arXiv 2104.04473).
 
     stage = pipeline_manual.Stage(model, rank, stages, chunks)  # its blocks; embedding or head at the ends
-    pipeline = pipeline_manual.Pipeline(stage, mesh, batch_size)  # mesh: (stages, copies)
+    pipeline = pipeline_manual.Pipeline(stage, mesh, batch_size)  # mesh: (stages, copies, ranks of each matrix)
     with pipeline.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does, at one time
             ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
@@ -24,7 +24,8 @@ Who waits for whom?     All ranks know the whole timetable. What an action finds
                         rank posts its messages of one column together: no send waits for a receive behind it.
 What crosses the wire?  For every micro-step and border between parts (batch_size, block_size, n_embd) numbers in
                         compute_dtype: activations forward, their gradients back. Then once per step the fp32 gradients
-                        over the copies of a stage, and those of a tied embedding between first and last stage.
+                        over the copies of a stage, and those of a tied embedding between first and last stage. With
+                        tensor parallelism inside a stage (tensor_manual.py) a rank sends its part of the block_size.
 What is kept?           Of each micro-step, from its forward to its backward, what autograd needs: on stage i of p at
                         most p - i of them, however many there are. That is why a backward comes as soon as it can.
 What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_steps) of the time of the work.
@@ -136,19 +137,21 @@ class Stage(nn.Module):
 
     def forward(self, part, x, y=None, starts=None):
         """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C)
-        else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum)."""
-        positions, documents = slice(x.shape[1]), None
+        else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum). T is
+        block_size; after tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C)."""
+        T = self.config.block_size
+        positions, documents = torch.arange(T, device=x.device), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
             by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
-            positions, borders = in_documents(starts, x.shape[1], by_mask)
+            positions, borders = in_documents(starts, T, by_mask)
             documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = x
         if part == 0:
             h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
             if self.pos_embed is not None:
-                h = h + self.pos_embed.weight[positions].to(self.compute_dtype)
+                h = h + self.pos_embed(positions).to(self.compute_dtype)
             h = self.drop(h)
         for number in self.of(part):
             h = self.blocks[str(number)](h, None, documents)
@@ -170,12 +173,12 @@ class Pipeline:
     """One stage at work: the forwards and backwards of its parts, and the messages between them."""
 
     def __init__(self, module, mesh, batch_size):
-        """module: a Stage. mesh: DeviceMesh (stage, copy): the ranks of a column are one pipeline, those of a row hold
-        the same stage and see other data. batch_size: sequences of a micro-step."""
+        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor): those of a copy are one pipeline and see its data,
+        and so many of them hold each matrix together. batch_size: sequences of a micro-step."""
         self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('copy')
         self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
         self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
-        self.shape = (batch_size, module.config.block_size, module.config.n_embd)
+        self.shape = (batch_size, module.config.block_size // mesh.size(2), module.config.n_embd)
         self.kept = {}  # (part, micro-step) -> what went in and what came out, from forward to backward
         self.result = None  # of the last action: activations, or their gradient
         self.arriving = {}  # Action that needs it -> (tensor, work to wait for)
@@ -270,6 +273,6 @@ class Pipeline:
                 work.wait()
             mine.add_(theirs)  # a + b on one, b + a on the other: the same bits
 
-    def held_twice(self):
-        """Parameters that another stage of this pipeline holds, too: each of them counts half in the norm."""
-        return {self.module.embed.weight: 2} if self.module.holds_tied and self.stages > 1 else {}
+    def of_norm(self):
+        """As of tensor_manual.Split: a tied embedding is on two stages."""
+        return [(self.group, {self.module.embed.weight: 2} if self.module.holds_tied and self.stages > 1 else {})]

@@ -87,7 +87,8 @@ class Split:
     """A GPT that keeps this rank's part of every matrix and computes with the others, from here on and in place."""
 
     def __init__(self, model, ranks):
-        """model.slices is then {name of a parameter: Slice}. Before FSDP; a model on the meta device stays there.
+        """model: or a pipeline_manual.Stage of one. model.slices is then {name of a parameter: Slice}. Before FSDP; a
+        model on the meta device stays there.
 
         Query and key/value heads, mlp_hidden_dim and rows of the embedding divide by ranks.size, and so do tokens of a
         sequence: runtime/setup.py refuses others. One rank: nothing changes.
@@ -101,16 +102,20 @@ class Split:
             module_name, _, own_name = name.rpartition('.')
             part = model.slices[name].of(parameter.detach()).clone()
             setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
-        for block in model.blocks:
+        blocks = [*model.blocks.children()]
+        for block in blocks:
             attn, mlp = block.attn, block.mlp
             attn.n_head, attn.n_kv_head = attn.n_head // ranks.size, attn.n_kv_head // ranks.size
             attn.heads_of_qkv = tuple(heads // ranks.size for heads in attn.heads_of_qkv)
             attn.proj, mlp.down = SummedLinear(attn.proj, ranks), SummedLinear(mlp.down, ranks)
-        norms = [norm for block in model.blocks for norm in (block.attn_norm, block.mlp_norm)]
-        for norm in (*norms, model.final_norm):  # what comes next is cut: it needs the tokens of all ranks
+        norms = [norm for block in blocks for norm in (block.attn_norm, block.mlp_norm)]
+        for norm in filter(
+            None, [*norms, model.final_norm]
+        ):  # what comes next is cut: it needs the tokens of all ranks
             norm.register_forward_hook(lambda module, args, output: all_gather(output, ranks.size, ranks.group))
-        model.embed = VocabularyEmbedding(model.embed, ranks)
-        if model.config.tie_embeddings:
+        if model.embed is not None:
+            model.embed = VocabularyEmbedding(model.embed, ranks)
+        if model.config.tie_embeddings and model.head is not None:
             model.head.weight = model.embed.weight
         if model.pos_embed is not None:
             model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
@@ -137,8 +142,8 @@ class Split:
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def of_norm(self):
-        """What optim.clip_grad_norm_() has to know: the group, and how many of its ranks hold a parameter."""
-        return _resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size)
+        """What optim.clip_grad_norm_() has to know: [(the group, how many of its ranks hold a parameter)]."""
+        return [(_resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size))]
 
 
 def slice_of(model, name, shape, ranks):

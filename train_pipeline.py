@@ -4,6 +4,7 @@ behind the other, and what crosses the wire are activations (1F1B, arXiv 2006.09
 
     torchrun --nproc_per_node=2 train_pipeline.py config/quickstart.py                         # 2 stages
     torchrun --nproc_per_node=4 train_pipeline.py config/quickstart.py --pipeline_stages=2     # 2 copies of 2 stages
+    torchrun --nproc_per_node=4 train_pipeline.py config/quickstart.py --tensor_parallel=2     # 2 ranks in each stage
     python train_pipeline.py --help                          # every key with its default and meaning
 
 `diff train_fsdp.py train_pipeline.py` shows what a pipeline takes; pipeline_manual.py has its schedule.
@@ -112,6 +113,7 @@ class Config:
     # pipeline
     pipeline_stages: int | None = None  # ranks that hold the model between them; None = all ranks; the rest is copies
     pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, as many times the messages
+    tensor_parallel = 1  # ranks of a stage that hold each matrix together, and work on the same tokens; 1 = off
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import data
 import optim
 import pipeline_manual
+import tensor_manual
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
 from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
@@ -137,10 +140,12 @@ rank, world_size, device, compute_dtype = setup.start_process(config)
 on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-# Ranks that hold the same stage. A global batch of one micro-step per rank fills the pipeline just once.
-config.pipeline_stages = world_size if config.pipeline_stages is None else config.pipeline_stages
-copies = scaling.copies_of_pipeline(vars(config), world_size)
-config.global_batch_size = config.global_batch_size or config.batch_size * world_size
+# A global batch of one micro-step per stage fills the pipeline just once.
+if config.pipeline_stages is None:
+    config.pipeline_stages = max(1, world_size // config.tensor_parallel)
+of_stage = scaling.ranks_of_stage(vars(config), world_size)
+copies = scaling.ranks_for_batches(vars(config), of_stage)  # of the pipeline
+config.global_batch_size = config.global_batch_size or config.batch_size * config.pipeline_stages * copies
 pretrained = None
 start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
 if config.init_from != 'scratch' and not start_from:
@@ -148,12 +153,12 @@ if config.init_from != 'scratch' and not start_from:
 train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = setup.fill_in(config, explicit, copies, train_data, val_data, pretrained)
+model_config, notes = setup.fill_in(config, explicit, of_stage, train_data, val_data, pretrained)
 # The global batch is fixed. The number of copies only decides how many micro-steps each runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, copies)
+accumulation_steps = scaling.micro_steps(vars(config), of_stage)
 tokens_per_step = global_batch_size * config.block_size
-notes += scaling.check_pipeline(vars(config), copies)
+notes += scaling.check_pipeline(vars(config), of_stage)
 if config.dry_run:
     if rank == 0:
         print(*notes, sep='\n')
@@ -180,12 +185,14 @@ if config.compile and on_cuda:  # on a CPU the loss is faster as it is
 flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
-# Ranks 0 to copies-1 are stage 0, the next ones stage 1, ...: copies are neighbours, for their messages are larger.
+# Neighbours are the ranks that send each other most: those of a matrix, then the copies of a stage, then the stages.
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
-mesh = init_device_mesh(device.type, (stages, copies), mesh_dim_names=('stage', 'copy'))
+sizes = {'stage': stages, 'copy': copies, 'tensor': config.tensor_parallel}
+mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 processes.set_timeouts(mesh, config.timeout_s)
-stage, copy = mesh.get_coordinate()
+stage, rank_of_stage = divmod(rank, of_stage)
 raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks)  # its blocks; all others stay on meta, and go
+tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
 model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
 timetable = pipeline_manual.timetable(stages, chunks, accumulation_steps)
 
@@ -234,7 +241,7 @@ def evaluate():
     raw_model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
-    batches = list(data.eval_batches(val_data, windows, batch_size, copy, copies, device))
+    batches = list(data.eval_batches(val_data, windows, batch_size, rank_of_stage, of_stage, device))
     with model.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
             watchdog.at('evaluation', step)
@@ -257,7 +264,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 train_batches = data.batches(
-    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, copy, copies, device
+    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank_of_stage, of_stage, device
 )
 # A run that fails again and again at the same step is refused.
 stopping.count_start(config.out_dir, step, config.max_failures)
@@ -287,6 +294,7 @@ while step < config.max_iters and not must_stop:
     # into the mean over all targets of the global batch, and before backward, since gradients travel as they are.
     targets = train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_factor = scaler.scale(torch.tensor(1 / targets, device=device))
+    targets *= config.tensor_parallel  # so many ranks count each of them
 
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up
     watchdog.at('data', step + 1)
@@ -308,13 +316,14 @@ while step < config.max_iters and not must_stop:
 
     meter.mark('update')
     # gradients: sum over the copies, undo the loss scale, clip their global norm
+    tensor.sum_partial_gradients()
     model.sum_gradients()
     scaler.unscale_(opt)
     if scaler.is_enabled():  # what overflows on one stage does so on all: they skip the step together
         for found_inf in scaler._found_inf_per_device(opt).values():
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
     grad_norm = optim.clip_grad_norm_(
-        raw_model.parameters(), config.grad_clip or math.inf, model.group, model.held_twice()
+        raw_model.parameters(), config.grad_clip or math.inf, *model.of_norm(), *tensor.of_norm()
     )
     # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1

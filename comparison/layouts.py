@@ -61,8 +61,10 @@ def candidates(keys, cluster):
                 layout |= {'fsdp_impl': impl} if impl != 'torch' else {}
                 sizes = (('replicate_size', replicas), ('tensor_parallel', tensor), ('context_parallel', context))
                 yield 'fsdp', 'train_fsdp.py', common | layout | {key: size for key, size in sizes if size > 1}
-        for stages, chunks in itertools.product(powers(cluster.gpus)[1:], (1, 2, 4)):
-            yield 'pipeline', 'train_pipeline.py', common | {'pipeline_stages': stages, 'pipeline_chunks': chunks}
+        for stages, chunks, tensor in itertools.product(powers(cluster.gpus)[1:], (1, 2, 4), powers(node)):
+            layout = {'pipeline_stages': stages, 'pipeline_chunks': chunks}
+            layout |= {'tensor_parallel': tensor} if tensor > 1 else {}
+            yield 'pipeline', 'train_pipeline.py', common | layout
         if nodes > 1:
             yield 'diloco', 'train_diloco.py', common | {'num_replicas': nodes}
 
@@ -122,16 +124,16 @@ def rank(keys, cluster, most=12):
 def check(config, strategy, gpus):
     """Raises ValueError for what a script would refuse."""
     if strategy == 'pipeline':
-        scaling.check_pipeline(config, scaling.copies_of_pipeline(config, gpus))
+        scaling.check_pipeline(config, scaling.ranks_of_stage(config, gpus))
     else:
         scaling.micro_steps(config, gpus)
     if strategy == 'fsdp':
         scaling.ranks_per_shard_group(config, gpus)
-        run = SimpleNamespace(**config)
-        if run.context_parallel > 1:
-            setup.check_context_parallel(run, None)
-        if run.tensor_parallel > 1:
-            setup.check_tensor_parallel(run, ModelConfig.from_keys(config))
+    run = SimpleNamespace(**config)
+    if config.get('context_parallel', 1) > 1:
+        setup.check_context_parallel(run, None)
+    if config.get('tensor_parallel', 1) > 1:
+        setup.check_tensor_parallel(run, ModelConfig.from_keys(config))
 
 
 def memory_gb(config, model, strategy, gpus):

@@ -22,7 +22,7 @@ from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
 from runtime import activations, scaling
-from runtime.scaling import accumulation_steps, batch_line, counted, ranks_per_shard_group, rule_rows
+from runtime.scaling import batch_line, counted, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -65,11 +65,11 @@ def estimate(config, model, world_size, strategy='ddp'):
     torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
     strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
     """
+    if config.get('tensor_parallel', 1) > 1:
+        model = part_of_rank(config)
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda parts: totals(parts)['total on the device'])
-    if config.get('tensor_parallel', 1) > 1:
-        model = part_of_rank(config)
     compute = BYTES[config['dtype']]
     counts = model.parameter_counts()
     whole, trainable = counts['total'], counts['trainable']
@@ -124,8 +124,8 @@ def estimate(config, model, world_size, strategy='ddp'):
         numbers, of_number = keys_and_values(config)
         blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
         parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
-    if config.get('tensor_parallel', 1) > 1:  # what arrives and what is sent, before it is put in order
-        parts['travelling'] = parts.get('travelling', 0) + 2 * tokens_of_rank(config) * config['n_embd'] * compute
+    if config.get('tensor_parallel', 1) > 1:
+        parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
     # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
     # micro-steps add up, or where it ends with those of the root.
     begin = of_block + of_step - (parts.get('gradients', 0) if micro_steps == 1 else 0)
@@ -136,11 +136,13 @@ def stage_memory(config, model, world_size, stage):
     """
     estimate() of one stage of a pipeline: its blocks; the first has the embedding, the last the head.
     activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
+    model: part_of_rank(config).
     """
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    copies = world_size // stages
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
-    held, ends = stage_numbers(config, model, stage)
+    of_stage = scaling.ranks_of_stage(config, world_size)
+    copies, micro_steps = scaling.ranks_for_batches(config, of_stage), scaling.micro_steps(config, of_stage)
+    in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
+    held = in_blocks + at_ends
     hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
     # What a block adds to what one block alone keeps, or two of which two inputs are not offloaded; the rest is of both
     # ends.
@@ -152,23 +154,24 @@ def stage_memory(config, model, world_size, stage):
     of_part = n_layer // stages // chunks * of_block + message_bytes(config)
     activations = in_flight * of_part + max(0, few['activations'] - first * of_block)
     logits = few['logits'] if stage == stages - 1 else 0
-    reduction = FP32 * max(ends, count(model.blocks[0].parameters())) if copies > 1 else FP32 * ends * (stages > 1)
+    reduction = max(at_ends, count(model.blocks[0].parameters())) if copies > 1 else at_ends * (stages > 1)
     of_block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
     on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in of_block_on_host.items()}
-    return {
+    parts = {
         'weights': FP32 * held,
         'gradients': FP32 * held,
         'optimizer': FP32 * (OPTIMIZER_MOMENTS[config['optimizer']] * held - hidden),
-        'gathered': (held - ends) * BYTES[config['dtype']] * (config['dtype'] != 'float32'),
+        'gathered': in_blocks * BYTES[config['dtype']] * (config['dtype'] != 'float32'),
         'activations': activations,
         'logits': logits,
-        'reduction': max(0, reduction - activations - logits),
+        'reduction': max(0, FP32 * reduction - activations - logits),
         **on_host,
     }
+    return parts | ({'travelling': travelling_bytes(config)} if config.get('tensor_parallel', 1) > 1 else {})
 
 
-def stage_numbers(config, model, stage):
-    """(numbers in the parameters of a stage, those of them that are in no block)."""
+def parameters_of_stage(config, model, stage):
+    """(those in its blocks, of which all stages have as many; those in none)."""
     last, ends = config['pipeline_stages'] - 1, []
     if stage == 0 or (stage == last and config['tie_embeddings']):
         ends.append(model.embed)
@@ -176,13 +179,14 @@ def stage_numbers(config, model, stage):
         ends.append(model.pos_embed)
     if stage == last:
         ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
-    outside = sum(count(module.parameters()) for module in ends)
-    return sum(count(block.parameters()) for block in model.blocks) // (last + 1) + outside, outside
+    blocks = model.blocks[: len(model.blocks) // (last + 1)]
+    return [*blocks.parameters()], [parameter for module in ends for parameter in module.parameters()]
 
 
 def message_bytes(config):
-    """Of the activations of one micro-step, where a part of a pipeline ends."""
-    return config['batch_size'] * config['block_size'] * config['n_embd'] * BYTES[config['dtype']]
+    """Of the activations of one micro-step, where a part of a pipeline ends; with tensor_parallel of some tokens."""
+    tokens = config['batch_size'] * config['block_size'] // config.get('tensor_parallel', 1)
+    return tokens * config['n_embd'] * BYTES[config['dtype']]
 
 
 def deepspeed_states(config, model, world_size):
@@ -313,7 +317,12 @@ def keys_and_values(config):
 
 def tokens_of_rank(config):
     """In one micro-step, those that all ranks of tensor_parallel have together."""
-    return config['batch_size'] * config['block_size'] // config['context_parallel']
+    return config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
+
+
+def travelling_bytes(config):
+    """Of tensor_parallel: what arrives and what is sent, before it is put in order."""
+    return 2 * tokens_of_rank(config) * config['n_embd'] * BYTES[config['dtype']]
 
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
@@ -333,11 +342,11 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on.
     Raises ValueError as estimate() does.
     """
+    if config.get('tensor_parallel', 1) > 1:
+        model = part_of_rank(config)
     if strategy == 'pipeline':
         stages = [stage_traffic(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda sent: sent['sent'])
-    if (tensor := config.get('tensor_parallel', 1)) > 1:
-        model = part_of_rank(config)
     on_gloo = not config['device'].startswith('cuda')
     compute, n_layer = BYTES[config['dtype']], len(model.blocks)
     counts = model.parameter_counts()
@@ -387,12 +396,10 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             hops = sharing if config['context_impl'] == 'ring' else sharing - 1
             of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * of_layer
-        if tensor > 1:  # tensor_manual.py, "What crosses the wire?"
-            times = n_layer * TENSOR_COLLECTIVES[config['activation_checkpointing']] + 4
-            of_token = times * config['n_embd'] * compute / tensor + 3 * FP32
-            partial_gradients = count((model.get_parameter(n) for n, s in model.slices.items() if s.dim is None), ranks)
-            sent['activations'] = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
-            sent['all-reduce'] += 2 * (tensor - 1) * FP32 * partial_gradients / tensor
+        if config.get('tensor_parallel', 1) > 1:
+            activations, of_gradients = sent_by_tensor_parallel(config, model, model.parameters(), micro_steps, ranks)
+            sent['activations'] = activations
+            sent['all-reduce'] += of_gradients
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
@@ -413,18 +420,40 @@ def stage_traffic(config, model, world_size, stage):
     """{'point-to-point', 'all-reduce', 'sent': bytes} that a rank of one stage of a pipeline sends per optimizer step.
 
     Each micro-step's activations go on behind every part but the last one, their gradients back before every part but
-    the first. The gradients of a tied embedding are exchanged between both ends.
+    the first. The gradients of a tied embedding are exchanged between both ends. model: part_of_rank(config).
     """
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    copies, held = world_size // stages, stage_numbers(config, model, stage)[0]
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
+    of_stage = scaling.ranks_of_stage(config, world_size)
+    copies, micro_steps = scaling.ranks_for_batches(config, of_stage), scaling.micro_steps(config, of_stage)
+    in_blocks, at_ends = parameters_of_stage(config, model, stage)
     messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
     tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
     sent = {
         'point-to-point': messages * message_bytes(config) + FP32 * tied * count(model.embed.parameters()),
-        'all-reduce': 2 * (copies - 1) * FP32 * held / copies,
+        'all-reduce': 2 * (copies - 1) * FP32 * count(in_blocks + at_ends) / copies,
     }
+    if config.get('tensor_parallel', 1) > 1:
+        ends = stage == 0, stage == stages - 1
+        activations, of_gradients = sent_by_tensor_parallel(
+            config, model, in_blocks + at_ends, micro_steps, 1, stages, ends
+        )
+        sent['activations'] = activations
+        sent['all-reduce'] += of_gradients
     return sent | {'sent': sum(sent.values())}
+
+
+def sent_by_tensor_parallel(config, model, parameters, micro_steps, shard_size, stages=1, ends=(True, True)):
+    """
+    Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
+    parameters: of this rank, each spread over shard_size ranks. ends: whether a stage has the embedding, the head.
+    """
+    tensor, of_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
+    times = config['n_layer'] // stages * of_block + 2 * sum(ends)
+    of_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
+    is_whole = {model.get_parameter(name) for name, part in model.slices.items() if part.dim is None}
+    partial_gradients = count((parameter for parameter in parameters if parameter in is_whole), shard_size)
+    activations = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
+    return activations, 2 * (tensor - 1) * FP32 * partial_gradients / tensor
 
 
 def out_of_memory_advice(config, world_size):
@@ -502,7 +531,8 @@ def report(config, shape, world_size, strategy='ddp'):
 
     held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if stages:
-        of_stages = [stage_memory(config, model, world_size, stage) for stage in stages]
+        part = part_of_rank(config)
+        of_stages = [stage_memory(config, part, world_size, stage) for stage in stages]
         held = columns([parts | totals(parts) for parts in of_stages])
     elif 'activations' not in memory:
         held['activations'] = 'not known: this model does not run without data'
@@ -512,7 +542,7 @@ def report(config, shape, world_size, strategy='ddp'):
     )
     lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
     if stages:
-        sent = columns([stage_traffic(config, model, world_size, stage) for stage in stages])
+        sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
     sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)

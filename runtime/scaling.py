@@ -135,8 +135,8 @@ def ranks_per_shard_group(config, world_size):
     return world_size // replicate_size
 
 
-def copies_of_pipeline(config, world_size):
-    """Ranks that hold the same stage of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
+def ranks_of_stage(config, world_size):
+    """Of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     refuse_unless_it_divides('pipeline_stages', stages, world_size)
     if chunks < 1 or (chunks > 1 and stages == 1):
@@ -146,11 +146,12 @@ def copies_of_pipeline(config, world_size):
     return world_size // stages
 
 
-def check_pipeline(config, copies):
-    """[a line for the log]. Raises ValueError unless all parts have as many blocks, and there are enough micro-steps:
-    with several chunks a multiple of the stages, which would wait for each other in the order of arXiv 2104.04473."""
+def check_pipeline(config, of_stage):
+    """[a line for the log]. of_stage: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
+    there are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the
+    order of arXiv 2104.04473."""
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    parts = stages * chunks
+    parts, copies = stages * chunks, ranks_for_batches(config, of_stage)
     if n_layer % parts:
         nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
         raise ValueError(

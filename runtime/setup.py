@@ -168,7 +168,7 @@ def check_tensor_parallel(config, model_config):
         )
     if config.dtype == 'float16':
         raise ValueError(f'{given} with dtype=float16, whose loss scale would differ: use --dtype=bfloat16')
-    if config.eval_tasks:
+    if vars(config).get('eval_tasks'):
         raise ValueError(
             f'{given} with eval_tasks, which need the whole head: score the checkpoint, `python evaluate.py '
             f'--out_dir={config.out_dir}`'
@@ -176,10 +176,8 @@ def check_tensor_parallel(config, model_config):
     sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
     sizes['block_size'] = config.block_size
-    if config.context_parallel > 1:
-        sizes[f'the tokens of a rank, block_size / context_parallel={config.context_parallel}, '] = (
-            config.block_size // config.context_parallel
-        )
+    if (sharing := vars(config).get('context_parallel', 1)) > 1:
+        sizes[f'the tokens of a rank, block_size / context_parallel={sharing}, '] = config.block_size // sharing
     for name, size in sizes.items():
         if size % ranks:
             good = math.gcd(*sizes.values())

@@ -31,6 +31,7 @@ LAYOUTS = {  # name: (ranks, script, keys), by ranks; a step is 8 sequences
     'dp 2 x tp 2': (4, 'train_fsdp.py', ['--tensor_parallel=2', '--fsdp_impl=manual']),
     'pp 4': (4, 'train_pipeline.py', []),
     'dp 2 x pp 2': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
+    'tp 2 x pp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2', '--pipeline_chunks=2']),
 }
 NAMES, STEPS = list(LAYOUTS), 2 * len(LAYOUTS)
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']

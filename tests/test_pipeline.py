@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optim
 import pipeline_manual
+import tensor_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
 from runtime import activations, estimate, health, scaling
@@ -117,21 +118,34 @@ CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
     'gpt2, bf16, checkpointing': dict(
         stages=2, micro_steps=2, model=dict(arch='gpt2'), dtype='bfloat16', checkpointing='selective'
     ),
+    'gpt2 tied, 2 stages x tp 2': dict(stages=2, micro_steps=3, model=dict(arch='gpt2'), tensor=2),
+    'qwen3 tied, 2 x 2 chunks x tp 2': dict(
+        stages=2, chunks=2, micro_steps=4, model=dict(arch='qwen3', tie_embeddings=True), tensor=2, documents=True
+    ),
+    'untied, 2 stages x tp 2, full': dict(
+        stages=2, micro_steps=2, model=dict(arch='llama', z_loss=1e-3), tensor=2, checkpointing='full'
+    ),
+    'llama, 1 stage x 2 x tp 2': dict(stages=1, micro_steps=2, model=dict(arch='llama', n_kv_head=2), tensor=2),
+    'llama, bf16, 2 stages x tp 2': dict(stages=2, micro_steps=2, model=dict(arch='llama'), dtype='bfloat16', tensor=2),
 }
 
 
 class Sent(TorchDispatchMode):
-    """Bytes of this rank's messages and, in a ring of 2, of its all-reduces, as torch sees them."""
+    """Bytes of this rank's messages, of activations, and in a ring of 2 of its all-reduces, as torch sees them."""
 
     def __init__(self):
         super().__init__()
-        self.point_to_point = self.all_reduce = 0
+        self.point_to_point = self.all_reduce = self.activations = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if str(function) == 'c10d.send.default':
             self.point_to_point += sum(tensor.nbytes for tensor in args[0])
         elif str(function) == 'c10d.allreduce_.default':
             self.all_reduce += sum(tensor.nbytes for tensor in args[0])
+        elif str(function) == 'tensor_manual.all_gather.default':
+            self.activations += args[0].nbytes * (args[1] - 1)
+        elif str(function) == 'tensor_manual.reduce_scatter.default':
+            self.activations += args[0].nbytes * (args[1] - 1) // args[1]
         return function(*args, **(kwargs or {}))
 
 
@@ -159,6 +173,11 @@ def targets_in(batches):
     return sum((batch[1] >= 0).sum().item() for batch in batches)
 
 
+def mesh_of(stages, tensor=1):
+    copies = dist.get_world_size() // stages // tensor
+    return init_device_mesh('cpu', (stages, copies, tensor), mesh_dim_names=('stage', 'copy', 'tensor'))
+
+
 def one_step(stage, pipeline, timetable, batches, loss_factor):
     """What train_pipeline.py does in a step; returns the sum of the loss and the most micro-steps on their way."""
     loss, kept = 0.0, 0
@@ -175,9 +194,9 @@ def one_step(stage, pipeline, timetable, batches, loss_factor):
     return loss, kept
 
 
-def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=False, checkpointing='none'):
+def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=False, checkpointing='none', tensor=1):
     """One step of a pipeline on these ranks, and of the whole model on this rank alone."""
-    dtype, copies = getattr(torch, dtype), dist.get_world_size() // stages
+    dtype, copies = getattr(torch, dtype), dist.get_world_size() // stages // tensor
     config = ModelConfig(**{**SMALL, **model})
     batches = [batches_of(copy, micro_steps, documents) for copy in range(copies)]
     factor = torch.tensor(1 / targets_in(sum(batches, [])))
@@ -198,27 +217,36 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
 
     def error(found, of_one_process, exact):
         """The largest error of a tensor by its norm, beyond that of one process, which is 0 in fp32."""
-        pairs = [(found[n], of_one_process[n], exact[n]) for n in found]
+        pairs = [[found[n], of_one_process[n], exact[n]] for n in found]
+        if tensor > 1:
+            pairs = [
+                [ours, *map(module.slices[n].of, (theirs, truth))]
+                for n, (ours, theirs, truth) in zip(found, pairs, strict=True)
+            ]
         return max(((ours - truth).norm() - (theirs - truth).norm()) / truth.norm() for ours, theirs, truth in pairs)
 
-    mesh = init_device_mesh('cpu', (stages, copies), mesh_dim_names=('stage', 'copy'))
-    stage, copy = mesh.get_coordinate()
+    mesh = mesh_of(stages, tensor)
+    stage, copy, _ = mesh.get_coordinate()
     with torch.device('meta'):
         whole = GPT(config, dtype)
     whole.checkpoint_activations(checkpointing)
-    module = pipeline_manual.Stage(whole, stage, stages, chunks).to_empty(device='cpu')
+    module = pipeline_manual.Stage(whole, stage, stages, chunks)
+    split = tensor_manual.Split(module, tensor_manual.Ranks.of(mesh['tensor']))
+    module.to_empty(device='cpu')
     pipeline = pipeline_manual.Pipeline(filled(module), mesh, batch_size=2)
     timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
     with Sent() as sent:
         loss, kept = one_step(stage, pipeline, timetable, batches[copy], factor)
-    total = torch.tensor(loss, dtype=torch.float64)
+        split.sum_partial_gradients()
+    total = torch.tensor(loss / tensor, dtype=torch.float64)
     dist.all_reduce(total)
     gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    norm = optim.clip_grad_norm_(module.parameters(), 0.1, pipeline.group, pipeline.held_twice())
+    norm = optim.clip_grad_norm_(module.parameters(), 0.1, *pipeline.of_norm(), *split.of_norm())
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
-    keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks}
-    with torch.device('meta'):
-        predicted = estimate.stage_traffic(keys, GPT(config), dist.get_world_size(), stage)
+    keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
+    keys |= {'activation_checkpointing': checkpointing}
+    predicted = estimate.stage_traffic(keys, estimate.part_of_rank(keys), dist.get_world_size(), stage)
+    of_ring = max(copies, tensor)  # of 2, or there is none
     clipped = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {
         'stage': stage,
@@ -229,7 +257,11 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
         'clipped': error(clipped, expected_clipped, exact_clipped).item(),
         'kept': kept,
         'order': [actions[stage] for actions in timetable if actions[stage]],
-        'sent': {'point-to-point': sent.point_to_point, 'all-reduce': sent.all_reduce * 2 * (copies - 1) / copies},
+        'sent': {
+            'point-to-point': sent.point_to_point,
+            'all-reduce': sent.all_reduce * 2 * (of_ring - 1) / of_ring,
+            **({'activations': sent.activations} if tensor > 1 else {}),
+        },
         'predicted': predicted,
     }
 
@@ -257,8 +289,8 @@ def run_library(stages, chunks, micro_steps):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
     config = ModelConfig(**{**SMALL, 'arch': 'llama'})
-    mesh = init_device_mesh('cpu', (stages, dist.get_world_size() // stages), mesh_dim_names=('stage', 'copy'))
-    stage, _ = mesh.get_coordinate()
+    mesh = mesh_of(stages)
+    stage = mesh.get_local_rank('stage')
     batches = batches_of(0, micro_steps, documents=False)
     factor = torch.tensor(1 / targets_in(batches))
     found = []
@@ -302,7 +334,7 @@ def run_library(stages, chunks, micro_steps):
 def run_memory():
     """(measured, predicted) bytes of activations and logits on this rank of a pipeline over all of them."""
     config = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=512, block_size=128)
-    mesh = init_device_mesh('cpu', (dist.get_world_size(), 1), mesh_dim_names=('stage', 'copy'))
+    mesh = mesh_of(dist.get_world_size())
     stage, stages = mesh.get_local_rank('stage'), mesh.size(0)
     with torch.device('meta'):
         whole = GPT(config)
@@ -392,6 +424,7 @@ LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on e
     '2 stages x 2 chunks': (2, 'train_pipeline.py', ['--pipeline_chunks=2']),
     '4 stages': (4, 'train_pipeline.py', []),
     '2 stages x 2 copies': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
+    '2 stages x tp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2']),
 }
 
 
@@ -408,7 +441,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
     bf16 = '--dtype=bfloat16'
     run_many([case(folder, 'one'), case(folder, 'one', bf16, out='one bf16')], 1, folder)
-    run_many([case(folder, layout) for layout in ('4 stages', '2 stages x 2 copies')], 4, folder)
+    run_many([case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 4], 4, folder)
     noisy = '--dropout=0.1'
     run_many(
         [
@@ -449,15 +482,18 @@ def test_with_dropout_a_resumed_run_is_bit_equal(runs):
     assert column(runs / 'noisy', 'loss') != column(runs / '2 stages', 'loss')
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults: 4 ranks, 2 stages of 2 that hold each matrix together ----------------------------------------------------
+
+FAULTS = [*RUN, *LAYOUT['2 stages x tp 2'][2]]
 
 
 def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
-    fault = {'kind': 'nan', 'rank': 1, 'step': 3}
-    keys = [*RUN, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
-    job = Job('train_pipeline.py', keys, 2, tmp_path / 'log', fault)
-    assert job.wait() == [0, 0], job.text()
-    assert 'WARNING: gradient not finite on ranks 0, 1 at step 3: the step is skipped' in job.text()  # a norm of all
+    fault = {'kind': 'nan', 'rank': 3, 'step': 3}
+    run = tmp_path / 'run'
+    keys = [*FAULTS, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={run}']
+    job = Job('train_pipeline.py', keys, 4, tmp_path / 'log', fault)
+    assert job.wait() == [0] * 4, job.text()
+    assert 'WARNING: gradient not finite on ranks 0, 1, 2, 3 at step 3: the step is skipped' in job.text()
     before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not all(torch.equal(after[key], later[key]) for key in before)
@@ -466,26 +502,32 @@ def test_one_nan_in_one_gradient_of_one_stage_costs_one_step_on_all(tmp_path):
 
 def test_a_killed_rank_ends_the_run_and_the_same_command_resumes_it_and_a_file_stop_ends_it(tmp_path):
     out_dir = tmp_path / 'run'
-    keys = [*RUN, '--checkpoint_interval=2', '--eval_interval=0', '--eval_iters=0', f'--out_dir={out_dir}']
-    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    keys = [*FAULTS, '--checkpoint_interval=2', '--eval_interval=0', '--eval_iters=0', f'--out_dir={out_dir}']
+    keys += ['--max_iters=100000']
+    job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: complete(out_dir))
     send(job.ranks()[1])
     codes = job.wait()
-    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, None), job.text()
+    assert codes[1] == -signal.SIGKILL and not {0, None} & set(codes), job.text()
     newest = complete(out_dir)[-1]
-    job = Job('train_pipeline.py', [*keys, '--max_iters=100000'], 2, tmp_path / 'log')
+    job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')
     job.wait_for(lambda: last_step(out_dir) > newest + 2)
-    send(job.ranks()[1], signal.SIGTERM)
-    assert job.wait() == [0, 0], job.text()
-    step = int((out_dir / 'PREEMPTED').read_text())
-    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == step == last_step(out_dir)
+    send(job.ranks()[2], signal.SIGTERM)
+    assert job.wait() == [0] * 4, job.text()
+    stopped = int((out_dir / 'PREEMPTED').read_text())
+    assert f'at step {newest}\n' in job.text() and complete(out_dir)[-1] == stopped == last_step(out_dir)
+    job = Job('train_pipeline.py', keys, 4, tmp_path / 'log')
+    job.wait_for(lambda: last_step(out_dir) > stopped)
+    (out_dir / 'STOP').touch()
+    assert job.wait() == [0] * 4, job.text()
+    assert complete(out_dir)[-1] == int((out_dir / 'PREEMPTED').read_text()) == last_step(out_dir) > stopped
 
 
 def sleep_in_the_middle(out_dir):
     """Rank 1 of 3 sleeps in its second forward, when rank 0 is further and rank 2 not as far in its own work."""
     rank = dist.get_rank()
     write_output_to(f'{out_dir}/said_{rank}', f'{out_dir}/said_{rank}')
-    mesh = init_device_mesh('cpu', (3, 1), mesh_dim_names=('stage', 'copy'))
+    mesh = mesh_of(3)
     with torch.device('meta'):
         whole = GPT(ModelConfig(**{**SMALL, 'arch': 'gpt2', 'n_layer': 3}))
     module = filled(pipeline_manual.Stage(whole, rank, 3, 1).to_empty(device='cpu'))
@@ -537,9 +579,10 @@ def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
 def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, says):
     """By what the script calls before there is a process group."""
     values = {'pipeline_stages': 4, 'pipeline_chunks': 1, 'n_layer': 4, 'batch_size': 2, 'global_batch_size': 12}
+    values |= {'block_size': 16}
     values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
     with pytest.raises(ValueError, match=says) as error:
-        scaling.check_pipeline(values, scaling.copies_of_pipeline(values, world_size=4))
+        scaling.check_pipeline(values, scaling.ranks_of_stage(values, world_size=4))
     assert '\n' not in str(error.value)
 
 

@@ -67,12 +67,20 @@ def hangs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('hangs')
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
+    stages = [
+        *RUN,
+        *run,
+        '--n_layer=2',
+        '--tensor_parallel=2',
+        f'--out_dir={folder / "stages"}',
+    ]  # 2 micro-steps a step
     # Rank 0 waits 3 x 11.5 s for it, longer than the 32 s after which it begins to wonder, shorter than timeout_s
     slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
         'asleep': start('ddp', folder / 'asleep', *run, fault=asleep, torchrun=True),
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
         'shares': start('fsdp', folder / 'shares', *run, '--context_parallel=2', nproc=4, fault={**asleep, 'rank': 3}),
+        'stages': Job('train_pipeline.py', stages, 4, folder / 'stages.log', {**asleep, 'rank': 3, 'step': 16}),
         'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
     }
     jobs['frozen'].wait_for(lambda: last_step(folder / 'frozen') >= 5)
@@ -615,8 +623,9 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
     assert not faults.find_ranks(str(job.log.with_suffix('')))
 
 
-def test_a_rank_that_hangs_beside_one_with_the_other_half_of_its_sequences_is_named(hangs):
-    job = hangs['shares']
+@pytest.mark.parametrize('name', ['shares', 'stages'])
+def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_or_of_its_matrices_is_named(hangs, name):
+    job = hangs[name]
     assert 0 not in job.wait()
     lines = [line for line in errors_in(job.text()).values() if 'no progress' in line]
     assert lines, job.text()  # of the first that has seen it; the others may find that rank's connections closed
