@@ -114,7 +114,7 @@ class Split:
         ):  # what comes next is cut: it needs the tokens of all ranks
             norm.register_forward_hook(lambda module, args, output: all_gather(output, ranks.size, ranks.group))
         if model.embed is not None:
-            model.embed = VocabularyEmbedding(model.embed, ranks)
+            model.embed = VocabularyEmbedding(model.embed, ranks, model.compute_dtype)
         if model.config.tie_embeddings and model.head is not None:
             model.head.weight = model.embed.weight
         if model.pos_embed is not None:
@@ -179,17 +179,17 @@ class SummedLinear(Linear):
 class VocabularyEmbedding(nn.Embedding):
     """An embedding of which each rank has V/t rows: tokens (B, T) -> (B, T/t, C)."""
 
-    def __init__(self, embedding, ranks):
+    def __init__(self, embedding, ranks, dtype):
         rows, columns = embedding.weight.shape
         super().__init__(rows, columns, device='meta')
-        self.weight, self.ranks = embedding.weight, ranks
+        self.weight, self.ranks, self.dtype = embedding.weight, ranks, dtype  # dtype: of what is sent
 
     def forward(self, x):
         row = x - self.ranks.rank * self.weight.shape[0]
         is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
         found = found.masked_fill(is_elsewhere[..., None], 0)  # and no gradient for row 0
-        return reduce_scatter(found, self.ranks.size, self.ranks.group)
+        return reduce_scatter(found.to(self.dtype), self.ranks.size, self.ranks.group)
 
 
 class PositionEmbedding(nn.Embedding):

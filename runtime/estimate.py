@@ -266,6 +266,7 @@ def empty_model(config, device='meta'):
 def part_of_rank(config, device='meta'):
     """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
     model = empty_model(config, device)
+    model.compute_dtype = getattr(torch, config['dtype'])
     tensor_manual.Split(model, tensor_manual.Ranks(0, config.get('tensor_parallel', 1), group=''))
     return model
 

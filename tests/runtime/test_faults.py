@@ -67,13 +67,7 @@ def hangs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('hangs')
     run = ['--max_iters=100000', '--checkpoint_interval=0', f'--timeout_s={PATIENCE}']
     asleep = {'kind': 'hang', 'rank': 1, 'step': 8}
-    stages = [
-        *RUN,
-        *run,
-        '--n_layer=2',
-        '--tensor_parallel=2',
-        f'--out_dir={folder / "stages"}',
-    ]  # 2 micro-steps a step
+    stages = [*RUN, *run, '--n_layer=2', '--tensor_parallel=2', f'--out_dir={folder}/stages']  # 2 micro-steps a step
     # Rank 0 waits 3 x 11.5 s for it, longer than the 32 s after which it begins to wonder, shorter than timeout_s
     slow = {'kind': 'slow', 'rank': 1, 'step': 10, 'count': 3, 'seconds': 11.5}
     jobs = {
