@@ -217,7 +217,11 @@ def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 @torch.library.custom_op('tensor_manual::reduce_scatter', mutates_args=())
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather()."""
+    """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather().
+
+    On a CPU the sum is fp32 and rounded to x's dtype at its end. NCCL's ring adds in x's dtype, and so rounds a sum of
+    bf16 at each of its t - 1 hops (NVIDIA/nccl issue 1026): for two ranks the same, for more a little less exact.
+    """
     to_send = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, ...)
     if x.is_cuda:
         total = torch.empty_like(to_send[0])

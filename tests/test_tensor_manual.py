@@ -3,6 +3,7 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
+import contextlib
 import types
 from pathlib import Path
 from unittest import mock
@@ -50,6 +51,7 @@ CASES = {
     4: {
         'tp4': dict(model=LLAMA, tensor=4),
         'tp4_gpt2': dict(model=GPT2, tensor=4, packed=True, fsdp='manual'),
+        'tp4_bf16': dict(model=LLAMA, tensor=4, dtype='bfloat16'),
         'dp2': dict(packed=True),
         'dp2_manual': dict(fsdp='manual', model=QWEN3, checkpointing='selective'),
         'hsdp2': dict(fsdp='manual', model=ENOKI, replicate=2),
@@ -58,6 +60,9 @@ CASES = {
     },
 }
 STEPS = 20
+# Enoki's gradients that are ten times smaller than what they are sums of, over all tokens and heads. So one process is
+# 1.2e-6 away from float64 in them, more than in all others: ours and its are each as good, and may be 1.1e-6 apart.
+CANCELLING = ('q_norm.weight', 'k_norm.weight')
 
 
 # --- WHAT THE RANKS RUN -----------------------------------------------------------------------------------------------
@@ -159,35 +164,65 @@ class Layout:
 
 
 def compare(case):
-    """On rank 0 {'loss', 'norm': largest relative difference in 20 steps, 'gradient': of the first step}."""
-    layout, gradients = Layout(case), {}
-    ours = torch.tensor(layout.train(range(STEPS), gradients))
+    """On rank 0 {'loss', 'norm': largest relative difference from one process in 20 steps, 'gradient': the same of the
+    first step's gradients, but for CANCELLING ones, 'further': by how much any of them is further from that in float64
+    than one process is}."""
+    layout = Layout(case)
+    ours = torch.tensor(layout.train(range(STEPS)))
     layout.whole(dict(layout.raw.named_parameters()))  # what all ranks hold still has the same bits
+    # Rounding errors in bf16 of one batch are more or less by chance: norms of heads have but 8 numbers.
+    batches = 8 if case['dtype'] == 'bfloat16' else 1
+    gradients = first_gradients(case, batches)
     if dist.get_rank() > 0:
         return None
-    plain, expected = Layout(case, alone=True), {}
-    theirs = torch.tensor(plain.train(range(STEPS), expected))
-    assert gradients.keys() == expected.keys()
+    plain, expected = Layout(case, alone=True), first_gradients(case, batches, alone=True)
+    with in_double():
+        exact = first_gradients(case | dict(dtype='float64'), batches, True, plain.raw.state_dict())
+    theirs = torch.tensor(plain.train(range(STEPS)))
+    assert gradients.keys() == expected.keys() == exact.keys()
     loss, norm = ((ours - theirs).abs() / theirs).amax(0).tolist()
-    errors = {name: ((gradients[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected}
-    worst = max(errors, key=errors.get)
-    return {'loss': loss, 'norm': norm, 'gradient': errors[worst], 'of': worst, 'fell': theirs[0, 0] - theirs[-1, 0]}
+    apart, away, of_one_process = (
+        {name: ((found[name] - of[name]).norm() / of[name].norm()).item() for name in of}
+        for found, of in ((gradients, expected), (gradients, exact), (expected, exact))
+    )
+    cancelling = CANCELLING if case['model']['arch'] == 'enoki' else ()
+    gradient = max(error for name, error in apart.items() if not name.endswith(cancelling))
+    further = max(away[name] - of_one_process[name] for name in exact)
+    return {'loss': loss, 'norm': norm, 'gradient': gradient, 'further': further, 'fell': theirs[0, 0] - theirs[-1, 0]}
 
 
-def exact(model):
-    """Largest error of loss and gradients in float64, without FSDP."""
-    # What model.py computes in fp32 whatever its dtype is computed in float64 in here.
+def first_gradients(case, batches, alone=False, weights=None):
+    """{name: gradients of the first step, by each of several batches}."""
+    found = []
+    for batch in range(batches):
+        layout, gradients = Layout(case, alone), {}
+        if weights:
+            layout.raw.load_state_dict(weights)
+        layout.train([batch], gradients)
+        found.append(gradients)
+    return {name: torch.stack([of_batch[name] for of_batch in found]) for name in found[0]}
+
+
+@contextlib.contextmanager
+def in_double():
+    """What model.py computes in fp32 whatever its dtype is computed in float64 in here."""
     with (
         mock.patch.multiple(torch, float32=torch.float64),
         mock.patch.object(torch.Tensor, 'float', torch.Tensor.double),
     ):
         torch.set_default_dtype(torch.float64)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def exact(model):
+    """Largest error of loss and gradients in float64, without FSDP."""
+    with in_double():
         case = DEFAULTS | dict(model=model, tensor=dist.get_world_size(), dtype='float64', packed=True, fsdp=None)
         results = []
         for layout in (Layout(case), Layout(case, alone=True)):
             losses, gradients = layout.train([1], found := {}), found
             results.append([torch.tensor(losses), *gradients.values()])
-    torch.set_default_dtype(torch.float32)
     return max(((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(*results, strict=True))
 
 
@@ -337,10 +372,10 @@ def seen(world_size, tmp_path_factory):
 def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
     for name, case in CASES[world_size].items():
         result, in_half = seen[0][name], case.get('dtype') == 'bfloat16'
-        # In fp32 within 1e-6, but for the gradient of Enoki's q_norm, 1.2e-6. bf16 rounds a sum of two parts twice.
-        assert result['loss'] <= (2e-3 if in_half else 1e-6), (name, result)
-        assert result['norm'] <= (2e-3 if in_half else 1e-6), (name, result)
-        assert result['gradient'] <= (8e-3 if in_half else 2e-6), (name, result)
+        # In bf16 gradients of one process are up to 1e-2 away from those in float64; ours are 1e-3 further at most.
+        most = 2e-3 if in_half else 1e-6
+        assert result['loss'] <= most and result['norm'] <= most and result['further'] <= most, (name, result)
+        assert in_half or result['gradient'] <= 1e-6, (name, result)
         assert result['fell'] > 0.02, name
 
 
