@@ -115,6 +115,7 @@ class Split:
         if model.pos_embed is not None:
             model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
         model.cross_entropy = partial(cross_entropy, ranks=ranks)
+        model.whole_head = lambda: all_gather(model.head.weight[None], ranks.size, ranks.group)[0]
         self.whole_value, model.initial_value = model.initial_value, self.initial_value
 
     def initial_value(self, name, parameter, seed, device):

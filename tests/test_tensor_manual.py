@@ -23,6 +23,8 @@ import optim
 import tensor_manual
 from model import GPT, ModelConfig
 from runtime import checkpoint, estimate, meter, processes, scaling, setup
+from text import scoring
+from text.tasks import Request
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
@@ -300,6 +302,24 @@ def with_dropout(case):
     return [loss for loss, _ in history]
 
 
+def scored(case):
+    """Largest difference of scores from one process: nats of each request, and whether its targets are likeliest."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 12, (9, 3), generator=generator).tolist()  # rows of lengths that ranks do not divide
+    items = []
+    for trunk, *choices in lengths:
+        tokens = torch.randint(0, VOCABULARY, (trunk + 12,), generator=generator).tolist()
+        items.append([Request([*tokens[:trunk], *tokens[-n:]], n) for n in choices])
+    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # of which one is the likeliest
+    found = []
+    for layout, ranks in ((Layout(case), case['tensor']), (Layout(case, alone=True), 1)):
+        layout.train(range(3))
+        scores = scoring.log_likelihoods(layout.model.eval(), items, T, BATCH, CPU, tensor_parallel=ranks)
+        found.append(torch.tensor([score for of_item in scores for score in of_item]))
+    assert found[1][-VOCABULARY:, 1].sum() == 1
+    return (found[0] - found[1]).abs().amax(0).tolist()
+
+
 def exchange(folder):
     """[(saving, loading, tensors that differ)] of every two layouts. One is train_ddp.py's: each rank has all of it."""
     layouts = {
@@ -336,6 +356,8 @@ def run_cases(folder):
     results = {name: compare(DEFAULTS | case) for name, case in CASES[world_size].items()}
     models = (GPT2, ENOKI, LLAMA, QWEN3, GROUPED, MUP) if world_size == 2 else (GPT2, LLAMA)
     results['exact'] = [exact(model) for model in models]
+    scoring_cases = [dict(model=model) for model in (GPT2, LLAMA)] + [dict(model=QWEN3, fsdp='manual')]
+    results['scored'] = [scored(DEFAULTS | case) for case in scoring_cases]
     if world_size == 4:
         results['exchange'] = exchange(folder)
     alone = DEFAULTS | dict(tensor=world_size, fsdp=None, model=LLAMA)
@@ -405,6 +427,12 @@ def test_a_checkpoint_is_the_same_for_every_layout(seen, world_size):
     for saving, loading, different in seen[0].get('exchange', ()):
         assert not different, (saving, loading, different)
     assert world_size == 2 or len(seen[0]['exchange']) == 26
+
+
+def test_scores_of_tasks_are_those_of_one_process(seen):
+    for of_rank in seen:
+        for nats, likeliest in of_rank['scored']:
+            assert nats <= 2e-5 and likeliest == 0  # sums over up to 11 tokens, 50 nats
 
 
 def test_with_dropout_what_all_ranks_hold_stays_the_same(seen, world_size):
@@ -481,13 +509,12 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
          'the padded vocabulary of vocab_size=64, =64'),
         (dict(optimizer='muon'), 'whole matrices: use adamw'),
         (dict(dtype='float16'), 'use --dtype=bfloat16'),
-        (dict(eval_tasks=('piqa.jsonl',)), 'python evaluate.py --out_dir=out'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     keys = ModelConfig(**{**LLAMA, **{key: value for key, value in changes.items() if key in SIZES or 'n_' in key}})
-    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'dtype': 'float32', 'eval_tasks': ()}
-    config |= {'out_dir': 'out', **keys.to_dict(), **changes}
+    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'dtype': 'float32'}
+    config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
         setup.check_tensor_parallel(types.SimpleNamespace(**config), keys)
 
