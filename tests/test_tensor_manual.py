@@ -487,6 +487,20 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     assert not all(torch.equal(after[name], later[name]) for name in before)
 
 
+def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
+    keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
+    keys += ['--dtype=float16', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
+    job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'overflow', 'rank': 1, 'step': 4})
+    assert job.wait() == [0, 0], job.text()
+    paths = [f'{tmp_path}/run/checkpoints/step_0000000{step}' for step in (3, 4, 5)]
+    before, after, later = (checkpoint.load_weights(path)[0] for path in paths)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(later[name].isfinite().all() for name in before)
+    assert not all(torch.equal(after[name], later[name]) for name in before)
+    scales = [checkpoint.read_state(path)['scaler']['scale'] for path in paths]
+    assert scales[1] == scales[2] == scales[0] / 2
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -508,12 +522,11 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
         (dict(tensor_parallel=128, n_head=128, n_kv_head=128, mlp_hidden_dim=128, block_size=128, vocab_size=64),
          'the padded vocabulary of vocab_size=64, =64'),
         (dict(optimizer='muon'), 'whole matrices: use adamw'),
-        (dict(dtype='float16'), 'use --dtype=bfloat16'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     keys = ModelConfig(**{**LLAMA, **{key: value for key, value in changes.items() if key in SIZES or 'n_' in key}})
-    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'dtype': 'float32'}
+    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw'}
     config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
         setup.check_tensor_parallel(types.SimpleNamespace(**config), keys)
