@@ -557,11 +557,15 @@ class GPT(nn.Module):
             h = h / self.config.ratios[0]
 
         if then is not None:
-            return then(h, self.head.weight[: self.config.vocab_size])
+            return then(h, self.whole_head()[: self.config.vocab_size])
         if y is None:
             return self.head(h)[..., : self.config.vocab_size]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+
+    def whole_head(self):
+        """The head's weight (V, C); where a rank has but some rows of it, tensor_manual.py has it gather them."""
+        return self.head.weight
 
     def checkpoint_activations(self, mode):
         """'none': keep all activations for backward. 'full': keep each block's input and compute the rest again.

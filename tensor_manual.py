@@ -120,6 +120,7 @@ class Split:
         if model.pos_embed is not None:
             model.pos_embed = PositionEmbedding(model.pos_embed, ranks)
         model.cross_entropy = partial(cross_entropy, ranks=ranks)
+        model.whole_head = lambda: all_gather(model.head.weight[None], ranks.size, ranks.group)[0]
         self.whole_value, model.initial_value = model.initial_value, self.initial_value
 
     def initial_value(self, name, parameter, seed, device):
@@ -140,6 +141,12 @@ class Split:
             dist.all_reduce(total, group=_resolve_process_group(self.ranks.group))
             parts = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+    def share_overflow(self, scaler, optimizer):
+        """fp16, after unscale_(): what overflows in one rank's part does so on all, and they skip the step together."""
+        if scaler.is_enabled() and self.ranks.size > 1:
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=_resolve_process_group(self.ranks.group))
 
     def of_norm(self):
         """What optim.clip_grad_norm_() has to know: [(the group, how many of its ranks hold a parameter)]."""
@@ -222,7 +229,11 @@ def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 @torch.library.custom_op('tensor_manual::reduce_scatter', mutates_args=())
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather()."""
+    """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather().
+
+    On a CPU the sum is fp32 and rounded to x's dtype at its end. NCCL's ring adds in x's dtype, and so rounds a sum of
+    bf16 at each of its t - 1 hops (NVIDIA/nccl issue 1026): for two ranks the same, for more a little less exact.
+    """
     to_send = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, ...)
     if x.is_cuda:
         total = torch.empty_like(to_send[0])

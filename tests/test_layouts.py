@@ -1,7 +1,8 @@
 """Whatever layout has saved a run, every other one goes on with it, and holds the same bits: the whole matrix.
 
 One run goes through all layouts, a step in each, and through all once more. In its second turn each layout loads and
-saves again what each of them has saved in the first one.
+saves again what each of them has saved in the first one. Replicas of DiLoCo learn otherwise, and so in runs of their
+own; they load and save what all have saved, and all what they have.
 """
 
 import itertools
@@ -33,7 +34,12 @@ LAYOUTS = {  # name: (ranks, script, keys), by ranks; a step is 8 sequences
     'dp 2 x pp 2': (4, 'train_pipeline.py', ['--pipeline_stages=2']),
     'tp 2 x pp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2', '--pipeline_chunks=2']),
 }
-NAMES, STEPS = list(LAYOUTS), 2 * len(LAYOUTS)
+REPLICAS = {  # replicas x ranks of each
+    'diloco 2 x 1': (2, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1']),
+    'diloco 2 x 2': (4, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1', '--fsdp_impl=manual']),
+}
+STEPS = 2 * len(LAYOUTS)
+ALL = dict(sorted({**LAYOUTS, **REPLICAS}.items(), key=lambda item: item[1][0]))  # by ranks, as they are
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']
 RUN += ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2', '--tie_embeddings', f'--lr_decay_iters={STEPS}']
 RUN += ['--eval_interval=5', '--eval_iters=1', '--checkpoint_interval=1', f'--keep_checkpoints={STEPS}']
@@ -43,27 +49,37 @@ def path_of(folder, step):
     return folder / 'checkpoints' / f'step_{step:08}'
 
 
-def step_of(name):
-    """The step of the first turn that this layout does: 1, 2, ..."""
-    return NAMES.index(name) + 1
+def steps_of(name):
+    """The steps after which this layout saves, in the first turn and in the second one."""
+    if name in REPLICAS:
+        return 1, 2
+    step = [*LAYOUTS].index(name) + 1
+    return step, STEPS + 1 - step
+
+
+def run_of(name):
+    return name if name in REPLICAS else 'changes'
 
 
 @pytest.fixture(scope='module')
 def runs(data_dir, tmp_path_factory):
-    """A folder with `whole`, the run in one process; `changes`, a step in each layout; and WRITER_to_READER."""
+    """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of REPLICAS; and what
+    each has loaded and saved again, `WRITER to READER`."""
     folder = tmp_path_factory.mktemp('runs')
 
-    def case(name, steps, out='changes', **options):
-        keys = [*RUN, *LAYOUTS[name][2], f'--max_iters={steps}', f'--data_dir={data_dir}', f'--out_dir={folder / out}']
-        return {'name': f'{out} {name} {steps}', 'script': LAYOUTS[name][1], 'arguments': keys, **options}
+    def case(name, steps, out, **options):
+        keys = [*RUN, *ALL[name][2], f'--max_iters={steps}', f'--data_dir={data_dir}', f'--out_dir={folder / out}']
+        return {'name': f'{out} {name} {steps}', 'script': ALL[name][1], 'arguments': keys, **options}
 
     def copies(reader):
-        return {str(path_of(folder / 'changes', step_of(name))): str(folder / f'{name} to {reader}') for name in NAMES}
+        return {
+            str(path_of(folder / run_of(name), steps_of(name)[0])): str(folder / f'{name} to {reader}') for name in ALL
+        }
 
-    there = [(name, case(name, step_of(name))) for name in NAMES]
-    back = [(name, case(name, STEPS + 1 - step_of(name), save_again=copies(name))) for name in reversed(NAMES)]
-    cases = [(NAMES[0], case(NAMES[0], STEPS, out='whole')), *there, *back]
-    for nproc, group in itertools.groupby(cases, lambda one: LAYOUTS[one[0]][0]):
+    there = [(name, case(name, steps_of(name)[0], run_of(name))) for name in ALL]
+    back = [(name, case(name, steps_of(name)[1], run_of(name), save_again=copies(name))) for name in reversed(ALL)]
+    cases = [('one process', case('one process', STEPS, 'whole')), *there, *back]
+    for nproc, group in itertools.groupby(cases, lambda one: ALL[one[0]][0]):
         run_many([one for _, one in group], nproc, folder)
     return folder
 
@@ -80,19 +96,33 @@ def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(ru
         assert row['val_loss'] == pytest.approx(of_whole.get(row['step'], row['val_loss']), rel=1e-5)
 
 
-@pytest.mark.parametrize('writer', NAMES)
+def as_read_by(reader, written):
+    """What it saves again of that. Replicas begin as equals, without momentum; others leave what replica 0 has not."""
+    common = {key: tensor for key, tensor in written.items() if key.startswith(('model.', 'optim.'))}
+    if reader not in REPLICAS:
+        return common
+    if written.keys() > common.keys():
+        return written
+    weights = {key.removeprefix('model.'): tensor for key, tensor in common.items() if key.startswith('model.')}
+    second = {f'replica1.{key}': tensor for key, tensor in common.items() if key.startswith('optim.')}
+    momentum = {f'outer.{name}.momentum': torch.zeros_like(tensor) for name, tensor in weights.items()}
+    return {**common, **second, **momentum}
+
+
+@pytest.mark.parametrize('writer', ALL)
 def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, writer):
-    path = path_of(runs / 'changes', step_of(writer))
+    step = steps_of(writer)[0]
+    path = path_of(runs / run_of(writer), step)
     written, state = tensors_of(path), checkpoint.read_state(path)
     slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
-    for key in written:
+    for key in as_read_by('one process', written):
         slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
     assert len(set(slots.values())) == 1 and slots['model'] >= 30, slots
-    for reader in NAMES:
-        path = path_of(runs / f'{writer} to {reader}', step_of(writer))
-        again = tensors_of(path)
-        assert again.keys() == written.keys()
-        for key, tensor in written.items():
+    for reader in ALL:
+        path = path_of(runs / f'{writer} to {reader}', step)
+        again, expected = tensors_of(path), as_read_by(reader, written)
+        assert again.keys() == expected.keys()
+        for key, tensor in expected.items():
             assert torch.equal(again[key], tensor), f'{key} of {writer} in {reader}'
         assert checkpoint.read_state(path) == state
 

@@ -3,6 +3,7 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
+import contextlib
 import types
 from pathlib import Path
 from unittest import mock
@@ -22,6 +23,8 @@ import optim
 import tensor_manual
 from model import GPT, ModelConfig
 from runtime import checkpoint, estimate, meter, processes, scaling, setup
+from text import scoring
+from text.tasks import Request
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
@@ -50,6 +53,7 @@ CASES = {
     4: {
         'tp4': dict(model=LLAMA, tensor=4),
         'tp4_gpt2': dict(model=GPT2, tensor=4, packed=True, fsdp='manual'),
+        'tp4_bf16': dict(model=LLAMA, tensor=4, dtype='bfloat16'),
         'dp2': dict(packed=True),
         'dp2_manual': dict(fsdp='manual', model=QWEN3, checkpointing='selective'),
         'hsdp2': dict(fsdp='manual', model=ENOKI, replicate=2),
@@ -58,6 +62,9 @@ CASES = {
     },
 }
 STEPS = 20
+# Enoki's gradients that are ten times smaller than what they are sums of, over all tokens and heads. So one process is
+# 1.2e-6 away from float64 in them, more than in all others: ours and its are each as good, and may be 1.1e-6 apart.
+CANCELLING = ('q_norm.weight', 'k_norm.weight')
 
 
 # --- WHAT THE RANKS RUN -----------------------------------------------------------------------------------------------
@@ -159,35 +166,65 @@ class Layout:
 
 
 def compare(case):
-    """On rank 0 {'loss', 'norm': largest relative difference in 20 steps, 'gradient': of the first step}."""
-    layout, gradients = Layout(case), {}
-    ours = torch.tensor(layout.train(range(STEPS), gradients))
+    """On rank 0 {'loss', 'norm': largest relative difference from one process in 20 steps, 'gradient': the same of the
+    first step's gradients, but for CANCELLING ones, 'further': by how much any of them is further from that in float64
+    than one process is}."""
+    layout = Layout(case)
+    ours = torch.tensor(layout.train(range(STEPS)))
     layout.whole(dict(layout.raw.named_parameters()))  # what all ranks hold still has the same bits
+    # Rounding errors in bf16 of one batch are more or less by chance: norms of heads have but 8 numbers.
+    batches = 8 if case['dtype'] == 'bfloat16' else 1
+    gradients = first_gradients(case, batches)
     if dist.get_rank() > 0:
         return None
-    plain, expected = Layout(case, alone=True), {}
-    theirs = torch.tensor(plain.train(range(STEPS), expected))
-    assert gradients.keys() == expected.keys()
+    plain, expected = Layout(case, alone=True), first_gradients(case, batches, alone=True)
+    with in_double():
+        exact = first_gradients(case | dict(dtype='float64'), batches, True, plain.raw.state_dict())
+    theirs = torch.tensor(plain.train(range(STEPS)))
+    assert gradients.keys() == expected.keys() == exact.keys()
     loss, norm = ((ours - theirs).abs() / theirs).amax(0).tolist()
-    errors = {name: ((gradients[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected}
-    worst = max(errors, key=errors.get)
-    return {'loss': loss, 'norm': norm, 'gradient': errors[worst], 'of': worst, 'fell': theirs[0, 0] - theirs[-1, 0]}
+    apart, away, of_one_process = (
+        {name: ((found[name] - of[name]).norm() / of[name].norm()).item() for name in of}
+        for found, of in ((gradients, expected), (gradients, exact), (expected, exact))
+    )
+    cancelling = CANCELLING if case['model']['arch'] == 'enoki' else ()
+    gradient = max(error for name, error in apart.items() if not name.endswith(cancelling))
+    further = max(away[name] - of_one_process[name] for name in exact)
+    return {'loss': loss, 'norm': norm, 'gradient': gradient, 'further': further, 'fell': theirs[0, 0] - theirs[-1, 0]}
 
 
-def exact(model):
-    """Largest error of loss and gradients in float64, without FSDP."""
-    # What model.py computes in fp32 whatever its dtype is computed in float64 in here.
+def first_gradients(case, batches, alone=False, weights=None):
+    """{name: gradients of the first step, by each of several batches}."""
+    found = []
+    for batch in range(batches):
+        layout, gradients = Layout(case, alone), {}
+        if weights:
+            layout.raw.load_state_dict(weights)
+        layout.train([batch], gradients)
+        found.append(gradients)
+    return {name: torch.stack([of_batch[name] for of_batch in found]) for name in found[0]}
+
+
+@contextlib.contextmanager
+def in_double():
+    """What model.py computes in fp32 whatever its dtype is computed in float64 in here."""
     with (
         mock.patch.multiple(torch, float32=torch.float64),
         mock.patch.object(torch.Tensor, 'float', torch.Tensor.double),
     ):
         torch.set_default_dtype(torch.float64)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def exact(model):
+    """Largest error of loss and gradients in float64, without FSDP."""
+    with in_double():
         case = DEFAULTS | dict(model=model, tensor=dist.get_world_size(), dtype='float64', packed=True, fsdp=None)
         results = []
         for layout in (Layout(case), Layout(case, alone=True)):
             losses, gradients = layout.train([1], found := {}), found
             results.append([torch.tensor(losses), *gradients.values()])
-    torch.set_default_dtype(torch.float32)
     return max(((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(*results, strict=True))
 
 
@@ -265,6 +302,24 @@ def with_dropout(case):
     return [loss for loss, _ in history]
 
 
+def scored(case):
+    """Largest difference of scores from one process: nats of each request, and whether its targets are likeliest."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 12, (9, 3), generator=generator).tolist()  # rows of lengths that ranks do not divide
+    items = []
+    for trunk, *choices in lengths:
+        tokens = torch.randint(0, VOCABULARY, (trunk + 12,), generator=generator).tolist()
+        items.append([Request([*tokens[:trunk], *tokens[-n:]], n) for n in choices])
+    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # of which one is the likeliest
+    found = []
+    for layout, ranks in ((Layout(case), case['tensor']), (Layout(case, alone=True), 1)):
+        layout.train(range(3))
+        scores = scoring.log_likelihoods(layout.model.eval(), items, T, BATCH, CPU, tensor_parallel=ranks)
+        found.append(torch.tensor([score for of_item in scores for score in of_item]))
+    assert found[1][-VOCABULARY:, 1].sum() == 1
+    return (found[0] - found[1]).abs().amax(0).tolist()
+
+
 def exchange(folder):
     """[(saving, loading, tensors that differ)] of every two layouts. One is train_ddp.py's: each rank has all of it."""
     layouts = {
@@ -301,6 +356,8 @@ def run_cases(folder):
     results = {name: compare(DEFAULTS | case) for name, case in CASES[world_size].items()}
     models = (GPT2, ENOKI, LLAMA, QWEN3, GROUPED, MUP) if world_size == 2 else (GPT2, LLAMA)
     results['exact'] = [exact(model) for model in models]
+    scoring_cases = [dict(model=model) for model in (GPT2, LLAMA)] + [dict(model=QWEN3, fsdp='manual')]
+    results['scored'] = [scored(DEFAULTS | case) for case in scoring_cases]
     if world_size == 4:
         results['exchange'] = exchange(folder)
     alone = DEFAULTS | dict(tensor=world_size, fsdp=None, model=LLAMA)
@@ -337,10 +394,10 @@ def seen(world_size, tmp_path_factory):
 def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
     for name, case in CASES[world_size].items():
         result, in_half = seen[0][name], case.get('dtype') == 'bfloat16'
-        # In fp32 within 1e-6, but for the gradient of Enoki's q_norm, 1.2e-6. bf16 rounds a sum of two parts twice.
-        assert result['loss'] <= (2e-3 if in_half else 1e-6), (name, result)
-        assert result['norm'] <= (2e-3 if in_half else 1e-6), (name, result)
-        assert result['gradient'] <= (8e-3 if in_half else 2e-6), (name, result)
+        # In bf16 gradients of one process are up to 1e-2 away from those in float64; ours are 1e-3 further at most.
+        most = 2e-3 if in_half else 1e-6
+        assert result['loss'] <= most and result['norm'] <= most and result['further'] <= most, (name, result)
+        assert in_half or result['gradient'] <= 1e-6, (name, result)
         assert result['fell'] > 0.02, name
 
 
@@ -370,6 +427,12 @@ def test_a_checkpoint_is_the_same_for_every_layout(seen, world_size):
     for saving, loading, different in seen[0].get('exchange', ()):
         assert not different, (saving, loading, different)
     assert world_size == 2 or len(seen[0]['exchange']) == 26
+
+
+def test_scores_of_tasks_are_those_of_one_process(seen):
+    for of_rank in seen:
+        for nats, likeliest in of_rank['scored']:
+            assert nats <= 2e-5 and likeliest == 0  # sums over up to 11 tokens, 50 nats
 
 
 def test_with_dropout_what_all_ranks_hold_stays_the_same(seen, world_size):
@@ -424,6 +487,20 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     assert not all(torch.equal(after[name], later[name]) for name in before)
 
 
+def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
+    keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
+    keys += ['--dtype=float16', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
+    job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'overflow', 'rank': 1, 'step': 4})
+    assert job.wait() == [0, 0], job.text()
+    paths = [f'{tmp_path}/run/checkpoints/step_0000000{step}' for step in (3, 4, 5)]
+    before, after, later = (checkpoint.load_weights(path)[0] for path in paths)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(later[name].isfinite().all() for name in before)
+    assert not all(torch.equal(after[name], later[name]) for name in before)
+    scales = [checkpoint.read_state(path)['scaler']['scale'] for path in paths]
+    assert scales[1] == scales[2] == scales[0] / 2
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -445,14 +522,12 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
         (dict(tensor_parallel=128, n_head=128, n_kv_head=128, mlp_hidden_dim=128, block_size=128, vocab_size=64),
          'the padded vocabulary of vocab_size=64, =64'),
         (dict(optimizer='muon'), 'whole matrices: use adamw'),
-        (dict(dtype='float16'), 'use --dtype=bfloat16'),
-        (dict(eval_tasks=('piqa.jsonl',)), 'python evaluate.py --out_dir=out'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     keys = ModelConfig(**{**LLAMA, **{key: value for key, value in changes.items() if key in SIZES or 'n_' in key}})
-    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'dtype': 'float32', 'eval_tasks': ()}
-    config |= {'out_dir': 'out', **keys.to_dict(), **changes}
+    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw'}
+    config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
         setup.check_tensor_parallel(types.SimpleNamespace(**config), keys)
 

@@ -59,10 +59,10 @@ def batches_of(rows, batch_size):
     return batches
 
 
-def tensors_of(rows, device):
-    """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch. tree: None where no row has branches,
-    else (positions (B, T), which token may see which (B, 1, T, T))."""
-    T = max(len(row.tokens) for row in rows)
+def tensors_of(rows, device, multiple=1):
+    """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch; T is a multiple of this. tree: None
+    where no row has branches, else (positions (B, T), which token may see which (B, 1, T, T))."""
+    T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
         return torch.tensor([[*values, *[value] * (T - len(values))] for values in lists], device=device)
@@ -78,15 +78,17 @@ def tensors_of(rows, device):
 
 
 @torch.no_grad()
-def log_likelihoods(model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None):
+def log_likelihoods(
+    model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None, tensor_parallel=1
+):
     """[[(nats, whether all targets are the likeliest tokens), ...] of each item], on every rank. Collective.
 
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
     tokens of a row. batch_size: requests per rank and forward pass. shares: the model takes trees, see rows_of().
-    bar: its title, to draw one. beat: called before each forward pass. Batches do not depend on the number of ranks, so
-    neither do the numbers.
+    bar: its title, to draw one. beat: called before each forward pass. tensor_parallel: so many ranks in a row compute
+    each batch together. Batches do not depend on the number of ranks, so neither do the numbers.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank() // tensor_parallel, dist.get_world_size() // tensor_parallel
     flat, rows = [request for of_item in requests for request in of_item], []
     first_number = 0
     for of_item in requests:
@@ -94,11 +96,13 @@ def log_likelihoods(model, requests, longest, batch_size, device, shares=True, b
         first_number += len(of_item)
     batches = batches_of(rows, batch_size)
     totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
-    for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if bar and rank == 0 else True):
+    has_bar = bar and dist.get_rank() == 0
+    for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if has_bar else True):
         beat()
         mine = first + rank
         # Every rank makes equally many forward passes, for sharded models gather weights in them.
-        tokens, tree, places, targets, numbers = tensors_of(batches[min(mine, len(batches) - 1)], device)
+        batch = batches[min(mine, len(batches) - 1)]
+        tokens, tree, places, targets, numbers = tensors_of(batch, device, tensor_parallel)
 
         def score(hidden, weight, places=places, targets=targets):
             return score_tokens(hidden.flatten(0, 1)[places], weight, targets)
@@ -109,6 +113,7 @@ def log_likelihoods(model, requests, longest, batch_size, device, shares=True, b
             totals[1].index_add_(0, numbers, is_likeliest.double())
     processes.reshard(model)  # free what forward left gathered, for no backward pass will
     dist.all_reduce(totals)
+    totals /= tensor_parallel  # so many ranks have counted each request
     found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
     return [[next(found) for _ in of_item] for of_item in requests]
 
