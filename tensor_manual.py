@@ -144,7 +144,7 @@ class Split:
 
     def share_overflow(self, scaler, optimizer):
         """fp16, after unscale_(): what overflows in one rank's part does so on all, and they skip the step together."""
-        if scaler.is_enabled() and self.ranks.size > 1:
+        if self.ranks.size > 1:
             for found_inf in scaler._found_inf_per_device(optimizer).values():
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=_resolve_process_group(self.ranks.group))
 
