@@ -113,7 +113,7 @@ class Config:
     # pipeline
     pipeline_stages: int | None = None  # ranks that hold the model between them; None = all ranks; the rest is copies
     pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, as many times the messages
-    tensor_parallel = 1  # ranks of a stage that hold each matrix together, and work on the same tokens; 1 = off
+    tensor_parallel = 1  # ranks that hold each matrix together, and work on the same tokens: for wide models; 1 = off
 
 
 # ----------------------------------------------------------------------------------------------------------------------
