@@ -6,14 +6,17 @@ compare.py --plan beside what was measured: published runs of others, and runs o
     python benchmarks/planner.py --show --out=out/planner            # all that was measured, beside its prediction
 
 --measure: two hosts as in benchmarks/slow_link.py, with --ranks/2 ranks each. First the step of one process, in as many
-processes at once as there will be ranks; then for each link in Mbit/s (none: unshaped) the link itself and a run of
-every layout. The planner gets the step, the link and the number of cores, and no step of several ranks.
+processes at once as there will be ranks; then for each link in Mbit/s (none: unshaped) the link itself and --turns runs
+of every layout, of which the median counts. The planner gets the step, the link and the number of cores, and no step of
+several ranks. Called again it goes on where it was ended.
 """
 
 import argparse
+import itertools
 import json
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +27,6 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 from comparison import layouts, results, step_time, verdict
-from configurator import read_knobs
 from runtime import estimate
 
 # --- PUBLISHED RUNS ---------------------------------------------------------------------------------------------------
@@ -147,16 +149,16 @@ def cases(ranks):
         'fsdp': ('fsdp', 'train_fsdp.py', {'batch_size': mine}),
         'fsdp manual': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': mine}),
         'cp2': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 2 * mine, 'context_parallel': 2}),
+        'tp2': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 2 * mine, 'tensor_parallel': 2}),
         'pp2': ('pipeline', 'train_pipeline.py', {'batch_size': 1, 'pipeline_stages': 2}),
     }
     if ranks == 4:
         found |= {
             'hsdp': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': mine, 'replicate_size': 2}),
             'cp4': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 8, 'context_parallel': 4}),
+            'tp4': ('fsdp', 'train_fsdp.py', {**MANUAL, 'batch_size': 8, 'tensor_parallel': 4}),
             'pp4': ('pipeline', 'train_pipeline.py', {'batch_size': 1, 'pipeline_stages': 4}),
         }
-    if 'tensor_parallel' in read_knobs(REPO / 'train_fsdp.py'):
-        found['tp2'] = ('fsdp', 'train_fsdp.py', {'batch_size': 2 * mine, 'tensor_parallel': 2})
     return found
 
 
@@ -199,8 +201,8 @@ def measure_alone(ranks, out):
         assert not any([run.wait() for run in runs]), f'a run of one process failed: {name}'
 
 
-def measure(ranks, mbit, out, names):
-    """out/RANKS-MBIT.json: seconds of a step of each layout over one link, and the rows of links.py."""
+def measure(ranks, mbit, out, names, turns):
+    """out/RANKS-MBIT.json: {layout: [seconds of a step in each run]} over one link, and the rows of links.py."""
     from slow_link import INTERFACE, SlowLink
 
     path = out / f'{ranks}-{mbit}.json'
@@ -217,15 +219,15 @@ def measure(ranks, mbit, out, names):
             )
             found['links'] = json.loads((out / 'links.json').read_text())
             path.write_text(json.dumps(found))
-        for name, (_, script, keys) in cases(ranks).items():
-            if name in found or (names and name not in names):
+        for turn, (name, (_, script, keys)) in itertools.product(range(turns), cases(ranks).items()):
+            if len(found.get(name, [])) > turn or (names and name not in names):
                 continue
             keys = keys | {'max_iters': 8} if mbit and mbit <= 100 else keys  # each step takes seconds
             out_dir = out / f'{ranks}-{mbit}-{name.replace(" ", "-")}'
             shutil.rmtree(out_dir, ignore_errors=True)  # of a call that was cut off
             link.run(script, *arguments_of(keys, out_dir), nproc=ranks // 2, timeout=170)
-            found[name] = seconds_of_step(out_dir)
-            print(f'{ranks} ranks, {mbit} Mbit/s, {name}: {found[name]:.3f} s', flush=True)
+            found.setdefault(name, []).append(seconds_of_step(out_dir))
+            print(f'{ranks} ranks, {mbit} Mbit/s, {name}: {found[name][-1]:.3f} s', flush=True)
             path.write_text(json.dumps(found))
 
 
@@ -239,18 +241,20 @@ def show_measured(out):
             cluster, [out / name for name in alone(ranks) if (out / name / 'DONE').exists()]
         )
         cluster = step_time.with_measured_links(cluster, measured.pop('links'))
-        predicted = {}
+        measured = {name: statistics.median(runs) for name, runs in measured.items()}
+        planned = []
         for name, seconds in measured.items():
             strategy, script, keys = cases(ranks)[name]
             config = layouts.keys_of(script, {**MODEL, **keys}, on_cpu=True)
             found = step_time.step(config, strategy, cluster)
-            predicted[name] = found['step']
+            row = {'case': name, 'strategy': strategy, 'keys': config, 'step': found['step']}
+            planned.append({**row, 'name': layouts.name_of(row)})
             errors.append(found['step'] / seconds - 1)
             parts = {part: f'{found[part] * 1000:,.0f}' for part in ('compute', 'exposed', 'bubble', 'update')}
             rows.append({'ranks': str(ranks), 'Mbit/s': mbit, 'layout': name, 'measured ms': f'{seconds * 1000:,.0f}',
                          'predicted ms': f'{found["step"] * 1000:,.0f}', 'error': f'{errors[-1]:+.0%}',
                          **parts})  # fmt: skip
-        first = min(predicted, key=predicted.get)
+        first = layouts.in_order(planned)[0]['case']
         choices.append(
             f'{ranks} ranks, {mbit} Mbit/s: first choice {first}, '
             f'{measured[first] / min(measured.values()) - 1:+.0%} from the best'
@@ -267,15 +271,17 @@ def main():
     parser.add_argument('--ranks', type=int, default=2, choices=(2, 4))
     parser.add_argument('--links', default='none,1000,100', help='Mbit/s (default: %(default)s)')
     parser.add_argument('--layouts', default='', help='of cases(), with commas; empty: all')
+    parser.add_argument('--turns', type=int, default=3, help='runs of each layout, one after the other')
     parser.add_argument('--out', default='out/planner', type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all `with` blocks
     out = arguments.out.resolve()
     if arguments.measure:
         out.mkdir(parents=True, exist_ok=True)
         measure_alone(arguments.ranks, out)
         for mbit in filter(None, arguments.links.split(',')):
             names = [name for name in arguments.layouts.split(',') if name]
-            measure(arguments.ranks, None if mbit == 'none' else float(mbit), out, names)
+            measure(arguments.ranks, None if mbit == 'none' else float(mbit), out, names, arguments.turns)
     elif arguments.show:
         show_measured(out)
     else:

@@ -71,11 +71,8 @@ def candidates(keys, cluster):
 
 def rank(keys, cluster, most=12):
     """
-    Rows of the layouts that fit, the fastest first; of each kind of layout the best batch_size, checkpointing and
+    Rows of the layouts that fit, in_order(); of each kind of layout the best batch_size, checkpointing and
     accumulation. keys: of train scripts. Raises ValueError if nothing fits, with what comes nearest.
-
-    Among those within TIE of the fastest, the one with the fewest dimensions comes first: no prediction is better than
-    that, and less can go wrong. DiLoCo, whose losses differ, is never it.
     """
     if not keys.get('global_batch_size'):
         raise ValueError('global_batch_size is not known: give it, as in --global_batch_size=512')
@@ -112,7 +109,16 @@ def rank(keys, cluster, most=12):
             f'nothing fits {cluster.gb:g} GB with {RESERVED_GB} GB of reserve: {nearest}; use more --gpus, a shorter '
             '--block_size or a smaller model'
         )
-    rows = list(rows.values())
+    return in_order(rows.values())
+
+
+def in_order(rows):
+    """
+    Rows with 'step', 'name' and 'strategy', the fastest first. But among those within TIE of the fastest, the one with
+    the fewest dimensions comes first: no prediction is better than that, and less can go wrong. DiLoCo, whose losses
+    differ, is never it.
+    """
+    rows = sorted(rows, key=lambda row: row['step'])
     close = [row for row in rows if row['step'] <= (1 + TIE) * rows[0]['step'] and row['strategy'] != 'diloco']
     if close:
         simplest = min(close, key=lambda row: len(row['name'].split()))

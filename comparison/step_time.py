@@ -169,6 +169,12 @@ def ring(cluster, ranks, stride):
     return Ring(bandwidth, gather, latency)
 
 
+def slices_per_s(cluster, ranks, stride):
+    """Bytes/s of slices that go straight to their rank, as ours on gloo: by network to those on other nodes."""
+    near = min(ranks, max(1, cluster.node_gpus // stride))
+    return cluster.between.gather * (ranks - 1) / (ranks - near) if ranks > near else cluster.within.gather
+
+
 # --- ONE GPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +249,7 @@ def step(config, strategy, cluster):
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
     of_blocks = layers * (forward + backward)
-    waits = layers * (waits_f + waits_b)  # of a micro-step
+    waits, waits_ends = layers * (waits_f + waits_b), waits_at_ends(mine, cluster, tensor)  # of a micro-step
 
     # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
     sent = estimate.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
@@ -251,24 +257,25 @@ def step(config, strategy, cluster):
         sharing = ring(cluster, ranks, tensor)
         buckets = 1 if ranks > 1 else 0
         if strategy == 'ddp' and sent['all-reduce']:
-            buckets = math.ceil(estimate.FP32 * model.parameter_counts()['total'] / DDP_BUCKET)
+            buckets = math.ceil(estimate.FP32 * estimate.counts_of(model)['total'] / DDP_BUCKET)
         else:  # after the last backward, a block at a time
             buckets *= layers + 1
         wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
         if strategy == 'ddp':  # the last bucket is full when backward is over
             last = wire / max(1, buckets)
-            exposed = last + beside(wire - last, layers * backward, sent['all-reduce'], cluster)
+            size = sent['all-reduce'] * (wire - last) / wire if wire else 0.0
+            exposed = last + beside(wire - last, layers * backward, size, cluster)
         else:
             exposed = wire
-        held = model.parameter_counts()['total']
+        held = estimate.counts_of(model)['total']
     else:
         exposed = waits_of_fsdp(mine, model, sent, strategy, cluster, ranks, tensor, m, (forward, backward))
         shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
-        held = estimate.count(model.parameters(), shard)
+        held = held_by_rank(model, shard)
 
     # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
-    # the head. Chunks shorten the first part: a stage begins with 1/chunks of its work.
-    stage_times = [of_blocks + waits] * (stages - 1) + [of_blocks + waits + root]
+    # the head, and what both ends wait for. Chunks shorten the first part: a stage begins with 1/chunks of its work.
+    stage_times = [of_blocks + waits] * (stages - 1) + [of_blocks + waits + root + waits_ends]
     slowest = max(stage_times)
     running = sum(stage_times) / chunks + (m - 1 / chunks) * slowest
     alone = running / cluster.crowd
@@ -289,7 +296,7 @@ def step(config, strategy, cluster):
     compute = m * (of_blocks + root / stages)
     update = held * device.update
     bubble = running - m * statistics.mean(stage_times)
-    exposed += m * waits + hops
+    exposed += m * (waits + waits_ends / stages) + hops
     total = compute + bubble + exposed + update
     return {
         'micro_steps': m, 'compute': compute, 'exposed': exposed, 'bubble': bubble, 'update': update, 'step': total
@@ -306,8 +313,17 @@ def model_of(**keys):
     return estimate.empty_model(keys)
 
 
+@cache
+def held_by_rank(model, shard):
+    """Parameters on one of `shard` ranks, with padding. Kept like the model: most layouts ask the same."""
+    return estimate.count(model.parameters(), shard)
+
+
 def beside(wire, compute, sent, cluster):
-    """Seconds that a transfer adds to the computation beside it: what it takes longer, or the host's part in it."""
+    """
+    Seconds that a transfer adds to the computation beside it: what it takes longer, or the host's part in it. sent:
+    bytes of this transfer; the wire's seconds of what is waited for have the host's part in them already.
+    """
     return max(wire - compute, sent * cluster.host * cluster.crowd, 0.0)
 
 
@@ -331,10 +347,8 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
     waits_f = waits_b = 0.0
     if tensor > 1:
         # Two all-gathers before and two reduce-scatters behind the matrices, and in backward these and what is computed
-        # again, each of (t-1)/t of B T C numbers: nothing to do meanwhile.
-        sharing = ring(cluster, tensor, 1)
-        size = estimate.tokens_of_rank(config) * config['n_embd'] * estimate.BYTES[config['dtype']]
-        collective = sharing.latency + (tensor - 1) / tensor * size / sharing.bandwidth
+        # again, each of B T C numbers: nothing to do meanwhile.
+        collective = tensor_collective(config, cluster, tensor, config['n_embd'] * estimate.BYTES[config['dtype']])
         waits_f, waits_b = 4 * collective, (estimate.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
         if config.get('async_tensor_parallel'):  # torchtitan's: in pieces, beside the matmuls
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
@@ -358,6 +372,21 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
     return waits_f, waits_b
 
 
+def tensor_collective(config, cluster, tensor, of_token):
+    """Seconds of a collective of tensor parallelism, of which each rank sends (t-1)/t. of_token: bytes of it all."""
+    sharing, size = ring(cluster, tensor, 1), estimate.tokens_of_rank(config) * of_token
+    per_s = sharing.bandwidth if config['device'].startswith('cuda') else slices_per_s(cluster, tensor, 1)
+    return sharing.latency + (tensor - 1) / tensor * size / per_s
+
+
+def waits_at_ends(config, cluster, tensor):
+    """Seconds of a micro-step's collectives outside of the layers: two each of embedding and head, one of the loss."""
+    if tensor == 1:
+        return 0.0
+    of_ends = tensor_collective(config, cluster, tensor, config['n_embd'] * estimate.BYTES[config['dtype']])
+    return 4 * of_ends + tensor_collective(config, cluster, tensor, 3 * estimate.FP32 * tensor)
+
+
 def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_block):
     """Seconds per optimizer step that FSDP's and DiLoCo's communication is waited for."""
     is_diloco, is_manual = strategy == 'diloco', config['fsdp_impl'] == 'manual'
@@ -374,7 +403,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
     if shard > 1:
         group = ring(cluster, shard, stride)
         units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
-        counts = model.parameter_counts()['total']
+        counts = estimate.counts_of(model)['total']
         root_share = sum(p.numel() for p in estimate.root_parameters(model)) / counts
         hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in of_block)
         # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
@@ -390,21 +419,21 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
         of_backward = inner['all-gather'] / m - of_forward
         wire_f = (units + 1) * group.latency + of_forward / group.gather
         wire_b = (units * group.latency + of_backward / group.gather) if of_backward > 0 else 0.0
-        first = (root_share + (1 - root_share) / units) * wire_f if overlaps else 0.0
+        first = root_share + (1 - root_share) / units if overlaps else 0.0  # share of what is gathered
         # Reductions: in the last micro-step or in each; the root's comes last, and nothing is left to hide it.
         reductions = m if config['accumulate'] == 'sharded' else 1
         gloo_twice = 2 if on_cpu and not is_manual else 1
         of_reduction = inner['reduce-scatter'] / reductions
         per_s = group.bandwidth
-        if is_manual and on_cpu:  # slices go straight to their rank, over the network to all that are on other nodes
-            near = min(shard, max(1, cluster.node_gpus // stride))
-            per_s = cluster.between.gather * (shard - 1) / (shard - near) if shard > near else cluster.within.gather
+        if is_manual and on_cpu:
+            per_s = slices_per_s(cluster, shard, stride)
         wire_r = (units + 1) * gloo_twice * group.latency + of_reduction / per_s
         if replicas > 1 and not is_diloco:
             across = ring(cluster, replicas, stride * shard)
             wire_r += 2 * (units + 1) * across.latency + sent['all-reduce'] / reductions / across.bandwidth
-        last = root_share * wire_r if overlaps else 0.0
-        exposed += m * (first + added(wire_f - first, hidden_f, of_forward))
+        last = root_share if overlaps else 0.0  # share of what is reduced
+        exposed += m * (first * wire_f + added((1 - first) * wire_f, hidden_f, (1 - first) * of_forward))
         exposed += (m - reductions) * added(wire_b, hidden_b, of_backward)
-        exposed += reductions * (last + added(wire_b + wire_r - last, hidden_b, of_backward + of_reduction))
+        of_both = wire_b + (1 - last) * wire_r, hidden_b, of_backward + (1 - last) * of_reduction
+        exposed += reductions * (last * wire_r + added(*of_both))
     return exposed

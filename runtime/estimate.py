@@ -12,7 +12,7 @@ ModelConfig.to_dict() or Pretrained.to_dict(). Sizes are bytes, 1 GB = 1e9 bytes
 
 import itertools
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -71,7 +71,7 @@ def estimate(config, model, world_size, strategy='ddp'):
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda parts: totals(parts)['total on the device'])
     compute = BYTES[config['dtype']]
-    counts = model.parameter_counts()
+    counts = counts_of(model)
     whole, trainable = counts['total'], counts['trainable']
     activations = activation_bytes(config, strategy)
     of_step = sum(size for part, size in activations.items() if not part.startswith('host'))
@@ -198,7 +198,7 @@ def deepspeed_states(config, model, world_size):
     In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
     """
     stage, compute = config['zero_stage'], BYTES[config['dtype']]
-    counts = model.parameter_counts()
+    counts = counts_of(model)
     whole, trainable = counts['total'], counts['trainable']
     small = small_parameters(model) if world_size > 1 else 0  # alone, a slice is the whole
     part = math.ceil(trainable / world_size)
@@ -251,7 +251,7 @@ def moments(config, model, shard_size=1):
     numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(model.parameters(), shard_size)
     if config['optimizer'] == 'muon':
         numbers -= count(hidden_matrices(model), shard_size)
-    counts = model.parameter_counts()
+    counts = counts_of(model)
     return numbers * counts['trainable'] // counts['total']
 
 
@@ -271,6 +271,13 @@ def part_of_rank(config, device='meta'):
     return model
 
 
+@lru_cache(maxsize=64)
+def counts_of(model):
+    """model.parameter_counts(), kept: compare.py --plan asks thousands of times for those of the same few models."""
+    return model.parameter_counts()
+
+
+@lru_cache(maxsize=64)
 def root_parameters(model):
     """The parameters outside of the blocks; a tied head is the embedding and counts once."""
     in_blocks = {parameter for block in model.blocks for parameter in block.parameters()}
@@ -350,7 +357,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         return max(stages, key=lambda sent: sent['sent'])
     on_gloo = not config['device'].startswith('cuda')
     compute, n_layer = BYTES[config['dtype']], len(model.blocks)
-    counts = model.parameter_counts()
+    counts = counts_of(model)
     whole, trainable = counts['total'], counts['trainable']
     sent = dict.fromkeys(('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all'), 0)
     if strategy == 'ddp':
@@ -509,7 +516,7 @@ def report(config, shape, world_size, strategy='ddp'):
     """
     config = {**config, **shape}
     model = empty_model(config)
-    is_fine_tuned, counts = 'transformers' in config, model.parameter_counts()
+    is_fine_tuned, counts = 'transformers' in config, counts_of(model)
     stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
     memory = {} if stages else estimate(config, model, world_size, strategy)
     ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
