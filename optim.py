@@ -634,7 +634,7 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 @torch.no_grad()
 def clip_grad_norm_(parameters, max_norm, *spread):
-    """Scale all gradients in place to a global L2 norm of max_norm, if theirs is more. Returns theirs, 0-d, on the device.
+    """Scale all gradients in place to a global L2 norm of max_norm at most. Returns that before, 0-d, on the device.
     Collective if sharded, or spread: (group of ranks with other parameters each, but for copies, {parameter: how many
     of them hold it}). torch's own sends DTensors through their dispatcher: three times the work."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
