@@ -1,5 +1,5 @@
 """
-What cutting sequences or layers over 2 ranks costs and saves: tokens/s and bytes beside FSDP, and peak memory.
+What cutting sequences, matrices or layers over 2 ranks costs: tokens/s and bytes beside FSDP, and peak memory.
 
     python benchmarks/parallelism.py              # 8 sequences of 1024 tokens a step under each layout, in turns
     python benchmarks/parallelism.py --memory     # 32768 tokens on 2 ranks beside 16384 on one: peak memory
@@ -20,17 +20,19 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 from launch import command_of, environment
 from outputs import column
 
-RUN = '--dataset=synthetic --arch=llama --n_head=4 --n_kv_head=1 --device=cpu --dtype=float32'
+RUN = '--dataset=synthetic --arch=llama --n_head=4 --device=cpu --dtype=float32'
 RUN += ' --eval_iters=0 --keep_checkpoints=0 --log_interval=1'
-SPEED = '--n_layer=4 --n_embd=256 --vocab_size=1024 --block_size=1024 --global_batch_size=8 --max_iters=5'
-# In each a rank has 1024 tokens of a micro-step, or a stage its half of the layers for them.
+SPEED = '--n_layer=4 --n_kv_head=2 --n_embd=256 --vocab_size=1024 --block_size=1024 --global_batch_size=8 --max_iters=5'
+# In each a rank has 1024 tokens of a micro-step, or its half of the matrices or of the layers for them.
 LAYOUTS = {
     'FSDP': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=1'),
     'ring': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2'),
     'gather': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=2 --context_parallel=2 --context_impl=gather'),
+    'tensor': ('train_fsdp.py', '--fsdp_impl=manual --batch_size=1 --tensor_parallel=2'),
     'pipeline': ('train_pipeline.py', '--batch_size=1'),
 }
-MEMORY = '--fsdp_impl=manual --batch_size=1 --global_batch_size=1 --n_layer=2 --n_embd=128 --vocab_size=4096'
+MEMORY = '--fsdp_impl=manual --batch_size=1 --global_batch_size=1'
+MEMORY += ' --n_layer=2 --n_kv_head=1 --n_embd=128 --vocab_size=4096'
 # glibc keeps in its heap what was freed below 32 MB: a tenth of the peak here, more or less. So it has to return it.
 RETURN_FREED = {'MALLOC_MMAP_THRESHOLD_': '65536'}
 
