@@ -1,7 +1,8 @@
-# Does ADANA save compute, and more of it the larger the model? Four sizes, four optimizers, each with its own best
-# learning rate, 20 tokens per parameter, three seeds at the best. Some 5 hours on 2 CPU cores; it goes on where it was
-# stopped. It has not been run to its end yet.
+# Does ADANA save compute, and more of it the larger the model? Five sizes, four optimizers, each with its own best
+# learning rate, 20 tokens per parameter, three seeds at the best. Some 6 hours on 2 CPU cores; it goes on where it was
+# stopped. It has not been run to its end yet: docs/ladder_adana.tar.xz has the runs of the smallest sizes.
 #
+#   mkdir -p out && tar -xf docs/ladder_adana.tar.xz -C out
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
 #   python compare.py config/ladder_adana.py
 #
@@ -13,6 +14,7 @@ sweep = {'learning_rate': [1e-3, 2e-3, 4e-3, 8e-3]}
 recipes = {name: {'optimizer': name} for name in ('adamw', 'adana', 'dana-mk4', 'muon')}
 sizes = {  # label: parameters
     '139k': {'heads': 2, 'n_layer': 2},
+    '189k': {'heads': 2, 'n_layer': 3},
     '283k': {'heads': 3, 'n_layer': 2},
     '393k': {'heads': 3, 'n_layer': 3},
     '672k': {'heads': 4, 'n_layer': 3},
