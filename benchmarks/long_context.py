@@ -2,7 +2,7 @@
 What a longer context is worth: bits per byte by position, and needles found, of small models that are extended.
 
     python benchmarks/long_context.py --out=out/long          # bits per byte; killed, the same command goes on
-    python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models made for that, and stop
+    python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models, and stop: 8 minutes
     python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000   # needles for any model, and stop
     python evaluate.py --out_dir=models/NAME --tasks=tasks/needles/32000_at_0.5.jsonl
 
