@@ -1,17 +1,22 @@
 """
-What a longer context is worth: bits per byte by position, and a needle test, of a small model that is extended.
+What a longer context is worth: bits per byte by position, and needles found, of small models that are extended.
 
-    python benchmarks/long_context.py --out=out/long          # 44 minutes beside a test suite; the same command goes on
-    python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000    # the test alone, for any model
+    python benchmarks/long_context.py --out=out/long          # bits per byte; killed, the same command goes on
+    python benchmarks/long_context.py --seeds 1 2 3           # needles found by small models, and stop: 8 minutes
+    python benchmarks/long_context.py --needles=tasks/needles --lengths 8000 32000   # needles for any model, and stop
     python evaluate.py --out_dir=models/NAME --tasks=tasks/needles/32000_at_0.5.jsonl
 
 The model of config/quickstart.py is trained on 256 tokens, for half as many steps. config/long_context.py extends it
 to 1024 in three ways, each measured at once, and after its 40 steps. Bits per byte are those of the validation text, by
-a token's position.
+a token's position. It answers no questions.
 
-The needle test: lines of the standard library, and among them five like `# The number of kite is 4821.` The question is
-one of the names, at the end; its line stands at some depth, 0 = at the beginning. Of the five numbers the likeliest has
-to be the right one: chance is 0.2. A length is in bytes, 3.2 of which are a token of that model.
+So with --seeds smaller models are trained, on texts in which looking back is all that lowers the loss: pairs of a
+letter and a digit, `k4b7x0k4`, where a letter keeps its digit to the end of its text, and symbols in a random order,
+again and again. They are extended from 64 tokens to 256. A needle is a pair that stands once, at some depth: 0 = at the
+beginning. Its letter is the question, at the end. Of ten digits the likeliest has to be the right one: chance is 0.1.
+
+For any model: lines of the standard library, and among them five like `# The number of kite is 4821.` The question is
+one of the names; of the five numbers the likeliest has to be the right one: chance is 0.2. A length is in bytes.
 """
 
 import argparse
@@ -19,6 +24,8 @@ import json
 import math
 import os
 import random
+import statistics
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -29,11 +36,11 @@ sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 from launch import command_of, environment
 
 SHORT, LONG = 256, 1024  # tokens
-LENGTHS, DEPTHS, ITEMS = [700, 1400, 2800], (0.0, 0.25, 0.5, 0.75, 1.0), 40
-WAYS = {  # name: (its folder, keys of config/long_context.py, fields of ModelConfig)
+DEPTHS, ITEMS = (0.0, 0.25, 0.5, 0.75, 1.0), 40
+WAYS = {  # name: (its folder, keys, fields of ModelConfig)
     'as it is': ('as_it_is', '--yarn=', {}),
     'theta x 8': ('theta', '--yarn= --rope_theta=80000', {'rope_theta': 80000.0}),
-    'YaRN x 4': ('yarn', '', {'yarn': [4, SHORT]}),
+    'YaRN x 4': ('yarn', '--yarn=4', {'yarn': [4, SHORT]}),
 }
 NAMES = 'kite lamp rose bell coin drum fern gate hawk iris jade lion moon nest opal pear quill reed sail tree'.split()
 
@@ -62,28 +69,13 @@ def question(draw, lines, length, depth):
 
 
 def write_needles(folder, lengths):
-    """The tasks {(length, depth): path}."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines, tasks = library_lines(), {}
+    lines = library_lines()
     for length in lengths:
         for depth in DEPTHS:
             draw = random.Random(f'{length} {depth}')
-            tasks[length, depth] = folder / f'{length}_at_{depth}.jsonl'
             rows = [json.dumps(question(draw, lines, length, depth)) for _ in range(ITEMS)]
-            tasks[length, depth].write_text('\n'.join(rows) + '\n')
-    return tasks
-
-
-def accuracies(out_dir, tasks):
-    """{(length, depth): accuracy} of a run, by evaluate.py."""
-    results = out_dir / 'needles.jsonl'
-    results.unlink(missing_ok=True)
-    run(
-        'evaluate.py',
-        f'--out_dir={out_dir} --results={results} --dtype=float32 --tasks={",".join(map(str, tasks.values()))}',
-    )
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return {key: row['acc'] for key, row in zip(tasks, rows, strict=True)}
+            (folder / f'{length}_at_{depth}.jsonl').write_text('\n'.join(rows) + '\n')
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -121,18 +113,124 @@ def table(head, rows):
     print(*(f'| {" | ".join(map(str, line))} |' for line in lines), '', sep='\n', flush=True)
 
 
+# --- a small model that finds needles ---------------------------------------------------------------------------------
+
+TRAINED, EXTENDED = 64, 256  # tokens, which are bytes
+LETTERS, DIGITS = string.ascii_lowercase, string.digits  # a text of pairs has 13 of the 26 letters
+START = '>'  # of each text: somewhere to look while there is nothing to find
+RECIPE = (  # two layers are what looking back for the same letter, and at what came behind it, takes
+    f'--arch=llama --n_layer=2 --n_head=2 --head_dim=64 --n_embd=64 --block_size={TRAINED} --batch_size=16 '
+    '--optimizer=muon --max_iters=2000 --learning_rate=1e-2 --lr_schedule=wsd --min_lr=0 --weight_decay=0'
+)
+EXTENSION = f'--optimizer=muon --block_size={EXTENDED} --batch_size=4 --min_lr=0 --weight_decay=0'
+STEPS = {  # a run of one step at this rate changes no weight: what a rotation is worth at once
+    0: '--max_iters=1 --learning_rate=1e-30',
+    40: '--max_iters=40 --learning_rate=1e-3 --warmup_iters=4',
+}
+
+
+def pairs(draw, letters, count):
+    """`count` pairs of a letter and its digit. Some letters are rare, so that their last place may be far back."""
+    digits = draw.choices(DIGITS, k=len(letters))
+    weights = [draw.random() for _ in letters]
+    return draw.choices([letter + digit for letter, digit in zip(letters, digits, strict=True)], weights, k=count)
+
+
+def pairs_or_copies(draw, length):
+    """START and `length` symbols: pairs, or 8 to 36 different symbols again and again, which are learned sooner."""
+    if draw.random() < 0.5:
+        return START + ''.join(pairs(draw, draw.sample(LETTERS, 13), length // 2))
+    symbols = ''.join(draw.sample(LETTERS + DIGITS, draw.randint(8, 36)))
+    return START + (symbols * length)[:length]
+
+
+def prepare_pairs(folder, tokens, documents):
+    """A dataset with one document in each window of so many tokens, START and the token that ends it among them."""
+    draw, texts = random.Random(tokens), folder / f'pairs{tokens}.jsonl'
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = (json.dumps({'text': pairs_or_copies(draw, tokens - 2)}) for _ in range(documents))
+    texts.write_text('\n'.join(rows) + '\n')
+    run('prepare_data.py', f'--dataset={texts} --tokenizer=bytes --name=pairs{tokens} --data_dir={folder}')
+
+
+def write_pair_needles(folder, items=200):
+    """The tasks {(length, depth): path} of pairs, of which the one that is asked for stands once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = {}
+    for length in (TRAINED, 2 * TRAINED, EXTENDED):
+        for depth in (0.0, 0.25, 0.5, 0.75):
+            draw, rows = random.Random(f'{length} {depth}'), []
+            for _ in range(items):
+                (letter, *others), digit = draw.sample(LETTERS, 13), draw.choice(DIGITS)
+                text = pairs(draw, others, length // 2 - 3)
+                text.insert(round(depth * len(text)), letter + digit)
+                choices = {'choices': [*DIGITS], 'gold': int(digit), 'delimiter': ''}
+                rows.append(json.dumps({'context': START + ''.join(text) + letter, **choices}))
+            tasks[length, depth] = folder / f'{length}_at_{depth}.jsonl'
+            tasks[length, depth].write_text('\n'.join(rows) + '\n')
+    return tasks
+
+
+def found_by(out_dir, tasks):
+    """{(length, depth): share of right answers} of a run, by evaluate.py."""
+    results = out_dir / 'needles.jsonl'
+    results.unlink(missing_ok=True)
+    files = ','.join(map(str, tasks.values()))
+    run('evaluate.py', f'--out_dir={out_dir} --results={results} --device=cpu --dtype=float32 --tasks={files}')
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    return {key: row['acc'] for key, row in zip(tasks, rows, strict=True)}
+
+
+def mean_and_error(numbers):
+    """Of one number of each seed, as text."""
+    error = f' ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.2f}' if len(numbers) > 1 else ''
+    return f'{statistics.mean(numbers):.2f}{error}'
+
+
+def compare_on_needles(out, seeds):
+    """Print the share of needles found: the mean over seeds, and its standard error."""
+    prepare_pairs(out / 'data', TRAINED, 34_000)
+    prepare_pairs(out / 'data', EXTENDED, 2000)
+    tasks = write_pair_needles(out / 'needles')
+    quiet = '--eval_interval=0 --eval_iters=4 --log_interval=200 --checkpoint_interval=0 --keep_checkpoints=1'
+    common = f'--data_dir={out}/data --device=cpu --dtype=float32 {quiet}'
+    found = {(way, steps): [] for steps in STEPS for way in WAYS}
+    for seed in seeds:
+        short = out / f'short_{seed}'
+        run('train_ddp.py', f'--dataset=pairs{TRAINED} {RECIPE} {common} --seed={seed} --out_dir={short}')
+        for way, steps in found:
+            name, keys, _ = WAYS[way]
+            run(
+                'train_ddp.py',
+                f'--dataset=pairs{EXTENDED} {EXTENSION} {STEPS[steps]} {common} --seed={seed} --init_from={short} '
+                f'--out_dir={out}/{name}_{steps}_{seed} {keys}',
+            )
+            found[way, steps].append(found_by(out / f'{name}_{steps}_{seed}', tasks))
+    lengths, depths = (list(dict.fromkeys(numbers)) for numbers in zip(*tasks, strict=True))
+    by_length, by_depth = [], []
+    for key, of_seeds in found.items():
+        means = ([statistics.mean(one[length, d] for d in depths) for one in of_seeds] for length in lengths)
+        by_length.append([*key, *map(mean_and_error, means)])
+        by_depth.append([*key, *(mean_and_error([one[EXTENDED, depth] for one in of_seeds]) for depth in depths)])
+    table(['rotation', f'steps at {EXTENDED}', *(f'{length} tokens' for length in lengths)], by_length)
+    table(['rotation', f'steps at {EXTENDED}', *(f'{EXTENDED}, depth {depth}' for depth in depths)], by_depth)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, default=Path('out/long'), help='folder of data, runs and tasks')
-    parser.add_argument('--needles', type=Path, help='write the needle test into this folder, and stop')
-    parser.add_argument('--lengths', type=int, nargs='+', default=LENGTHS, help='its lengths in bytes')
+    parser.add_argument('--needles', type=Path, help='write needles for any model into this folder, and stop')
+    parser.add_argument('--lengths', type=int, nargs='+', default=[8000, 32000], help='their lengths in bytes')
+    parser.add_argument('--seeds', type=int, nargs='+', help='needles found by small models of these seeds, and stop')
     arguments = parser.parse_args()
     if arguments.needles:
         write_needles(arguments.needles, arguments.lengths)
         return
 
     out = arguments.out.resolve()
-    tasks = write_needles(out / 'needles', arguments.lengths)
+    if arguments.seeds:
+        compare_on_needles(out / 'pairs', arguments.seeds)
+        return
     on_cpu = f'--data_dir={out}/data --device=cpu --dtype=float32'
     if not (out / 'data/stdlib-bpe2048/meta.json').exists():
         run('prepare_data.py', f'--data_dir={out}/data')
@@ -149,14 +247,6 @@ def main():
         for steps, bits in ((0, at_once), (40, bits_by_position(out / name, out / 'data'))):
             rows.append([way, steps, *(f'{number:.3f}' for number in bits)])
     table(['rotation', 'steps', *(f'{q * LONG // 4} to {(q + 1) * LONG // 4}' for q in range(4))], rows)
-
-    found = {'short': accuracies(out / 'short', {key: tasks[key] for key in tasks if key[0] == arguments.lengths[0]})}
-    found |= {way: accuracies(out / name, tasks) for way, (name, _, _) in WAYS.items()}
-    rows = []
-    for way, of_way in found.items():
-        for length in dict.fromkeys(length for length, _ in of_way):
-            rows.append([way, length, *(f'{of_way[length, depth]:.2f}' for depth in DEPTHS)])
-    table(['model', 'bytes', *(f'depth {depth}' for depth in DEPTHS)], rows)
 
 
 if __name__ == '__main__':
