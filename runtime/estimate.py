@@ -405,8 +405,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * of_layer
         if config.get('tensor_parallel', 1) > 1:
-            activations, of_gradients = sent_by_tensor_parallel(config, model, model.parameters(), micro_steps, ranks)
-            sent['activations'] = activations
+            sent['activations'], of_gradients = sent_by_tensor(config, model, model.parameters(), micro_steps, ranks)
             sent['all-reduce'] += of_gradients
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
@@ -433,24 +432,21 @@ def stage_traffic(config, model, world_size, stage):
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     of_stage = scaling.ranks_of_stage(config, world_size)
     copies, micro_steps = scaling.ranks_for_batches(config, of_stage), scaling.micro_steps(config, of_stage)
-    in_blocks, at_ends = parameters_of_stage(config, model, stage)
+    mine = sum(parameters_of_stage(config, model, stage), [])
     messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
     tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
     sent = {
         'point-to-point': messages * message_bytes(config) + FP32 * tied * count(model.embed.parameters()),
-        'all-reduce': 2 * (copies - 1) * FP32 * count(in_blocks + at_ends) / copies,
+        'all-reduce': 2 * (copies - 1) * FP32 * count(mine) / copies,
     }
     if config.get('tensor_parallel', 1) > 1:
         ends = stage == 0, stage == stages - 1
-        activations, of_gradients = sent_by_tensor_parallel(
-            config, model, in_blocks + at_ends, micro_steps, 1, stages, ends
-        )
-        sent['activations'] = activations
+        sent['activations'], of_gradients = sent_by_tensor(config, model, mine, micro_steps, 1, stages, ends)
         sent['all-reduce'] += of_gradients
     return sent | {'sent': sum(sent.values())}
 
 
-def sent_by_tensor_parallel(config, model, parameters, micro_steps, shard_size, stages=1, ends=(True, True)):
+def sent_by_tensor(config, model, parameters, micro_steps, shard_size, stages=1, ends=(True, True)):
     """
     Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
     parameters: of this rank, each spread over shard_size ranks. ends: whether a stage has the embedding, the head.
