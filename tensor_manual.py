@@ -142,12 +142,6 @@ class Split:
             parts = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
-    def share_overflow(self, scaler, optimizer):
-        """fp16, after unscale_(): what overflows in one rank's part does so on all, and they skip the step together."""
-        if self.ranks.size > 1:
-            for found_inf in scaler._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=_resolve_process_group(self.ranks.group))
-
     def of_norm(self):
         """What optim.clip_grad_norm_() has to know: [(the group, how many of its ranks hold a parameter)]."""
         return [(_resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size))]

@@ -328,8 +328,8 @@ while step < config.max_iters and not must_stop:
     # gradients: undo the loss scale, clip their global norm
     tensor.sum_partial_gradients()
     scaler.unscale_(opt)
-    if scaler.is_enabled():
-        tensor.share_overflow(scaler, opt)
+    if scaler.is_enabled() and config.tensor_parallel > 1:
+        health.share_overflow(scaler, opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *tensor.of_norm())
     # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1

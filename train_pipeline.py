@@ -142,7 +142,7 @@ on_cuda = device.type == 'cuda'
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
 # A global batch of one micro-step per stage fills the pipeline just once.
 if config.pipeline_stages is None:
-    config.pipeline_stages = max(1, world_size // config.tensor_parallel)
+    config.pipeline_stages = max(1, world_size // max(1, config.tensor_parallel))
 of_stage = scaling.ranks_of_stage(vars(config), world_size)
 copies = scaling.ranks_for_batches(vars(config), of_stage)  # of the pipeline
 config.global_batch_size = config.global_batch_size or config.batch_size * config.pipeline_stages * copies
@@ -319,9 +319,8 @@ while step < config.max_iters and not must_stop:
     tensor.sum_partial_gradients()
     model.sum_gradients()
     scaler.unscale_(opt)
-    if scaler.is_enabled():  # what overflows on one stage does so on all: they skip the step together
-        for found_inf in scaler._found_inf_per_device(opt).values():
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+    if scaler.is_enabled():
+        health.share_overflow(scaler, opt)
     grad_norm = optim.clip_grad_norm_(
         raw_model.parameters(), config.grad_clip or math.inf, *model.of_norm(), *tensor.of_norm()
     )

@@ -1,6 +1,6 @@
 # Does ADANA save compute, and more of it the larger the model? Five sizes, four optimizers, each with its own best
 # learning rate, 20 tokens per parameter, three seeds at the best. Some 6 hours on 2 CPU cores; it goes on where it was
-# stopped. It has not been run to its end yet: docs/ladder_adana.tar.xz has the runs of the smallest sizes.
+# stopped. It has not been run to its end yet: docs/ladder_adana.tar.xz has the first 16 runs.
 #
 #   mkdir -p out && tar -xf docs/ladder_adana.tar.xz -C out
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes

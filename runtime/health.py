@@ -148,6 +148,12 @@ class Numbers:
         )
 
 
+def share_overflow(scaler, optimizer):
+    """fp16, after unscale_(): what overflows on one rank, in its part of the model, makes all of them skip the step."""
+    for found_inf in scaler._found_inf_per_device(optimizer).values():
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+
+
 def refuse_different_weights(named_parameters, step, last_good):
     """Compare checksums of what all ranks should hold alike, as under DistributedDataParallel. Collective.
 

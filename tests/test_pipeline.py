@@ -593,6 +593,8 @@ def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
     out_dir = tmp_path / 'run'
     for more, says in (
         (['--n_layer=3'], 'error: n_layer=3 is not a multiple of 2'),
+        (['--tensor_parallel=0'], 'error: tensor_parallel=0'),
+        (['--tensor_parallel=2', '--n_head=5'], 'error: tensor_parallel=2 does not divide n_head=5'),
         (['--init_from=Qwen/Qwen3-0.6B'], 'error: init_from=Qwen/Qwen3-0.6B: a model of transformers is not cut'),
     ):
         for ended in run_ranks([['train_pipeline.py', *RUN, *more, f'--out_dir={out_dir}']] * 2):
