@@ -1,6 +1,6 @@
 # Does ADANA save compute, and more of it the larger the model? Five sizes, four optimizers, each with its own best
 # learning rate, 20 tokens per parameter, three seeds at the best. Some 6 hours on 2 CPU cores; it goes on where it was
-# stopped. It has not been run to its end yet: docs/ladder_adana.tar.xz has the first 16 runs.
+# stopped. docs/ladder_adana.tar.xz has the runs that are finished.
 #
 #   mkdir -p out && tar -xf docs/ladder_adana.tar.xz -C out
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
@@ -10,11 +10,12 @@
 
 strategies = ['single']  # a run is one process
 at_once = 2
-sweep = {'learning_rate': [1e-3, 2e-3, 4e-3, 8e-3]}
+sweep = {'learning_rate': [2e-3, 4e-3, 8e-3]}
 recipes = {name: {'optimizer': name} for name in ('adamw', 'adana', 'dana-mk4', 'muon')}
 sizes = {  # label: parameters
     '139k': {'heads': 2, 'n_layer': 2},
     '189k': {'heads': 2, 'n_layer': 3},
+    '238k': {'heads': 2, 'n_layer': 4},
     '283k': {'heads': 3, 'n_layer': 2},
     '393k': {'heads': 3, 'n_layer': 3},
     '672k': {'heads': 4, 'n_layer': 3},
@@ -32,5 +33,6 @@ grad_clip = 0.5
 lr_schedule = 'cos_inf'
 dataset = 'stdlib-bytes'
 dtype = 'float32'
+compile = True
 log_interval = 100
 eval_iters = 200  # the same 3,200 windows for all
