@@ -1,5 +1,6 @@
 """report.html of a sweep that ran, as a browser shows it: on a desk, on a phone, in the dark, and on paper."""
 
+import html
 import re
 import subprocess
 import sys
@@ -101,6 +102,26 @@ def test_a_command_of_the_report_repeats_the_run_to_the_bit(page, tmp_path):
     losses = [re.findall(r'"loss": ([\d.]+)', (out / 'metrics.jsonl').read_text())
               for out in (page.parent / 'runs/plain-lr0.01/seed1', tmp_path)]  # fmt: skip
     assert len(losses[0]) == 12 and losses[0] == losses[1]
+
+
+def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
+    docs, out = REPO / 'docs', tmp_path / 'ladder_adana'
+    subprocess.run(['tar', '-xf', docs / 'ladder_adana.tar.xz', '-C', tmp_path], check=True)
+    command = [sys.executable, str(REPO / 'compare.py'), str(REPO / 'config/ladder_adana.py'), '--analyze']
+    subprocess.run([*command, f'--out_dir={out}'], env=environment(), check=True, capture_output=True)
+    lines = [line.removeprefix('- ') for line in (out / 'table.md').read_text().splitlines() if line.startswith('- ')]
+    page, chapter = (docs / 'ladder_adana.html').read_text(), (docs / 'optimizers.md').read_text()
+    saved = [found for line in lines if (found := re.search(r'(?:needs|and) (\S+x) (\[.*?\])', line))]
+    assert len(saved) == 18 and all(f'{found[1]} {found[2]}' in chapter for found in saved)
+    assert all(line in html.unescape(re.sub('<[^>]*>', '', page)) for line in lines)
+
+
+def test_a_browser_finds_no_error_in_the_ladder_of_docs(browser, tmp_path):
+    for width in (1000, 390):  # its pictures in docs are taken by `python tests/browser.py` at these widths
+        browser.open(REPO / 'docs/ladder_adana.html', width)
+        assert browser.errors == [] and browser.run('document.title') == 'Ladder: ladder_adana'
+        browser.picture(tmp_path / 'ladder.png')
+        assert (tmp_path / 'ladder.png').stat().st_size > 10_000
 
 
 def test_commands_of_several_ranks_and_of_odd_keys_can_be_typed():
