@@ -88,7 +88,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from comparison import coordinates, jobs, planning, plots, report, results, sweep, verdict
+from comparison import coordinates, jobs, plots, report, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from runtime import errors, processes
 from runtime.files import ROOT
@@ -186,7 +186,7 @@ def run_one(folder, entry, repeat, launcher, watch=lambda: None, at_once=1):
 
 def run_all(folder, plan, config):
     """Run what is not finished yet; whether all of it ended well."""
-    queue = planning.queue_of(plan['runs'], config)
+    queue = run_matrix.queue_of(plan['runs'], config)
     ended = [results.read_run(folder_of(folder, entry, repeat), entry['world_size']) for repeat, entry in queue]
     todo = [one for one, run in zip(queue, ended, strict=True) if not run or run.failure]
     if len(todo) < len(queue):
@@ -355,7 +355,7 @@ def measure_links(config, train_keys):
     """--bench_links: start benchmarks/links.py on the most ranks of nproc; its exit code."""
     if 'RANK' in os.environ:
         raise ValueError('bench_links starts the ranks itself: under torchrun start benchmarks/links.py')
-    planning.check(config)
+    run_matrix.check(config)
     ranks = max(config.nproc)
     if ranks < 2:
         raise ValueError(f'bench_links: {ranks} rank has no link to another: expected --nproc=2 or more')
@@ -371,7 +371,7 @@ def write_runs(folder, plan, config):
     """--write_only: runs.sh, one line per run; a line says by itself what is finished, as compare.py sees it."""
     lines = ['# The runs of a comparison, one a line; then: python compare.py --analyze --out_dir=...', 'set -u']
     lines += ["# OMP_NUM_THREADS: this machine's cores over the ranks; on another one set what that has"]
-    queue = planning.queue_of(plan['runs'], config)
+    queue = run_matrix.queue_of(plan['runs'], config)
     for repeat, entry in queue:
         threads = environment(entry['world_size'])['OMP_NUM_THREADS']
         command = shlex.join(command_of_run(folder, entry, repeat, config.launcher))
@@ -429,7 +429,7 @@ def main(config, train_keys, explicit):
         if code or not config.plan:
             return code
     if config.plan:
-        from comparison import layouts  # here, since it imports torch
+        from planning import layouts  # here, since it imports torch
 
         print(layouts.report(config, train_keys, explicit))
         return 0
@@ -445,14 +445,14 @@ def main(config, train_keys, explicit):
         if not (folder / 'plan.json').exists():
             raise ValueError(f'{folder} holds no comparison (no plan.json): expected the --out_dir of one')
         plan = results.read_json(folder / 'plan.json')
-        plan['baseline'] = planning.choose_baseline(
+        plan['baseline'] = run_matrix.choose_baseline(
             config, [entry['label'] for entry in plan['runs']], plan['baseline']
         )
         analyse(folder, plan, config.gpu_gb)
         return 0
     if config.slurm:
         raise ValueError('slurm: a comparison measures its runs in turns on one machine: start it in a job of your own')
-    plan, notes = planning.expand(config, train_keys, explicit)
+    plan, notes = run_matrix.expand(config, train_keys, explicit)
     results.keep_plan(folder, plan)
     if plan['runs'][0]['overrides'].get('dataset') == 'synthetic' and not ('dataset' in train_keys or config.bench):
         notes.append('random tokens: there is no data/stdlib-bpe2048, which `python prepare_data.py` makes')

@@ -5,7 +5,7 @@ What a run reads, in which order: one dataset or a mixture of several, and batch
     train_data.plan(max_iters, global_batch_size)
     for x, y in batches(train_data, seed, first_sample, global_batch_size, batch_size, rank, world_size, device): ...
 
-Sample i of a run is one window of one dataset (text/windows.py), a pure function of (seed, i, shares) whatever the
+Sample i of a run is one window of one dataset (dataset/windows.py), a pure function of (seed, i, shares) whatever the
 number of ranks:
 
     sample i  ->  source, by a table of the shares, and its how-manieth sample n this is  ->  window, by a shuffle of n
@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from text.shuffle import sample_windows
+from dataset.shuffle import sample_windows
+from dataset.windows import open_dataset
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
-from text.windows import open_dataset
 
 LONGEST_TABLE = 10**6  # entries: shares of up to 6 decimals; it takes a second
 BATCHES_AHEAD = 8  # that are made while the model computes

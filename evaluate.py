@@ -56,12 +56,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import data
 import fsdp_manual
+from evaluation import in_run, tasks
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
-from runtime import checkpoint, errors, evaluation, processes, setup
+from runtime import begin, checkpoint, errors, processes
 from runtime.files import sha256_of
-from text import tasks
 from text.tokenizer import tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ if not config.tasks:
 for key, least in (('batch_size', 1), ('limit', 1), ('block_size', 1), ('num_fewshot', 0)):
     if (given := getattr(config, key)) is not None and given < least:
         raise ValueError(f'{key}={given}: expected {least} or more')
-setup.join_ranks(config.timeout_s, device)
+begin.join_ranks(config.timeout_s, device)
 
 
 def append_result(row):
@@ -121,7 +121,7 @@ processes.on_rank_0(append_result, None)  # before the work is done
 
 # --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
-evaluated = evaluation.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
+evaluated = in_run.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):

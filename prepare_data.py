@@ -76,14 +76,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dataset.shards import ShardWriter, read_shard, verify
+from evaluation.known_tasks import make_tasks
 from runtime import errors
 from runtime.files import write_file
-from text import encode, sources
-from text.chat import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
+from text import encoding, sources
+from text.conversations import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
-from text.known_tasks import make_tasks
-from text.shards import ShardWriter, read_shard, verify
 from text.summary import print_summary
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
@@ -130,7 +130,7 @@ config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else c
 if config.num_proc < 1:
     raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
 # Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
-pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encode.start_worker)
+pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encoding.start_worker)
 atexit.register(pool.shutdown)
 pool.submit(os.getpid).result()
 
@@ -140,7 +140,7 @@ def encoded_units(units, rules):
     under_way = collections.deque()
     try:
         for unit in units:
-            under_way.append((unit._replace(pieces=None), pool.submit(encode.encode_unit, unit.pieces, rules)))
+            under_way.append((unit._replace(pieces=None), pool.submit(encoding.encode_unit, unit.pieces, rules)))
             if len(under_way) > max(UNITS_AHEAD, 2 * config.num_proc):
                 unit, future = under_way.popleft()
                 yield unit, future.result()
@@ -294,7 +294,7 @@ if was_there:
 def warm_up_workers():
     """Have all workers load the tokenizer; returns futures of what encodes."""
     arguments = (config.tokenizer, folder, source.chat, config.engine)
-    return [pool.submit(encode.warm_up, *arguments) for _ in range(config.num_proc)]
+    return [pool.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
 
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads
@@ -307,16 +307,16 @@ def hashes_and_sizes(notes):
     for unit in units_of(source):
         for piece in unit.pieces:
             if piece.kind == 'text' and piece.data is None:
-                yield encode.hash_of(piece, None, config.seed), piece.length
+                yield encoding.hash_of(piece, None, config.seed), piece.length
                 continue
             for document in documents_of(piece, config.text_field, notes, conversation_of if source.chat else None):
-                yield encode.hash_of(piece, document, config.seed), len(document)
+                yield encoding.hash_of(piece, document, config.seed), len(document)
 
 
 def choose_val_hashes():
     """(first, end): validation documents are those with a hash from `first` on and below `end`.
 
-    Of a small corpus as encode.choose_by_size() says, else (0, val_fraction * 2^64)."""
+    Of a small corpus as encoding.choose_by_size() says, else (0, val_fraction * 2^64)."""
     end = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     sizes, notes = collections.Counter(), collections.Counter()  # sizes: {hash: bytes}
@@ -330,7 +330,7 @@ def choose_val_hashes():
     if len(sizes) < 2:
         advice = 'use --val_rule=tail for a text file, or --val_fraction=0'
         raise ValueError(f'dataset={config.dataset} is not two different documents, to be split by a hash: {advice}')
-    return encode.choose_by_size(sizes, config.val_fraction)
+    return encoding.choose_by_size(sizes, config.val_fraction)
 
 
 if not is_resumed:
@@ -356,8 +356,8 @@ def bpe_sample():
     left = BPE_SAMPLE_BYTES
     for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
         for document in documents_of(piece, config.text_field, collections.Counter()):  # the workers count the notes
-            if encode.split_of(piece, document, config.seed, val_hashes) == 'train':
-                yield from cut_up(document, encode.STRETCH_BYTES)
+            if encoding.split_of(piece, document, config.seed, val_hashes) == 'train':
+                yield from cut_up(document, encoding.STRETCH_BYTES)
                 left -= len(document)
                 if left <= 0:
                     return
@@ -386,7 +386,7 @@ if not is_resumed:
         shutil.copyfile(Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
-dtype = encode.dtype_for(encoder.vocab_size)
+dtype = encoding.dtype_for(encoder.vocab_size)
 print(f'tokenizer {config.tokenizer}: {encoder.vocab_size:,} tokens, {dtype.name}; validation split: {short_rule}')
 
 # --- SHARDS -----------------------------------------------------------------------------------------------------------
@@ -409,12 +409,12 @@ writers = {}
 for split in ['train', 'val'] if config.val_fraction else ['train']:
     totals = state['splits'].get(split)
     writers[split] = ShardWriter(folder, split, dtype, config.shard_tokens, totals, source.chat)
-seen = encode.Seen(folder / 'seen.partial', state.get('seen', 0)) if config.dedup else None
+seen = encoding.Seen(folder / 'seen.partial', state.get('seen', 0)) if config.dedup else None
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
 options = (config.text_field, source.chat, config.fold_system)
-rules = encode.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine, config.dedup)
+rules = encoding.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine, config.dedup)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
     for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
@@ -454,7 +454,7 @@ for split, writer in writers.items():
     writer.finish()
 seconds = time.perf_counter() - start
 n_documents = sum(writer.totals['documents'] for writer in writers.values())
-rows_kept = notes.pop(encode.CONVERSATIONS, n_documents)
+rows_kept = notes.pop(encoding.CONVERSATIONS, n_documents)
 meta = {
     'format_version': 1,
     'name': config.name,

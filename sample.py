@@ -48,12 +48,12 @@ config, _ = configure(Config)  # before `import torch`, so --help is quick
 import torch
 
 import data
+from evaluation import sampling
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, processes
-from text import sampling
-from text.chat import DATE, fold_system_messages
+from text.conversations import DATE, fold_system_messages
 from text.tokenizer import tokenizer_of_run
 
 errors.report_errors()

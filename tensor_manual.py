@@ -91,7 +91,7 @@ class Split:
         model on the meta device stays there.
 
         Query and key/value heads, mlp_hidden_dim and rows of the embedding divide by ranks.size, and so do tokens of a
-        sequence: runtime/setup.py refuses others. One rank: nothing changes.
+        sequence: runtime/begin.py refuses others. One rank: nothing changes.
         """
         self.model, self.ranks = model, ranks
         if ranks.size == 1:

@@ -159,13 +159,15 @@ import data
 import diloco
 import fsdp_manual
 import optim
-from comparison import diloco_check
+from evaluation import in_run
+from exchange import diloco_check
 from huggingface import finetune, residual
 from model import GPT, pointwise_cross_entropy
+from planning import estimate
 from pool.plan import make_plan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
-from runtime import checkpoint, errors, estimate, evaluation, health, offload, processes, scaling, setup, stopping
+from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
 from runtime.log import Journal, Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
@@ -173,7 +175,7 @@ from text.tokenizer import check_same_tokenizer
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 # A user's mistake is one line on every rank; out of memory comes with advice.
 errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = setup.start_process(config)
+rank, world_size, device, compute_dtype = begin.start_process(config)
 on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ else:
 all_ranks = num_replicas * world_size if config.exchange else world_size
 shard_size = all_ranks // num_replicas  # ranks that hold one replica between them
 pretrained = None
-start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
+start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
@@ -193,8 +195,8 @@ if config.init_from != 'scratch' and not start_from:
 train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = setup.fill_in(config, explicit, all_ranks, train_data, val_data, pretrained)
-tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
+model_config, notes = begin.fill_in(config, explicit, all_ranks, train_data, val_data, pretrained)
+tasks = in_run.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, all_ranks)
@@ -208,8 +210,8 @@ if config.dry_run:
 notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
+begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
+found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
 if not config.exchange:
     notes += diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
 diloco_check.refuse_differences(config, train_data, val_data)
@@ -290,11 +292,11 @@ make_outer = functools.partial(
 outer = make_outer()
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = setup.identity_of(config, model_config, train_data)
+identity = begin.identity_of(config, model_config, train_data)
 step, saved = 0, {}
 if found is not None:
     saved = checkpoint.read_state(found)
-    notes += setup.check_resume(saved, config, identity, optim.learning_rate_at)
+    notes += begin.check_resume(saved, config, identity, optim.learning_rate_at)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
     # And what there is besides: train_ddp.py and train_fsdp.py save no more than that.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))

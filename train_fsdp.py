@@ -137,9 +137,11 @@ import data
 import fsdp_manual
 import optim
 import tensor_manual
+from evaluation import in_run
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
-from runtime import checkpoint, errors, estimate, evaluation, health, offload, processes, scaling, setup, stopping
+from planning import estimate
+from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 from text.tokenizer import check_same_tokenizer
@@ -147,12 +149,12 @@ from text.tokenizer import check_same_tokenizer
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 # A user's mistake is one line on every rank; out of memory comes with advice.
 errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = setup.start_process(config)
+rank, world_size, device, compute_dtype = begin.start_process(config)
 on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
 pretrained = None
-start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
+start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
 if config.init_from != 'scratch' and not start_from:
     pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
     config.vocab_size = pretrained.vocab_size
@@ -160,8 +162,8 @@ if config.init_from != 'scratch' and not start_from:
 train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = setup.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
-tasks = evaluation.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
+model_config, notes = begin.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
+tasks = in_run.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
 # The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.micro_steps(vars(config), world_size)
@@ -174,8 +176,8 @@ if config.dry_run:
 notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
+begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
+found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
@@ -229,10 +231,10 @@ opt = optim.make_optimizer(
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = setup.identity_of(config, model_config, train_data)
+identity = begin.identity_of(config, model_config, train_data)
 step, state = 0, {}
 if found is not None:
-    notes += setup.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
+    notes += begin.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
     state = checkpoint.load(found, raw_model, opt)
     step = state['step']
     scaler.load_state_dict(state['scaler'])

@@ -129,14 +129,15 @@ import pipeline_manual
 import tensor_manual
 from huggingface import finetune
 from model import GPT, pointwise_cross_entropy
-from runtime import checkpoint, errors, estimate, health, offload, processes, scaling, setup, stopping
+from planning import estimate
+from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
 from runtime.log import Log
 from runtime.meter import Meter
 
 # --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
 # A user's mistake is one line on every rank; out of memory comes with advice.
 errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = setup.start_process(config)
+rank, world_size, device, compute_dtype = begin.start_process(config)
 on_cuda = device.type == 'cuda'
 
 # --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
@@ -147,13 +148,13 @@ of_stage = scaling.ranks_of_stage(vars(config), world_size)
 copies = scaling.ranks_for_batches(vars(config), of_stage)  # of the pipeline
 config.global_batch_size = config.global_batch_size or config.batch_size * config.pipeline_stages * copies
 pretrained = None
-start_from = setup.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
+start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
 if config.init_from != 'scratch' and not start_from:
     raise ValueError(f'init_from={config.init_from}: a model of transformers is not cut into stages; use train_fsdp.py')
 train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
 val_data = data.open_mixture(vars(config), 'val')
 # From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = setup.fill_in(config, explicit, of_stage, train_data, val_data, pretrained)
+model_config, notes = begin.fill_in(config, explicit, of_stage, train_data, val_data, pretrained)
 # The global batch is fixed. The number of copies only decides how many micro-steps each runs per optimizer step.
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 accumulation_steps = scaling.micro_steps(vars(config), of_stage)
@@ -167,8 +168,8 @@ if config.dry_run:
 notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
 # --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-setup.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = setup.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
+begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
+found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
@@ -216,10 +217,10 @@ opt = optim.make_optimizer(
 scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = setup.identity_of(config, model_config, train_data)
+identity = begin.identity_of(config, model_config, train_data)
 step, state = 0, {}
 if found is not None:
-    notes += setup.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
+    notes += begin.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
     state = checkpoint.load(found, raw_model, opt)
     step = state['step']
     scaler.load_state_dict(state['scaler'])

@@ -65,7 +65,7 @@ def make_model(folder, kind):
     from text.tokenizer import END_OF_TEXT, train_bpe
 
     Path(folder).mkdir()
-    train_bpe([text.encode() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
+    train_bpe([text.encoding() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
     fast = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
     end = fast.token_to_id(END_OF_TEXT)
     sizes = {**SIZES, 'vocab_size': 2048, 'max_position_embeddings': 256, 'initializer_range': 0.1}
@@ -178,17 +178,17 @@ def compare_rates(lm, model_folder, run, path, rounds, batch_size):
     from lm_eval.api.instance import Instance
 
     import data
+    from evaluation import scoring, tasks
     from huggingface import finetune
     from huggingface.files import load_transformers_tokenizer
     from model import GPT, ModelConfig
-    from runtime import checkpoint, setup
-    from text import scoring, tasks
+    from runtime import begin, checkpoint
     from text.tokenizer import tokenizer_of_run
 
     task = tasks.read_task(path)
     pairs = [pair for item in task.items for pair in item.pairs]
     instances = [Instance('loglikelihood', {}, pair, 0) for pair in pairs]
-    setup.join_ranks(600, torch.device('cpu'))
+    begin.join_ranks(600, torch.device('cpu'))
     if run:
         weights, state = checkpoint.load_weights(checkpoint.choose_to_read(run))
         sizes = ModelConfig(**state['identity']['model'])

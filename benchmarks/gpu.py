@@ -492,8 +492,8 @@ def inner_generate(torch, device, arguments):
     """Milliseconds per token, with and without cuDNN's attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from evaluation import sampling
     from model import GPT, ModelConfig
-    from text import sampling
 
     keys = TINY if device.type == 'cpu' else SIZES['124M']
     config = ModelConfig.from_keys(keys | {'vocab_size': keys.get('vocab_size', 50304)})

@@ -91,10 +91,10 @@ def bits_by_position(out_dir, data_dir, windows=80, **changes):
     """Bits per byte of a run's model in each quarter of LONG validation tokens; changes: of its ModelConfig."""
     import torch
 
+    from dataset.windows import open_dataset
+    from evaluation.scoring import score_tokens
     from model import GPT, ModelConfig
     from runtime import checkpoint
-    from text.scoring import score_tokens
-    from text.windows import open_dataset
 
     weights, state = checkpoint.load_weights(checkpoint.choose_to_read(str(out_dir)))
     model = GPT(ModelConfig(**{**state['identity']['model'], 'block_size': LONG, **changes})).eval()

@@ -26,8 +26,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
-from comparison import layouts, results, step_time, verdict
-from runtime import estimate
+from comparison import results, verdict
+from planning import estimate, layouts, step_time
 
 # --- PUBLISHED RUNS ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
-from comparison import planning
+from comparison import run_matrix
 from comparison.verdict import markdown
 from configurator import Mistake, read_knobs
 from runtime.files import ROOT
@@ -27,7 +27,7 @@ def measure_all(config, train_keys, explicit):
     [{'recipe', 'axis', 'size', 'seed', and of each part the mean |activation|}]. Prints a line for each model.
     Raises ValueError for keys that no run could have.
     """
-    planning.check(config)
+    run_matrix.check(config)
     if not config.recipes or not config.seeds:
         raise ValueError('coordinates: expected recipes to compare, and seeds')
     for axis, sizes in config.coordinates.items():
@@ -36,13 +36,13 @@ def measure_all(config, train_keys, explicit):
             raise ValueError(
                 f'coordinates: {axis}={sizes!r}: expected several sizes, as in {{64: {{"n_embd": 64}}, ...}}'
             )
-    defaults = {key: knob.default for key, knob in read_knobs(Path(ROOT) / planning.SCRIPTS['single']).items()}
+    defaults = {key: knob.default for key, knob in read_knobs(Path(ROOT) / run_matrix.SCRIPTS['single']).items()}
     models = []
     for (recipe, of_recipe), (axis, sizes) in itertools.product(config.recipes.items(), config.coordinates.items()):
         for (size, of_size), seed in itertools.product(sizes.items(), config.seeds):
             given = {**of_recipe, **of_size, 'seed': seed}
             try:
-                keys = planning.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
+                keys = run_matrix.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
             except (Mistake, ValueError) as error:
                 raise ValueError(f'{recipe}, {axis} {size}: {error}') from None
             models.append(({'recipe': recipe, 'axis': axis, 'size': size, 'seed': seed}, {**defaults, **keys}))
@@ -61,12 +61,12 @@ def measure(keys):
     import data
     import optim
     from model import GPT
-    from runtime import processes, setup
+    from runtime import begin, processes
 
     config = SimpleNamespace(**keys)
     device = processes.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
-    model_config, _ = setup.fill_in(config, keys, 1, train_data, val_data)
+    model_config, _ = begin.fill_in(config, keys, 1, train_data, val_data)
     model = GPT(model_config, processes.choose_dtype(config.dtype, device)).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

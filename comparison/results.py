@@ -354,7 +354,7 @@ def difference(rows, reference):
 
 def predict(config, row, gpu_gb):
     """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
-    from runtime import estimate  # here, since it imports torch
+    from planning import estimate  # here, since it imports torch
 
     world_size = row['world_size']
     strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])

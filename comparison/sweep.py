@@ -18,7 +18,7 @@ import re
 import statistics
 from pathlib import Path
 
-from comparison import laws, planning, results
+from comparison import laws, results, run_matrix
 from configurator import Mistake
 
 GRID = 'rate: loss, first seed'  # the column of the table that has the most in it
@@ -31,7 +31,7 @@ def groups_of(config, train_keys, explicit):
     [{'label', 'size', 'recipe', 'strategy', 'script', 'world_size', 'overrides'}], the last four as planning has them.
     Raises ValueError for keys that no run could have.
     """
-    planning.check(config)
+    run_matrix.check(config)
     if len(config.strategies) != 1 or len(config.nproc) != 1 or config.variants:
         raise ValueError('a sweep has one of --strategies and of --nproc, and recipes in place of variants')
     if config.bench or config.write_only or config.resume_check:
@@ -53,7 +53,7 @@ def groups_of(config, train_keys, explicit):
         label = '-'.join(filter(None, (size, recipe, *values))) or 'run'
         given = {**config.sizes.get(size, {}), **config.recipes.get(recipe, {}), **dict(chosen)}
         try:
-            keys = planning.keys_of_run(strategy, ranks, given, config, train_keys, explicit, ranks)
+            keys = run_matrix.keys_of_run(strategy, ranks, given, config, train_keys, explicit, ranks)
         except (Mistake, ValueError) as error:
             raise ValueError(f'{label}: {error}') from None
         if not re.fullmatch(r'[\w.+=-]+', label):
@@ -64,7 +64,7 @@ def groups_of(config, train_keys, explicit):
         if rates:
             keys.pop('learning_rate', None)
         group = {'label': label, 'size': size, 'recipe': recipe, 'strategy': strategy}
-        found.append({**group, 'script': planning.SCRIPTS[strategy], 'world_size': ranks, 'overrides': keys})
+        found.append({**group, 'script': run_matrix.SCRIPTS[strategy], 'world_size': ranks, 'overrides': keys})
     return found
 
 
@@ -149,7 +149,7 @@ def summarise(group, runs, seeds):
 
     'rate': laws.Rate of the first seed, with its interval; 'losses': {seed: loss} at the best rate tried.
     """
-    from runtime import estimate  # here, since it imports torch
+    from planning import estimate  # here, since it imports torch
 
     row = {key: group[key] for key in ('label', 'size', 'recipe')}
     first = {rate: run['loss'] for (rate, seed), run in runs.items() if seed == seeds[0]}

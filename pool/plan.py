@@ -6,8 +6,8 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from comparison.diloco_check import LARGEST_PROBE, Plan, everybodys
 from exchange.codec import BYTES, STRETCH, decode_flat, decode_top2bit, encode_flat, encode_top2bit, kept
+from exchange.diloco_check import LARGEST_PROBE, Plan, everybodys
 from pool.goodput import goodput
 from pool.rows import shapes_of
 from pool.store import digest_of

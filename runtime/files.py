@@ -8,7 +8,10 @@ import hashlib
 import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool', 'benchmarks')
+ROOMS = (
+    'runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
+    'benchmarks',
+)  # fmt: skip
 FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code; .venv lies below ROOT, too
 
 

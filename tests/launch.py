@@ -153,8 +153,8 @@ CONTEXT = multiprocessing.get_context('forkserver')
 IMPORTED = (
     'torch torch.distributed.checkpoint torch.distributed.fsdp torch._dynamo data diloco fsdp_manual model optim '
     'pipeline_manual tensor_manual '
-    'runtime.checkpoint runtime.errors runtime.estimate runtime.health runtime.log runtime.meter runtime.scaling '
-    'huggingface.finetune comparison.diloco_check text.tokenizer transformers.models.llama.modeling_llama '
+    'runtime.checkpoint runtime.errors planning.estimate runtime.health runtime.log runtime.meter runtime.scaling '
+    'huggingface.finetune exchange.diloco_check text.tokenizer transformers.models.llama.modeling_llama '
     'transformers.models.gpt2.modeling_gpt2 transformers.models.auto.modeling_auto'.split()
 )
 CONTEXT.set_forkserver_preload(IMPORTED)

@@ -10,8 +10,8 @@ import pytest
 from launch import SHARED, run_script, start_and_stop_behind
 
 import data
+from dataset.shards import read_shard
 from text import tokenizer as tokenizers
-from text.shards import read_shard
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
@@ -81,7 +81,7 @@ def documents_of(dataset, split):
     assert ends[-1] == len(tokens) - 1, 'a document without end-of-text'
     texts = [tokenizer.decode(part[part != tokenizer.eot]) for part in np.split(tokens, ends[:-1] + 1)]
     facts = meta_of(dataset)['splits'][split]
-    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encode()) for text in texts)
+    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encoding()) for text in texts)
     return texts
 
 

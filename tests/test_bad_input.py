@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_script
 
-from text import shards
-from text.shuffle import sample_windows
+from dataset import shards
+from dataset.shuffle import sample_windows
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 

@@ -16,9 +16,9 @@ import pytest
 from launch import REPO, environment, run_script
 
 import compare
-from comparison import planning, results, verdict
+from comparison import results, run_matrix, verdict
 from configurator import literal, read_knobs
-from runtime import estimate
+from planning import estimate
 
 # Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
 FAKE = """
@@ -51,7 +51,7 @@ def config(**changes):
 
 def entries(train_keys=None, explicit=(), **changes):
     """{label: entry} of the plan."""
-    plan, _ = planning.expand(config(**changes), train_keys or {}, explicit)
+    plan, _ = run_matrix.expand(config(**changes), train_keys or {}, explicit)
     return {entry['label']: entry for entry in plan['runs']}
 
 
@@ -70,7 +70,7 @@ def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
 
 
 def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():
-    plan, notes = planning.expand(config(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
+    plan, notes = run_matrix.expand(config(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
     assert [entry['label'] for entry in plan['runs']] == ['ddp'] and notes == [
         'fsdp is left out: it has zero_stages=(2, 3) alone'
     ]
@@ -106,7 +106,7 @@ def test_keys_of_runs_come_from_variants_then_the_command_line_then_defaults():
     assert runs['sgd']['overrides']['optimizer'] == 'sgd' and runs['sgd']['world_size'] == 1
     assert runs['wide']['overrides']['learning_rate'] == 1e-4
     assert 'n_layer' not in runs['ddp']['overrides'], 'not the small model: a model was given'
-    assert entries(strategies=['ddp'])['ddp']['overrides']['n_layer'] == planning.SMALL['n_layer']
+    assert entries(strategies=['ddp'])['ddp']['overrides']['n_layer'] == run_matrix.SMALL['n_layer']
     assert runs['ddp']['overrides']['keep_checkpoints'] == 0
 
 
@@ -157,13 +157,13 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
     with pytest.raises(ValueError) as refused:
-        planning.expand(config(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
+        run_matrix.expand(config(**{'strategies': ['ddp'], **changes}), {'batch_size': 8, 'n_layer': 2})
     assert all(words in str(refused.value) for words in said) and '\n' not in str(refused.value)
 
 
 def test_each_repeat_begins_with_another_run():
     entries = [{'label': label, 'strategy': strategy} for label, strategy in ('ax', 'bx', 'cy')]
-    queue = [f'{entry["label"]}{repeat}' for repeat, entry in planning.queue_of(entries, config(resume_check=True))]
+    queue = [f'{entry["label"]}{repeat}' for repeat, entry in run_matrix.queue_of(entries, config(resume_check=True))]
     assert queue == ['a0', 'b0', 'c0', 'b1', 'c1', 'a1', 'c2', 'a2', 'b2', 'aresumed', 'cresumed']
 
 
@@ -217,12 +217,12 @@ def test_one_rank_has_no_link(monkeypatch):
 
 
 def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch):
-    monkeypatch.setattr(planning.importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(run_matrix.importlib.util, 'find_spec', lambda name: None)
     variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
-    plan, notes = planning.expand(config(strategies=['ddp', 'deepspeed'], variants=variants), {})
+    plan, notes = run_matrix.expand(config(strategies=['ddp', 'deepspeed'], variants=variants), {})
     assert [entry['label'] for entry in plan['runs']] == ['ddp', 'other']
     assert notes == ['deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)']
-    plan, _ = planning.expand(config(strategies=['deepspeed'], write_only=True), {})
+    plan, _ = run_matrix.expand(config(strategies=['deepspeed'], write_only=True), {})
     assert len(plan['runs']) == 1, 'it may be installed where runs.sh runs'
 
 
@@ -359,7 +359,7 @@ def test_the_lines_of_runs_sh_do_what_compare_does(start):
 
 
 def test_runs_sh_resumes_the_half(tmp_path, capsys):
-    plan, _ = planning.expand(config(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
+    plan, _ = run_matrix.expand(config(strategies=['ddp', 'fsdp'], resume_check=True, launcher='true'), {})
     for entry in plan['runs']:
         compare.halves(tmp_path, entry)[0].mkdir(parents=True)
     compare.write_runs(tmp_path, plan, config(repeats=1, launcher='true', resume_check=True))
@@ -384,7 +384,7 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
 
 
 def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
-    plan, _ = planning.expand(config(strategies=['ddp']), {})
+    plan, _ = run_matrix.expand(config(strategies=['ddp']), {})
     results.keep_plan(tmp_path, plan)
     with pytest.raises(ValueError, match='no run has finished'):
         compare.analyse(tmp_path, plan, 0)

@@ -34,7 +34,8 @@ import fsdp_manual
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig, in_documents
-from runtime import estimate, meter, scaling, setup
+from planning import estimate
+from runtime import begin, meter, scaling
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 97
@@ -482,7 +483,7 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
     pretrained = finetune.Pretrained(save_model(tmp_path / kind, kind), block_size=32)
     config = types.SimpleNamespace(context_parallel=2, block_size=32, device='cpu', head_dim=10)
     with pytest.raises(ValueError, match=message):
-        setup.check_context_parallel(config, pretrained)
+        begin.check_context_parallel(config, pretrained)
     config.device = 'cuda:0'
     with pytest.raises(ValueError, match='head_dim=10: flash attention takes multiples of 8'):
-        setup.check_context_parallel(config, None)
+        begin.check_context_parallel(config, None)

@@ -20,9 +20,9 @@ from launch import REPO, environment
 from prepared import eval_batches, only
 
 import data
-from text import shards
-from text import windows as on_disk
-from text.shuffle import sample_windows
+from dataset import shards
+from dataset import windows as on_disk
+from dataset.shuffle import sample_windows
 
 VOCAB_SIZE = 1000
 

@@ -11,7 +11,8 @@ from outputs import column, metrics
 from pretrained import save_model, write_chats
 
 import deepspeed_engine
-from runtime import checkpoint, estimate
+from planning import estimate
+from runtime import checkpoint
 
 try:
     import deepspeed  # noqa: F401  find_spec() would find what cannot be imported, too
@@ -48,7 +49,8 @@ STAGE_3 = ['--zero_stage=3', '--deepspeed_config=small.json']
 SPIKES = """
 import runpy
 
-from runtime import checkpoint, estimate, health
+from planning import estimate
+from runtime import checkpoint, health
 
 health.SPIKE_WINDOW, health.SPIKE_SIGMAS = 2, -1e9
 try:

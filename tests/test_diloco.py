@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import diloco
 import fsdp_manual
-from comparison import diloco_check
-from exchange import codec
+from exchange import codec, diloco_check
 from runtime import processes
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9

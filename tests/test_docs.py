@@ -1,4 +1,4 @@
-"""README.md and docs/ are short, in short sentences, and the files, functions, keys and links they name exist."""
+"""The files, functions, keys and links that README.md and docs/ name exist."""
 
 import functools
 import re
@@ -17,7 +17,8 @@ NAMES = [page.name for page in PAGES]
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
 SCRIPTS += ['compare.py']
-ROOMS = ('runtime', 'text', 'huggingface', 'comparison', 'exchange', 'pool', 'benchmarks')
+ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
+ROOMS += ('benchmarks',)
 
 # Files that the reader makes, or has from another project.
 THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
@@ -44,12 +45,6 @@ def code_blocks(text):
 def inline_code(text):
     """The spans between backticks, outside of code blocks."""
     return re.findall(r'`([^`\n]+)`', re.sub(r'```.*?```', '', text, flags=re.DOTALL))
-
-
-def sentences(text):
-    """Sentences outside of code blocks and tables, split at .!?: before white space."""
-    prose = re.sub(r'```.*?```|^\|.*?$', '', text, flags=re.DOTALL | re.MULTILINE)
-    return re.split(r'(?<=[.!?:])\s', prose)
 
 
 @functools.cache
@@ -86,12 +81,6 @@ def commands(text):
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_one_page():
-    text = README.read_text()
-    assert len(text.splitlines()) <= 220
-    assert len(text.split()) <= 2600
-
-
 def test_picture_and_both_commands_come_first():
     top = '\n'.join(README.read_text().splitlines()[:40])
     for first in ('![', 'bash quickstart.sh', 'bash tests/run.sh', 'bits per byte'):
@@ -125,12 +114,6 @@ def test_every_chapter_is_linked_from_the_readme_and_says_what_one_will_know():
 
 
 # --- every page -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('page', PAGES, ids=NAMES)
-def test_no_sentence_has_more_than_30_words(page):
-    long = [' '.join(sentence.split()) for sentence in sentences(page.read_text()) if len(sentence.split()) > 30]
-    assert not long
 
 
 @pytest.mark.parametrize('page', PAGES, ids=NAMES)

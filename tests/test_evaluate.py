@@ -14,7 +14,7 @@ import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
 from pretrained import POSITIONS, save_model
 
-from text import scoring, tasks
+from evaluation import scoring, tasks
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from evaluation import sampling
 from huggingface import convert
 from model import GPT, ModelConfig
 from runtime import checkpoint
-from text import sampling
 from text.tokenizer import END_OF_TEXT, GPT2_PATTERN, tokenizer_of
 
 COMPLETEP = ['--parametrization=completep', '--base_width=8', '--base_depth=2']  # n_embd=40, n_layer=3

@@ -11,8 +11,8 @@ import torch
 from launch import run_script
 from outputs import column, metrics, weights_of
 
+from evaluation import sampling
 from model import GPT, ModelConfig
-from text import sampling
 
 DEVICE = os.environ.get('GPU_TESTS_ON', 'cuda')
 pytestmark = [

@@ -14,10 +14,10 @@ from prepared import only
 
 import data
 import optim
+from dataset import shards
+from dataset.shuffle import sample_windows
 from model import GPT, ModelConfig
 from runtime import checkpoint
-from text import shards
-from text.shuffle import sample_windows
 
 BATCH = 12  # divides by 1, 2, 3 and 4 ranks
 KEYS = {'dataset_stages': (), 'block_size': 32, 'vocab_size': None, 'windows': 'stream'}

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
+from evaluation import sampling
 from huggingface import convert
 from model import ARCHITECTURES, GPT, ChunkedCrossEntropy, ModelConfig, cross_entropy, pointwise_cross_entropy
-from text import sampling
 
 VOCAB_SIZE = 67  # padded to 128
 SMALL = {'n_layer': 2, 'n_head': 4, 'n_embd': 40, 'mlp_hidden_dim': 56, 'vocab_size': VOCAB_SIZE, 'block_size': 24}

@@ -32,7 +32,8 @@ import pipeline_manual
 import tensor_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
-from runtime import activations, estimate, health, scaling
+from planning import activations, estimate
+from runtime import health, scaling
 
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
 LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]

@@ -41,7 +41,7 @@ import data
 from benchmarks import prepare_data_rate
 from runtime.files import sha256_of
 from text import documents as reading
-from text import encode, sources
+from text import encoding, sources
 from text import tokenizer as tokenizers
 
 # --- what a new user does ---------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path
 
 def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
     for text in [*make_texts(5, words=5000), '中' * 9000, 'x' * 9000, '\n' * 9000, ' ' * 9000, '🙂 ' * 3000]:
-        pieces = list(reading.cut_up(text.encode(), 1000))
-        assert b''.join(pieces) == text.encode() and all(0 < len(piece) <= 1000 for piece in pieces)
+        pieces = list(reading.cut_up(text.encoding(), 1000))
+        assert b''.join(pieces) == text.encoding() and all(0 < len(piece) <= 1000 for piece in pieces)
         for piece in pieces:
             piece.decode()
     assert list(reading.cut_up(b'one two three', 9)) == [b'one two', b' three']
@@ -256,13 +256,13 @@ def test_of_few_documents_the_validation_split_has_about_the_share_that_was_aske
     for seed in range(50):
         generator = random.Random(seed)
         sizes = {generator.randrange(2**64): int(generator.lognormvariate(8, 1.5)) + 1 for _ in range(60)}
-        first, end = encode.choose_by_size(sizes, 0.01)
+        first, end = encoding.choose_by_size(sizes, 0.01)
         chosen = [size for number, size in sizes.items() if first <= number < end]
         assert 0.005 < sum(chosen) / sum(sizes.values()) < 0.015
     even = {number << 54: 100 for number in range(1024)}  # here chance is near enough, so a document stays where it is
-    assert encode.choose_by_size(even, 0.1) == (0, int(0.1 * 2**64))
-    assert encode.choose_by_size({5: 1, 7: 1000}, 0.01) == (5, 7)
-    assert encode.choose_by_size({5: 1000, 7: 1}, 0.01) == (7, 2**64)
+    assert encoding.choose_by_size(even, 0.1) == (0, int(0.1 * 2**64))
+    assert encoding.choose_by_size({5: 1, 7: 1000}, 0.01) == (5, 7)
+    assert encoding.choose_by_size({5: 1000, 7: 1}, 0.01) == (7, 2**64)
 
 
 @pytest.mark.parametrize('fraction', [0.000001, 0.999999])
@@ -555,7 +555,7 @@ def peak_memory(folder, *arguments):
 def write_large(path, megabytes):
     """One file, whatever its size: a text, JSON lines, or parquet with a single row group."""
     paragraphs = make_texts(400, words=400)
-    size = sum(len(text.encode()) for text in paragraphs)
+    size = sum(len(text.encoding()) for text in paragraphs)
     repetitions = megabytes * 1_000_000 // size + 1
     if path.suffix == '.parquet':
         table = pyarrow.table({'text': paragraphs * repetitions})

@@ -21,10 +21,11 @@ import context_manual
 import fsdp_manual
 import optim
 import tensor_manual
+from evaluation import scoring
+from evaluation.tasks import Request
 from model import GPT, ModelConfig
-from runtime import checkpoint, estimate, meter, processes, scaling, setup
-from text import scoring
-from text.tasks import Request
+from planning import estimate
+from runtime import begin, checkpoint, meter, processes, scaling
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
@@ -153,8 +154,8 @@ class Layout:
                     assert torch.equal(found.setdefault(name, part), part), name
                     continue
                 whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
-                for (begin, length), piece in zip(ranges, part.split([n for _, n in ranges], dim), strict=True):
-                    whole.narrow(dim, begin, length).copy_(piece)
+                for (first, length), piece in zip(ranges, part.split([n for _, n in ranges], dim), strict=True):
+                    whole.narrow(dim, first, length).copy_(piece)
         return found
 
     def weights_and_moments(self):
@@ -529,13 +530,13 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw'}
     config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
-        setup.check_tensor_parallel(types.SimpleNamespace(**config), keys)
+        begin.check_tensor_parallel(types.SimpleNamespace(**config), keys)
 
 
 def test_models_of_transformers_are_refused_and_ranks_have_to_divide():
     config = types.SimpleNamespace(tensor_parallel=2)
     with pytest.raises(ValueError, match='models of transformers are not cut'):
-        setup.check_tensor_parallel(config, 'a Pretrained')
+        begin.check_tensor_parallel(config, 'a Pretrained')
     keys = {'context_parallel': 2, 'block_size': 32, 'dropout': 0.0}
     assert scaling.ranks_for_batches(keys | {'tensor_parallel': 2}, 8) == 2
     with pytest.raises(ValueError, match='tensor_parallel=3 does not divide 4 ranks: use one of 1, 2, 4'):

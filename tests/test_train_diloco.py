@@ -16,10 +16,10 @@ from prepared import eval_batches, only
 
 import data
 import optim
-from comparison import diloco_check
+from dataset import shards
+from exchange import diloco_check
 from model import GPT, ModelConfig
 from runtime import checkpoint
-from text import shards
 
 H, STEPS, SAVED_EVERY = (
     6,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from runtime.errors import one_line
 from runtime.files import sha256_of, write_file
-from text.chat import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
+from text.conversations import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely

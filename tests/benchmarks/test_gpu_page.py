@@ -8,7 +8,7 @@ import torch
 from launch import run_script
 
 from benchmarks import gpu
-from text.windows import open_dataset
+from dataset.windows import open_dataset
 
 
 def test_a_stage_of_the_benchmark_leaves_results_and_a_page_and_repeats_nothing(tmp_path):

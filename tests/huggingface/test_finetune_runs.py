@@ -25,10 +25,10 @@ from prepared import only
 from pretrained import POSITIONS, VOCABULARY, save_model
 
 import data
+from dataset import shards
+from dataset.shuffle import sample_windows
 from huggingface import finetune
 from runtime import checkpoint
-from text import shards
-from text.shuffle import sample_windows
 
 # --- forked ranks -----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_manual
 import optim
 from model import ModelConfig
-from runtime import checkpoint, setup
+from runtime import begin, checkpoint
 
 
 class Toy(nn.Module):
@@ -246,7 +246,7 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
     saved = {'identity': {}, 'step': 75, 'config': before}
 
     def lines(**changes):
-        return setup.check_resume(saved, SimpleNamespace(**{**before, **changes}), {}, optim.learning_rate_at)
+        return begin.check_resume(saved, SimpleNamespace(**{**before, **changes}), {}, optim.learning_rate_at)
 
     assert lines() == []
     assert lines(beta1=0.8) == ['changed since step 75: beta1 0.9 -> 0.8']
@@ -267,7 +267,7 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         identity = {'model': model}
         older = {key: value for key, value in (model | before).items() if value != 'absent'}
         saved = {'identity': {'model': older}, 'step': 5, 'config': {}}
-        return setup.check_resume(saved, config, identity, optim.learning_rate_at)
+        return begin.check_resume(saved, config, identity, optim.learning_rate_at)
 
     assert resume() == []
     with pytest.raises(ValueError, match=r'has model.base_width=16, you ask for 32: use another --out_dir'):

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 import optim
 from model import ModelConfig
-from runtime import activations, estimate
+from planning import activations, estimate
 
 LLAMA_8B = dict(arch='llama', n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=128256)
 KEYS = dict(optimizer='adamw', device='cuda', dtype='bfloat16', fsdp_impl='manual', zero_stage=3, replicate_size=1)

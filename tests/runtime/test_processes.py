@@ -11,7 +11,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, run_script
 from outputs import column
 
 import deepspeed_engine
-from runtime import processes, setup
+from runtime import begin, processes
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
@@ -81,14 +81,14 @@ def test_on_several_machines_gloo_takes_that_interface_unless_the_user_chose_one
     for name, value in {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2', 'MASTER_ADDR': '10.0.0.1'}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv('GLOO_SOCKET_IFNAME', 'eth1')
-    setup.make_process_group(config, torch.device('cpu'))
+    begin.make_process_group(config, torch.device('cpu'))
     assert os.environ['GLOO_SOCKET_IFNAME'] == 'eth1'
     monkeypatch.delenv('GLOO_SOCKET_IFNAME')
-    setup.make_process_group(config, torch.device('cpu'))
+    begin.make_process_group(config, torch.device('cpu'))
     assert os.environ['GLOO_SOCKET_IFNAME'] == 'ib0'
     monkeypatch.delenv('GLOO_SOCKET_IFNAME')
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')  # one machine
-    setup.make_process_group(config, torch.device('cpu'))
+    begin.make_process_group(config, torch.device('cpu'))
     assert 'GLOO_SOCKET_IFNAME' not in os.environ
 
 
@@ -101,7 +101,7 @@ def test_tf32_and_deterministic_set_what_they_say(monkeypatch):
             torch.utils.deterministic.fill_uninitialized_memory = True
             torch.use_deterministic_algorithms(False)
             config.tf32 = config.deterministic = on
-            setup.start_process(config)
+            begin.start_process(config)
             assert torch.backends.cuda.matmul.allow_tf32 == torch.are_deterministic_algorithms_enabled() == on
             assert torch.utils.deterministic.fill_uninitialized_memory != on  # it would write every new tensor twice
     finally:

@@ -13,7 +13,8 @@ import configurator
 import data
 from model import GPT, ModelConfig
 from optim import learning_rate_at
-from runtime import estimate, scaling
+from planning import estimate
+from runtime import scaling
 
 CONFIG = {  # the script's defaults, and what config/enoki_8h.py sets
     'heads': 8,

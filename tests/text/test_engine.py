@@ -10,7 +10,7 @@ import pytest
 from prepared import CACHE, contents, make_texts, needs_gpt2, prepare
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from text import encode, engine
+from text import encoding, engine
 from text.tokenizer import load_tokenizer, train_bpe
 
 gigatoken = pytest.importorskip('gigatoken')
@@ -134,7 +134,7 @@ def test_a_hundred_thousand_fuzzed_documents_get_the_same_tokens(folders, name, 
     for seed in range(20):
         assert_equal(fast, reference, fuzzed(5000, seed=100 + seed))
     for text in fuzzed(3, seed=5):  # documents of 10 MB, as prepare_data.py cuts them
-        assert_equal(fast, reference, list(encode.cut_up(text * (10**7 // (len(text) + 1)), 1 << 16)))
+        assert_equal(fast, reference, list(encoding.cut_up(text * (10**7 // (len(text) + 1)), 1 << 16)))
 
 
 @pytest.mark.parametrize('name', ['byte_level', 'split'])
@@ -164,7 +164,7 @@ def trained(texts, vocab_size, path, engine):
     [
         ([text for text in fuzzed(900, seed=5) if engine.knows(text)], 1700),
         (fuzzed(300, seed=6), 900),  # newer characters among them: `tokenizers` trains
-        ([text.encode() for text in make_texts(500)], 600),  # fewer words than merges that were asked for
+        ([text.encoding() for text in make_texts(500)], 600),  # fewer words than merges that were asked for
         ([b'abab abab'], 2048),
         ([b''], 300),
     ],
@@ -202,7 +202,7 @@ def test_a_fault_is_noticed_within_a_shard(folders):
     tokens_seen = 0
     with pytest.raises(engine.Mismatch, match='gigatoken .* gives other tokens than'):
         while tokens_seen < 100_000_000:  # a shard
-            tokens_seen += len(fast.encode_flat(list(encode.cut_up(text, 1 << 16)))[0])
+            tokens_seen += len(fast.encode_flat(list(encoding.cut_up(text, 1 << 16)))[0])
 
 
 PLANTED = """

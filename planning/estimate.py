@@ -21,7 +21,8 @@ import tensor_manual
 from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
-from runtime import activations, scaling
+from planning import activations
+from runtime import scaling
 from runtime.scaling import batch_line, counted, ranks_per_shard_group, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number

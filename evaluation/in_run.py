@@ -1,5 +1,5 @@
 """
-Scores of tasks (text/tasks.py says what these are), by evaluate.py and in a run.
+Scores of tasks (evaluation/tasks.py says what these are), by evaluate.py and in a run.
 
     tasks = of_run(config, pretrained, device)  # read and tokenized, before the run begins
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
@@ -11,18 +11,21 @@ import time
 import torch
 
 import data
+from evaluation import scoring
+from evaluation.tasks import NativeEncoder, TransformersEncoder, read_task, requests_of, scores_of
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
-from text import scoring
-from text.tasks import NativeEncoder, TransformersEncoder, read_task, requests_of, scores_of
 from text.tokenizer import tokenizer_of
 
 
 class Evaluation:
-    """Tasks in files, ready to be scored. encoder: of text.tasks. window: tokens that the model sees. pretrained: the
-    finetune.Pretrained of the model, or None. batch_size: requests per rank and forward pass. tensor_parallel: of how
-    many ranks each has a part of every matrix. options: those of tasks.read_task(). Raises ValueError for a bad row and
-    for a choice longer than the window, in whichever file."""
+    """
+    Tasks in files, ready to be scored.
+
+    encoder: of evaluation.tasks. window: tokens that the model sees. pretrained: the finetune.Pretrained of the model,
+    or None. batch_size: requests per rank and forward pass. tensor_parallel: over how many ranks every matrix is cut.
+    options: those of tasks.read_task(). Raises ValueError for a bad row and for a choice longer than the window.
+    """
 
     def __init__(self, files, encoder, window, pretrained, batch_size, device, tensor_parallel=1, **options):
         self.tasks = [read_task(file, **options) for file in files]

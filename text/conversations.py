@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.shards import FIRST, LEARNED
 from runtime.errors import one_line
-from text.shards import FIRST, LEARNED
 
 # What a row is known by. conversations: ShareGPT, each message with from and value; instruction and output: Alpaca.
 FORMATS = ({'messages'}, {'conversations'}, {'prompt', 'completion'}, {'instruction', 'output'})

@@ -4,7 +4,7 @@ Seconds of a training step on many GPUs, put together from what one computes alo
     cluster = step_time.assumed('h100', gpus=64, node_gpus=4)  # or with a step and links that were measured
     step_time.step(config, 'fsdp', cluster)  # {'step': seconds, 'exposed': ..., 'bubble': ..., ...}
 
-Nothing is fitted to runs of several GPUs; docs/parallelism.md says how far off it is. runtime/estimate.py counts bytes.
+Nothing is fitted to runs of several GPUs; docs/parallelism.md says how far off it is.
 
 A rank computes the whole model's layers, or with a pipeline its stage's, 1/tensor_parallel of each matrix and head, and
 1/context_parallel of each sequence. So its work is that of a smaller model; see model_of_rank().
@@ -19,7 +19,8 @@ from pathlib import Path
 
 from comparison import results
 from model import ModelConfig
-from runtime import estimate, meter, scaling
+from planning import estimate
+from runtime import meter, scaling
 
 # What a GPU reaches, where nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention: the
 # same of FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an A100).

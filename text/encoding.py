@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from text.chat import ChatEncoder, conversation_of
+from text.conversations import ChatEncoder, conversation_of
 from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import load_tokenizer
@@ -193,7 +193,7 @@ def _encode_conversations(pieces, rules, notes):
         result[split] = Encoded(
             tokens=_as_shards_hold_it(np.concatenate(ids), tokenizer),
             documents=len(found),
-            text_bytes=sum(len(text.encode()) for text in texts),
+            text_bytes=sum(len(text.encoding()) for text in texts),
             flags=np.concatenate(flags),
             longest=max(map(len, ids)),
         )

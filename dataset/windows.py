@@ -10,7 +10,7 @@ hold whole ones.
 
 Files are shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy
 rows; what they hold is in prepare_data.py's meta.json. To read another format of token files, add the end of their
-names to ENDINGS below, and their layout to read_shard() in text/shards.py: it returns the tokens of a file, a numpy
+names to ENDINGS below, and their layout to read_shard() in dataset/shards.py: it returns the tokens of a file, a numpy
 array or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
 """
 
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from text.shards import read_shard
-from text.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
+from dataset.shards import read_shard
+from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
 OF_PREPARED = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_iter
 import deepspeed_engine
 import optim
 from model import GPT, ModelConfig
-from runtime import estimate, scaling
+from planning import estimate
+from runtime import scaling
 
 SIZES = {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'vocab_size': 1000, 'block_size': 128}
 ARCHITECTURES = {

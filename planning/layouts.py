@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from comparison import results, step_time, verdict
+from comparison import results, verdict
 from configurator import read_knobs
 from model import ModelConfig
-from runtime import estimate, scaling, setup
+from planning import estimate, step_time
+from runtime import begin, scaling
 from runtime.files import ROOT
 
 TIE = 0.03  # steps that are nearer to each other than this are equal
@@ -137,9 +138,9 @@ def check(config, strategy, gpus):
         scaling.ranks_per_shard_group(config, gpus)
     run = SimpleNamespace(**config)
     if config.get('context_parallel', 1) > 1:
-        setup.check_context_parallel(run, None)
+        begin.check_context_parallel(run, None)
     if config.get('tensor_parallel', 1) > 1:
-        setup.check_tensor_parallel(run, ModelConfig.from_keys(config))
+        begin.check_tensor_parallel(run, ModelConfig.from_keys(config))
 
 
 def memory_gb(config, model, strategy, gpus):

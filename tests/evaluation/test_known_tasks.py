@@ -2,7 +2,7 @@
 
 import pytest
 
-from text.known_tasks import KNOWN
+from evaluation.known_tasks import KNOWN
 
 ABCDE = list('ABCDE')
 ICE = {

@@ -11,10 +11,9 @@ from launch import REPO, TINY_SYNTHETIC, run_script
 
 import pipeline_manual
 from benchmarks import planner
-from comparison import layouts, step_time
 from configurator import read_knobs
 from model import GPT
-from runtime import estimate
+from planning import estimate, layouts, step_time
 
 KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}
 KEYS |= {'block_size': 128, 'batch_size': 2, 'global_batch_size': 32}

@@ -1,0 +1,1 @@
+"""What a run reads: the format of shards, windows, the shuffle."""

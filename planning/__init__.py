@@ -1,0 +1,1 @@
+"""Before a run: published rules, memory, traffic, time, and which layout."""
