@@ -42,11 +42,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+import meshes
 from model import in_documents
-from runtime import processes
 
 aten = torch.ops.aten
 
@@ -64,9 +63,8 @@ class Context:
         if ranks == 1:
             self.part = tuple  # all of it, as it is
             return
-        shape = (dist.get_world_size() // (ranks * tensor), ranks, tensor)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=('batch', 'context', 'tensor'))
-        processes.set_timeouts(mesh, timeout_s)
+        axes = {'batch': dist.get_world_size() // (ranks * tensor), 'context': ranks, 'tensor': tensor}
+        mesh = meshes.make(axes, device, timeout_s)
         self.group = mesh.get_group('context')
 
     @classmethod

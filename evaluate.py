@@ -51,11 +51,11 @@ class Config:
 config, _ = configure(Config)  # before `import torch`, so --help is quick
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import data
 import fsdp_manual
+import meshes
 from evaluation import in_run, tasks
 from huggingface import finetune
 from huggingface.files import load_transformers_tokenizer
@@ -130,8 +130,7 @@ with torch.device('meta'):
     else:
         raw_model = GPT(model_config, compute_dtype)
 if config.shard != 'none':  # as in train_fsdp.py
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=('shard',))
-    processes.set_timeouts(mesh, config.timeout_s)
+    mesh = meshes.make({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
     model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)
 elif config.shard == 'torch':

@@ -136,6 +136,15 @@ def assert_each_in_one_group(model, groups):
     assert found == trainable, f'{len(found)} parameters in groups, the model has {len(trainable)}'
 
 
+def from_config(model, config, device):
+    """make_optimizer() with the keys of a script's config."""
+    return make_optimizer(
+        model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
+        config.kappa, config.delta, config.wd_ts, config.max_iters,
+        compile=config.compile and compiling_repays(config.max_iters, model.parameters(), device),
+    )  # fmt: skip
+
+
 def compiling_repays(steps, parameters, device):
     """Whether make_optimizer(compile=True) saves time over so many steps with this rank's part of the parameters."""
     # torch.compile takes up to 20 s. It saves, with ADANA on 19M parameters and 2 CPU threads, 18 - 7 = 11 ms a step

@@ -9,9 +9,7 @@ Train a language model with data parallelism: every rank holds the whole model, 
 """
 
 import contextlib
-import gc
 import math
-import sys
 from typing import Literal
 
 from configurator import configure
@@ -123,72 +121,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
-from evaluation import in_run
-from huggingface import finetune
-from model import GPT, pointwise_cross_entropy
-from planning import estimate
-from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
-from runtime.log import Log
-from runtime.meter import Meter
-from text.tokenizer import check_same_tokenizer
+from runtime import health
+from runtime.begin import begin, initialise, make_model
+from runtime.watch import Watch
 
-# --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-# A user's mistake is one line on every rank; out of memory comes with advice.
-errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = begin.start_process(config)
-on_cuda = device.type == 'cuda'
-
-# --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-pretrained = None
-start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
-if config.init_from != 'scratch' and not start_from:
-    pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
-    config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
-train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
-val_data = data.open_mixture(vars(config), 'val')
-# From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = begin.fill_in(config, explicit, world_size, train_data, val_data, pretrained)
-tasks = in_run.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
-# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
+run = begin(config, explicit, 'ddp')  # ranks, device and data; from here on no key is None that the run needs
+found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.micro_steps(vars(config), world_size)
-tokens_per_step = global_batch_size * config.block_size
-if config.dry_run:
-    if rank == 0:
-        print(*notes, sep='\n')
-        print(estimate.report(vars(config), model_config.to_dict(), world_size, strategy='ddp'))
-    sys.exit()
-notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
 
-# --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
-
-# --- MODEL ------------------------------------------------------------------------------------------------------------
-with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    if pretrained:
-        raw_model = finetune.for_training(pretrained, compute_dtype, device)
-    else:
-        raw_model = GPT(model_config, compute_dtype)
-offload.checkpoint_activations(raw_model, config.activation_checkpointing)
-if config.compile:
-    for block in raw_model.blocks:
-        block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
-if config.compile and on_cuda:  # on a CPU the loss is faster as it is
-    raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
-flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
-
-# --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
-raw_model.to_empty(device=device)
-if found is None and start_from:
-    checkpoint.load(start_from, raw_model)
-elif found is None and pretrained:
-    finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
-elif found is None:
-    with torch.no_grad():
-        for name, parameter in raw_model.named_parameters():
-            parameter.copy_(raw_model.initial_value(name, parameter, config.seed, device))
+# --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
+raw_model = make_model(run)  # on the meta device
+initialise(raw_model, run)  # fp32 masters, the same on every rank
 model = raw_model
 if world_size > 1:
     if config.compile:  # dynamo would split each block where a bucket of gradients ends: DDP's hooks run between blocks
@@ -197,30 +141,12 @@ if world_size > 1:
     model.broadcast_buffers = False  # DDP would send buffers in every forward; these are constant
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.make_optimizer(
-    raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
-    config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
-)  # fmt: skip
-scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+opt = optim.from_config(raw_model, config, device)
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
+step, state = run.resume(raw_model, opt, scaler)
 
-# --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = begin.identity_of(config, model_config, train_data)
-step, state = 0, {}
-if found is not None:
-    notes += begin.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
-    state = checkpoint.load(found, raw_model, opt)
-    step = state['step']
-    scaler.load_state_dict(state['scaler'])
-
-# --- LOG --------------------------------------------------------------------------------------------------------------
-log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
-log.say('\n'.join(notes))
-log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
-log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
-if pretrained:
-    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
+watch = Watch(run, step, state)  # the log, and all else that only watches
+watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -229,37 +155,35 @@ def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
-        watchdog.at('evaluation', step)
+    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
+    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
+        watch.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    return val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist())
 
 
 if config.eval_only:
-    log.row(step, evaluate() | tasks.scores(model, step, log.say, watchdog.at))
-    log.close()
-    watchdog.close()
-    processes.leave()
+    watch.evaluate_only(model, step, evaluate)
+
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
+def compare_weights():
+    """All ranks must hold the same weights to the bit; memory or a GPU that fails shows here."""
+    health.refuse_different_weights(raw_model.named_parameters(), step, watch.saver.last_good)
+
+
+def save(step):
+    if config.checksum_interval:
+        compare_weights()
+    watch.save(step, raw_model, opt, scaler.state_dict())
+
+
+watch.begin_training(model, save)
 train_batches = data.batches(
-    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
-# A run that fails again and again at the same step is refused.
-stopping.count_start(config.out_dir, step, config.max_failures)
-stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
-    config.permanent_interval, config.save_errors,
-)  # fmt: skip
-tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
-meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
-numbers = health.Numbers(
-    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good, state=state.get('numbers')
+    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. So that a resumed run adds up in the same
@@ -268,10 +192,7 @@ if world_size > 1:
     with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
         (model(tokens, tokens)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
-gc.collect()
-gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
-while step < config.max_iters and not must_stop:
+while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
@@ -282,72 +203,38 @@ while step < config.max_iters and not must_stop:
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
-    targets = train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
+    targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_scale = world_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
-    watchdog.at('data', step + 1)
-    meter.begin_step()
+    watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(accumulation_steps):
-        meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
+    for micro_step in range(run.accumulation_steps):
+        watch.mark('data')
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
-        model.require_backward_grad_sync = micro_step == accumulation_steps - 1
-        meter.mark('forward')
+        model.require_backward_grad_sync = micro_step == run.accumulation_steps - 1
+        watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
-        meter.mark('backward')
+        watch.mark('backward')
         scaler.scale(loss_sum * loss_scale).backward()
         step_loss += ce_sum
 
-    meter.mark('update')
-    # gradients: undo the loss scale, clip their global norm
+    watch.mark('update')
+    # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
+    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
+    skip = not watch.numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt)
+    if not skip:
         scaler.step(opt)
-        meter.measure_state(raw_model.parameters(), opt)
+    watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    meter.end_step()
+    if config.checksum_interval and step % config.checksum_interval == 0:
+        compare_weights()
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
 
-    # what is due after this step
-    last_step = step == config.max_iters
-    must_stop = stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank: save and leave
-    evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
-    scoring = last_step or (config.eval_tasks_interval and step % config.eval_tasks_interval == 0)
-    saving = last_step or must_stop
-    saving = saving or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
-
-    # log: every log_interval steps the loss, the learning rate and what the meter has measured
-    row = {}
-    if step % config.log_interval == 0 or step == 1 or last_step:
-        row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
-        row['grad_norm'] = grad_norm.item()
-    if config.checksum_interval and (saving or step % config.checksum_interval == 0):
-        health.refuse_different_weights(raw_model.named_parameters(), step, saver.last_good)
-    # evaluate: the loss on validation text, the scores of tasks
-    if last_step or not must_stop:
-        row.update(evaluate() if evaluating else {})
-        row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
-    if row:
-        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
-        read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}
-        log.row(step, {**read, **row, **skipped})
-
-    # save: all that the run needs to go on from here
-    if saving:
-        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
-        with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': vars(config)})
-
-# --- END --------------------------------------------------------------------------------------------------------------
-with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-    saver.wait()
-watchdog.close()
-log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
-log.close()
-processes.leave()
+watch.end(step)

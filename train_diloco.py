@@ -13,9 +13,7 @@ have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sh
 """
 
 import functools
-import gc
 import math
-import sys
 from datetime import timedelta
 from typing import Literal
 
@@ -151,128 +149,52 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import data
 import diloco
 import fsdp_manual
+import meshes
 import optim
-from evaluation import in_run
 from exchange import diloco_check
-from huggingface import finetune, residual
-from model import GPT, pointwise_cross_entropy
-from planning import estimate
-from pool.plan import make_plan
-from pool.replica import Replica, number_of_replicas
-from pool.rows import checksums_of_frozen
-from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
-from runtime.log import Journal, Log
-from runtime.meter import Meter
-from text.tokenizer import check_same_tokenizer
+from runtime import checkpoint, offload, processes
+from runtime.begin import begin, initialise, make_model
+from runtime.log import Journal
+from runtime.watch import Watch
 
-# --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-# A user's mistake is one line on every rank; out of memory comes with advice.
-errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = begin.start_process(config)
-on_cuda = device.type == 'cuda'
-
-# --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-local_world_size = processes.local_world_size()
-if config.exchange:  # this job is one of the replicas; its batches are as if all had as many ranks
-    num_replicas = config.num_replicas = number_of_replicas(config)
-else:
-    num_replicas = config.num_replicas = scaling.number_of_replicas(config.num_replicas, world_size, local_world_size)
-all_ranks = num_replicas * world_size if config.exchange else world_size
-shard_size = all_ranks // num_replicas  # ranks that hold one replica between them
-pretrained = None
-start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
-if config.init_from != 'scratch' and not start_from:
-    pretrained = finetune.Pretrained.from_keys(vars(config), explicit)
-    config.vocab_size = pretrained.vocab_size
-    check_same_tokenizer(data.folder_of(vars(config)), pretrained.folder)
-train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
-val_data = data.open_mixture(vars(config), 'val')
-# From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = begin.fill_in(config, explicit, all_ranks, train_data, val_data, pretrained)
-tasks = in_run.of_run(config, pretrained, device)  # read and tokenized: a mistake in a file ends the run here
-# The global batch is fixed. The number of ranks only decides how many micro-steps each of them runs per optimizer step.
+run = begin(config, explicit, 'diloco')  # ranks, device and data; from here on no key is None that the run needs
+diloco.check_keys(vars(config))  # inner_steps, overlap_steps and the like fit together
+found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.accumulation_steps(global_batch_size, batch_size, all_ranks)
-tokens_per_step = global_batch_size * config.block_size
-scaling.check_rounds(vars(config))  # inner_steps, overlap_steps and the like fit together
-if config.dry_run:
-    if rank == 0:
-        print(*notes, sep='\n')
-        print(estimate.report(vars(config), model_config.to_dict(), all_ranks, strategy='diloco'))
-    sys.exit()
-notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
-
-# --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
-if not config.exchange:
-    notes += diloco_check.mesh_lines(num_replicas, local_world_size)  # and refuses nodes with unequal ranks
-diloco_check.refuse_differences(config, train_data, val_data)
-
-# --- MODEL ------------------------------------------------------------------------------------------------------------
-with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    if pretrained:
-        raw_model = finetune.for_training(pretrained, compute_dtype, device)
-    else:
-        raw_model = GPT(model_config, compute_dtype)
-offload.checkpoint_activations(raw_model, config.activation_checkpointing)
-if config.compile:
-    for block in raw_model.blocks:
-        block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
-if config.compile and on_cuda:  # on a CPU the loss is faster as it is
-    raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
-flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
+run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
+diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
-# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
-offloads = config.cpu_offload == 'params'
-if on_cuda and offloads and compute_dtype == torch.float16:
-    raise ValueError('cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32')
-whole_mesh = init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=('replica', 'shard'))
+raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+whole_mesh = meshes.make(meshes.diloco_axes(vars(config), world_size), device, config.timeout_s)
 mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
-shard_group, replica = mesh.get_group(), whole_mesh.get_local_rank('replica')
-processes.set_timeouts(whole_mesh, config.timeout_s)
+replica, shard_size = whole_mesh.get_local_rank('replica'), mesh.size()
+# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+offloads = config.cpu_offload == 'params'
 if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(raw_model, units, mesh, compute_dtype, config.zero_stage, config.prefetch, offloads)
+    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
     sharding = {
         'mesh': mesh,
-        'mp_policy': MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        'mp_policy': MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32),
         'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if offloads else OffloadPolicy(),
     }
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
     model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
 
-# --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
-raw_model.to_empty(device='cpu' if offloads else device)
-if found is None and start_from:
-    checkpoint.load(start_from, raw_model)
-elif found is None and pretrained:
-    finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
-elif found is None:
-    with torch.no_grad():
-        for name, parameter in raw_model.named_parameters():
-            value = raw_model.initial_value(name, parameter, config.seed, device)
-            # Every rank has the whole value and keeps its slice: no communication.
-            parameter.copy_(distribute_tensor(value, mesh, parameter.placements, src_data_rank=None))
-
-# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.make_optimizer(
-    raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
-    config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
-)  # fmt: skip
-scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
+# --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
+initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters, the same in every replica
+opt = optim.from_config(raw_model, config, device)
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
 # --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
@@ -292,35 +214,23 @@ make_outer = functools.partial(
 outer = make_outer()
 
 # --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = begin.identity_of(config, model_config, train_data)
 step, saved = 0, {}
-if found is not None:
+if found:
     saved = checkpoint.read_state(found)
-    notes += begin.check_resume(saved, config, identity, optim.learning_rate_at)
+    run.check_resume(saved)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
     # And what there is besides: train_ddp.py and train_fsdp.py save no more than that.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
-pool = None
-if config.exchange and not config.eval_only:  # from here on step and outer parameters are those of the pool
-    pool = Replica(config, outer, identity | checksums_of_frozen(raw_model), notes.append)
-    step = pool.ledger.step
 
-# --- LOG --------------------------------------------------------------------------------------------------------------
-started_at = saved['step'] if found and (config.eval_only or config.verify) else step  # those two cut no rows
-log = Log(config.out_dir, rank, started_at, config.max_iters, vars(config), explicit, flops_per_token)
-log.say('\n'.join(notes))
-log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
-log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
-if pretrained:
-    as_loaded = found is None and step == 0  # who joins a pool has its weights by now
-    log.say(finetune.self_test(model, raw_model, pretrained, as_loaded, train_data.is_packed, device))
-log.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
-if config.replay:
-    log.say(f'replay: {pool.replay()}')
-    processes.leave()
+looks_only = config.eval_only or config.verify  # those two cut no rows of the log
+watch = Watch(run, saved['step'] if found and looks_only else step, saved)  # the log, and all else that only watches
+watch.self_test(model, raw_model)
+watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -329,100 +239,63 @@ def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(val_data, windows, batch_size, rank, world_size, device):
-        watchdog.at('evaluation', step)
+    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
+    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
+        watch.at('evaluation', step)
         _, ce_sum = model(*batch)
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
     processes.reshard(model)  # free what forward left gathered, for no backward pass will
-    return val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist())
 
 
-def batches_from(at):
-    """This rank's micro-batches from step `at` on."""
-    place = replica * shard_size + mesh.get_local_rank()
-    first = at * global_batch_size
-    return data.batches(train_data, config.seed, first, global_batch_size, batch_size, place, all_ranks, device)
+def batches_from(step):
+    """This rank's micro-batches from a step on: the replicas split the global batch, and their ranks split that."""
+    place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
+    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, world_size, device)
 
 
-def targets_of(at):
-    """Targets in this replica's share of step `at`: all its tokens, or of conversations those that are learned."""
-    share = global_batch_size // num_replicas
-    return train_data.count_targets(config.seed, at * global_batch_size + replica * share, share)
+def targets_of(step):
+    """Targets in this replica's share of a step: all its tokens, or of conversations those that are learned."""
+    share = global_batch_size // config.num_replicas
+    return run.train_data.count_targets(config.seed, step * global_batch_size + replica * share, share)
 
 
 if config.verify:
     outer.restart_from_anchors()
-    passed = diloco_check.verify(model, trained, batches_from, targets_of, make_outer, config, log.say)
+    passed = diloco_check.verify(model, trained, batches_from, targets_of, make_outer, config, watch.say)
     processes.leave(0 if passed else 1)
-watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
 if config.eval_only:
     with outer.outer_parameters():
-        log.row(step, evaluate() | tasks.scores(model, step, log.say, watchdog.at))
-    log.close()
-    watchdog.close()
-    processes.leave()
+        watch.evaluate_only(model, step, evaluate)
+
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
-train_batches = batches_from(step)
-# A run that fails again and again at the same step is refused.
-stopping.count_start(config.out_dir, step, config.max_failures)
-stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
-    config.permanent_interval, config.save_errors,
-)  # fmt: skip
-tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
-own_tokens = tokens_per_step * world_size // all_ranks  # of a step of this job
-meter = Meter(device, world_size, own_tokens, flops_per_token, group=shard_group, beat=watchdog.at, **tracing)
-of_replicas = saved.get('numbers_of_replicas', [saved.get('numbers')])
-numbers = health.Numbers(
-    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good,
-    shard_group, of_replicas[replica % len(of_replicas)],
-)  # fmt: skip
-
-
-def save():
+def save(step):
     """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
-    states = diloco_check.everybodys((scaler.state_dict(), numbers.state()), whole_mesh.get_group('replica'))
-    scalers, of_numbers = zip(*states, strict=True)
-    state = {'tokens': step * tokens_per_step, 'identity': identity, 'config': vars(config)}
-    state |= {'scaler': scalers[0], 'numbers': of_numbers[0], 'scalers': scalers, 'numbers_of_replicas': of_numbers}
-    state |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
+    states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
+    scalers, numbers = zip(*states, strict=True)
+    more = {'numbers': numbers[0], 'scalers': scalers, 'numbers_of_replicas': numbers}
+    more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
     tensors = outer.tensors(outer.is_mid_round(step))
-    with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-        saver.save(step, raw_model, opt, state, tensors, outer.optimizer_key())
+    watch.save(step, raw_model, opt, scalers[0], more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
 
 
-if found is not None and step < saved['step'] and not pool:
-    log.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
-    save()
-    saver.wait()
+numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
+watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+if found and step < saved['step']:
+    watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
+    save(step)
+    watch.saver.wait()
     if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
         processes.on_rank_0(checkpoint.discard, found)
-planner = make_plan(outer, pool, meter, log.say) if config.plan else None  # measures the link, or the store
-journal = Journal(log)
-gc.collect()
-gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-if pool:
-    pool.say, pool.waiting = log.say, lambda: watchdog.at('outer', step) or stop_request.agreed()
-must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
-at = end = step  # whose data is next; in a pool, end of the part that is being trained on
-looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due till then
-INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
-while (pool or step < config.max_iters) and not must_stop:
-    # a pool: the next part of the data that nobody has, the one of replica number `replica`
-    if pool and at == end:
-        if (part := pool.claim()) is None:  # all is trained
-            break
-        train_batches.close()
-        replica, at, end = part
-        step = pool.step
-        train_batches = batches_from(at)
+if config.fsdp_impl == 'manual':
+    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
+planner = diloco_check.Plan(outer, watch.meter, watch.say) if config.plan else None  # measures the link
+journal = Journal(watch.log)
+train_batches = batches_from(step)
+while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
@@ -430,117 +303,79 @@ while (pool or step < config.max_iters) and not must_stop:
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
-        torch.manual_seed((config.seed * 1_000_003 + at) * all_ranks + replica * shard_size + mesh.get_local_rank())
+        torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This
     # factor turns that into the mean over the replica's targets.
-    targets = targets_of(at)
+    targets = targets_of(step)
     loss_scale = shard_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
-    watchdog.at('data', step + 1)
-    meter.begin_step()
+    watch.begin_step(step)
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(accumulation_steps):
-        meter.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed starts, too
-        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
-        # accumulate='sharded' each backward does, and the shards add up.
-        last_micro_step = micro_step == accumulation_steps - 1
+    for micro_step in range(run.accumulation_steps):
+        watch.mark('data')
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
+        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
+        last_micro_step = micro_step == run.accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
         model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
-        meter.mark('forward')
+        watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
-        meter.mark('backward')
+        watch.mark('backward')
         scaler.scale(loss_sum * loss_scale).backward()
         step_loss += ce_sum
 
-    meter.mark('update')
-    # gradients: undo the loss scale, clip their global norm
+    watch.mark('update')
+    # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
+    # update, but not where loss or gradient is not finite on some rank; all ranks of a replica decide alike
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
+    skip = not watch.numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt)
+    if not skip:
         scaler.step(opt)
-        meter.measure_state(raw_model.parameters(), opt)
+    watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
-    step, at = step + 1, at + 1
-    meter.end_step()
+    step += 1
+    watch.end_step()
 
-    # a pool: at the end of a piece, or when the others are done, give what was learned and take everybody's outer step
-    row, round_ends = {}, False
-    if pool:
-        must_stop = stop_request.agreed()
-        round_ends = pool.round_is_over() or must_stop
-        if round_ends:
-            with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):
-                row = pool.meet(leaves=must_stop, facts={'tokens': pool.steps * own_tokens})
-            at, must_stop = end, stop_request.agreed()  # or while it waited
-        step = pool.step
-
-    # what is due after this step
-    round_ends = round_ends if pool else step == config.max_iters or step % config.inner_steps == 0
-    last_step = step == config.max_iters and round_ends
-    due = [n for n in INTERVALS if n and step // n > looked_at // n and (round_ends or not pool)]
-    evaluating = config.eval_iters and (last_step or config.eval_interval in due)
-    scoring = config.eval_tasks and (last_step or config.eval_tasks_interval in due)
-    saving = last_step or config.checkpoint_interval in due or config.permanent_interval in due
+    row, due = {}, watch.due(step)
+    round_ends = due.last or step % config.inner_steps == 0
     # the replicas' own losses, each on its part of the text, before they meet
-    if evaluating and outer.is_mid_round(step):
+    if due.evaluate and outer.is_mid_round(step):
         row['diloco/inner_val_loss'] = evaluate()['val_loss']
 
     # outer step: average over the replicas what each has learned, and restart them from the result
-    if not pool and outer.has_work(step, last_step):
-        with meter.part('outer'), watchdog.allow('outer', 10 * config.timeout_s):  # each message may take timeout_s
-            for fragment in outer.to_land(step, last_step):  # exchanges that began overlap_steps ago
+    if outer.has_work(step, due.last):
+        with watch.part('outer', 10 * config.timeout_s):  # each message may take timeout_s
+            for fragment in outer.to_land(step, due.last):  # exchanges that began overlap_steps ago
                 outer.land(fragment, step)
-            for fragment in outer.to_send(step, last_step):  # every inner_steps, each fragment at its own time
-                if config.lora_residual:
-                    residual.add_residual(raw_model, outer, fragment)
-                outer.send(fragment, step, last=last_step)
+            for fragment in outer.to_send(step, due.last):  # every inner_steps, each fragment at its own time
+                outer.send(fragment, step, last=due.last)
     if planner:
         planner.after_step()
 
-    # log: shown as it comes, written when the replicas meet
-    if at % config.log_interval == 0 or at == 1 or last_step:
-        row |= {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval(), 'grad_norm': grad_norm.item()}
-        if config.fsdp_impl == 'manual':
-            row.update(model.communication())
-        if not (round_ends or evaluating or scoring or saving):
+    # log: shown as it comes, written when replicas meet; the outer parameters are evaluated, which the run is for
+    replicas_meet = round_ends or due.evaluate or due.score or due.save
+    if due.log:
+        row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
+        if not replicas_meet:
             journal.show(step, row)
-    if round_ends and not pool:
-        row.update(outer.health())
-    # evaluate the outer parameters, which are what the run is for
-    if evaluating or scoring:
+    if round_ends:
+        row |= outer.health()
+    if due.evaluate or due.score:
         with outer.outer_parameters():
-            row.update(evaluate() if evaluating else {})
-            row.update(tasks.scores(model, step, log.say, watchdog.at) if scoring else {})
+            row |= evaluate() if due.evaluate else {}
+            row |= watch.scores(step) if due.score else {}
     if row:
-        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
-        read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}
-        journal.keep(step, {**read, **row, **skipped})
-    if round_ends or evaluating or scoring or saving:  # only then do ranks of different replicas wait for each other
+        journal.keep(step, watch.with_totals(step, row))
+    if replicas_meet:  # only then do ranks of different replicas wait for each other
         journal.write()
-        looked_at = step
-        must_stop = must_stop if pool else round_ends and stop_request.agreed(now=True)  # a signal, or a file STOP
+        watch.must_stop = round_ends and watch.stop_request.agreed(now=True)  # a signal, or a file STOP
+    if due.save or watch.must_stop:
+        save(step)
 
-    # save: the outer parameters, and what each replica needs to go on
-    if saving or must_stop:
-        save()
-if pool:
-    if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
-        step = config.max_iters
-        log.row(step, (evaluate() if config.eval_iters else {}) | tasks.scores(model, step, log.say, watchdog.at))
-        save()
-    pool.leave()
-
-# --- END --------------------------------------------------------------------------------------------------------------
-with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-    saver.wait()
-watchdog.close()
 if planner:
     planner.compare()
-log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
-log.close()
-processes.leave()
+watch.end(step)

@@ -10,9 +10,7 @@ behind the other, and what crosses the wire are activations (1F1B, arXiv 2006.09
 `diff train_fsdp.py train_pipeline.py` shows what a pipeline takes; pipeline_manual.py has its schedule.
 """
 
-import gc
 import math
-import sys
 from typing import Literal
 
 from configurator import configure
@@ -121,118 +119,45 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import data
+import meshes
 import optim
 import pipeline_manual
 import tensor_manual
-from huggingface import finetune
-from model import GPT, pointwise_cross_entropy
-from planning import estimate
-from runtime import begin, checkpoint, errors, health, offload, processes, scaling, stopping
-from runtime.log import Log
-from runtime.meter import Meter
+from runtime import health
+from runtime.begin import begin, initialise, make_model
+from runtime.watch import Watch
 
-# --- PROCESSES AND DEVICE ---------------------------------------------------------------------------------------------
-# A user's mistake is one line on every rank; out of memory comes with advice.
-errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), world_size))
-rank, world_size, device, compute_dtype = begin.start_process(config)
-on_cuda = device.type == 'cuda'
-
-# --- BATCH AND DATA ---------------------------------------------------------------------------------------------------
-# A global batch of one micro-step per stage fills the pipeline just once.
-if config.pipeline_stages is None:
-    config.pipeline_stages = max(1, world_size // max(1, config.tensor_parallel))
-of_stage = scaling.ranks_of_stage(vars(config), world_size)
-copies = scaling.ranks_for_batches(vars(config), of_stage)  # of the pipeline
-config.global_batch_size = config.global_batch_size or config.batch_size * config.pipeline_stages * copies
-pretrained = None
-start_from = begin.run_to_start_from(config, explicit)  # its checkpoint, if init_from is an out_dir of ours
-if config.init_from != 'scratch' and not start_from:
+run = begin(config, explicit, 'pipeline')  # ranks, device and data; from here on no key is None that the run needs
+if run.pretrained:
     raise ValueError(f'init_from={config.init_from}: a model of transformers is not cut into stages; use train_fsdp.py')
-train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
-val_data = data.open_mixture(vars(config), 'val')
-# From here on no key is None that the run needs: sizes, steps, rates; notes says what was filled in.
-model_config, notes = begin.fill_in(config, explicit, of_stage, train_data, val_data, pretrained)
-# The global batch is fixed. The number of copies only decides how many micro-steps each runs per optimizer step.
+stages, chunks = config.pipeline_stages, config.pipeline_chunks
+run.notes += meshes.check_pipeline(vars(config), run.world_size)
+found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
-accumulation_steps = scaling.micro_steps(vars(config), of_stage)
-tokens_per_step = global_batch_size * config.block_size
-notes += scaling.check_pipeline(vars(config), of_stage)
-if config.dry_run:
-    if rank == 0:
-        print(*notes, sep='\n')
-        print(estimate.report(vars(config), model_config.to_dict(), world_size, strategy='pipeline'))
-    sys.exit()
-notes += [f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32']
-
-# --- PROCESS GROUP ----------------------------------------------------------------------------------------------------
-begin.make_process_group(config, device)  # NCCL between GPUs, gloo on the host
-found = begin.find_checkpoint(config, pretrained)  # of this run, in out_dir; None = start from the beginning
-
-# --- MODEL ------------------------------------------------------------------------------------------------------------
-with torch.device('meta'):  # shapes only: no rank ever allocates what it will not keep
-    if pretrained:
-        raw_model = finetune.for_training(pretrained, compute_dtype, device)
-    else:
-        raw_model = GPT(model_config, compute_dtype)
-offload.checkpoint_activations(raw_model, config.activation_checkpointing)
-if config.compile:
-    for block in raw_model.blocks:
-        block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
-if config.compile and on_cuda:  # on a CPU the loss is faster as it is
-    raw_model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
-flops_per_token, counts = raw_model.flops_per_token(), raw_model.parameter_counts()
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
 # Neighbours are the ranks that send each other most: those of a matrix, then the copies of a stage, then the stages.
-stages, chunks = config.pipeline_stages, config.pipeline_chunks
-sizes = {'stage': stages, 'copy': copies, 'tensor': config.tensor_parallel}
-mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-processes.set_timeouts(mesh, config.timeout_s)
-stage, rank_of_stage = divmod(rank, of_stage)
+mesh = meshes.make(meshes.pipeline_axes(vars(config), world_size), device, config.timeout_s)
+ranks_of_stage = world_size // stages
+stage, rank_of_stage = divmod(rank, ranks_of_stage)
+raw_model = make_model(run)  # on the meta device
 raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks)  # its blocks; all others stay on meta, and go
-tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
+tensor = None
+if config.tensor_parallel > 1:
+    tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
 model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
-timetable = pipeline_manual.timetable(stages, chunks, accumulation_steps)
+timetable = pipeline_manual.timetable(stages, chunks, run.accumulation_steps)
 
-# --- WEIGHTS: fp32 masters, those of init_from, or a pure function of (seed, name) ------------------------------------
-raw_model.to_empty(device=device)
-if found is None and start_from:
-    checkpoint.load(start_from, raw_model)
-elif found is None and pretrained:
-    finetune.load(raw_model, pretrained, config.seed)  # every rank reads the rows that it keeps
-elif found is None:
-    with torch.no_grad():
-        for name, parameter in raw_model.named_parameters():
-            parameter.copy_(raw_model.initial_value(name, parameter, config.seed, device))
+# --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
+initialise(raw_model, run)  # fp32 masters of this stage, the same on all its copies
+opt = optim.from_config(raw_model, config, device)
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
+step, state = run.resume(raw_model, opt, scaler)
 
-# --- OPTIMIZER --------------------------------------------------------------------------------------------------------
-opt = optim.make_optimizer(
-    raw_model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
-    config.kappa, config.delta, config.wd_ts, config.max_iters,
-    compile=config.compile and optim.compiling_repays(config.max_iters, raw_model.parameters(), device),
-)  # fmt: skip
-scaler = torch.amp.GradScaler(device.type, enabled=compute_dtype == torch.float16)
-
-# --- RESUME -----------------------------------------------------------------------------------------------------------
-identity = begin.identity_of(config, model_config, train_data)
-step, state = 0, {}
-if found is not None:
-    notes += begin.check_resume(checkpoint.read_state(found), config, identity, optim.learning_rate_at)
-    state = checkpoint.load(found, raw_model, opt)
-    step = state['step']
-    scaler.load_state_dict(state['scaler'])
-
-# --- LOG --------------------------------------------------------------------------------------------------------------
-log = Log(config.out_dir, rank, step, config.max_iters, vars(config), explicit, flops_per_token)
-log.say('\n'.join(notes))
-log.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {world_size} x {device.type}')
-log.say(f'resuming {found} at step {step}' if found else f'starting from {config.init_from}')
-if pretrained:
-    log.say(finetune.self_test(model, raw_model, pretrained, found is None, train_data.is_packed, device))
-watchdog = health.Watchdog(config.out_dir, config.timeout_s)  # names the rank that hangs
+watch = Watch(run, step, state)  # the log, and all else that only watches
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
@@ -241,11 +166,11 @@ def evaluate():
     """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the copies."""
     raw_model.eval()
     windows = config.eval_iters * global_batch_size
-    nats_and_tokens = torch.zeros(len(val_data.sources), 2, dtype=torch.float64, device=device)
-    batches = list(data.eval_batches(val_data, windows, batch_size, rank_of_stage, of_stage, device))
+    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
+    batches = list(data.eval_batches(run.val_data, windows, batch_size, rank_of_stage, ranks_of_stage, device))
     with model.weights_cast():
         for actions in pipeline_manual.timetable(stages, chunks, len(batches), backward=False):
-            watchdog.at('evaluation', step)
+            watch.at('evaluation', step)
             if action := actions[stage]:
                 batch, source = batches[action.micro_step]
                 ce_sum = model.forward(action, *batch)
@@ -254,35 +179,24 @@ def evaluate():
             model.exchange(actions)
     dist.all_reduce(nats_and_tokens)
     raw_model.train()
-    return val_data.losses(nats_and_tokens.tolist())
+    return run.val_data.losses(nats_and_tokens.tolist())
 
 
 if config.eval_only:
-    log.row(step, evaluate())
-    log.close()
-    watchdog.close()
-    processes.leave()
+    watch.evaluate_only(model, step, evaluate)
+
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
+def save(step):
+    watch.save(step, raw_model, opt, scaler.state_dict())
+
+
+watch.begin_training(model, save)
+first_sample = step * global_batch_size
 train_batches = data.batches(
-    train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank_of_stage, of_stage, device
+    run.train_data, config.seed, first_sample, global_batch_size, batch_size, rank_of_stage, ranks_of_stage, device
 )
-# A run that fails again and again at the same step is refused.
-stopping.count_start(config.out_dir, step, config.max_failures)
-stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, log.say)
-saver = checkpoint.Saver(
-    config.out_dir, config.keep_checkpoints, config.async_checkpoint, log.say,
-    config.permanent_interval, config.save_errors,
-)  # fmt: skip
-tracing = {'trace_step': config.trace_step - step, 'out_dir': config.out_dir}
-meter = Meter(device, world_size, tokens_per_step, flops_per_token, beat=watchdog.at, **tracing)
-numbers = health.Numbers(
-    config.max_bad_steps, config.loss_spike_guard, log.say, saver.last_good, state=state.get('numbers')
-)
-gc.collect()
-gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-must_stop = stop_request.agreed()  # of all ranks: a signal that came before there was a step
-while step < config.max_iters and not must_stop:
+while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
@@ -293,21 +207,20 @@ while step < config.max_iters and not must_stop:
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that
     # into the mean over all targets of the global batch, and before backward, since gradients travel as they are.
-    targets = train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
+    targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_factor = scaler.scale(torch.tensor(1 / targets, device=device))
     targets *= config.tensor_parallel  # so many ranks count each of them
 
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up
-    watchdog.at('data', step + 1)
-    meter.begin_step()
-    meter.mark('data')
-    batches = [next(train_batches) for _ in range(accumulation_steps)]  # x, y (batch_size, block_size), perhaps starts
+    watch.begin_step(step)
+    watch.mark('data')
+    batches = [next(train_batches) for _ in range(run.accumulation_steps)]  # x, y (batch_size, block_size), starts
     step_loss = torch.zeros((), device=device)
     with model.weights_cast():
         for actions in timetable:  # [what stage 0 does, what stage 1 does, ...], at one time
             action = actions[stage]
             # A mark for each time, idle or not: the rank that has made fewest is the one that the others wait for.
-            meter.mark('backward' if action and action.kind == 'backward' else 'forward')
+            watch.mark('backward' if action and action.kind == 'backward' else 'forward')
             if action and action.kind == 'forward':
                 step_loss += model.forward(action, *batches[action.micro_step])
             elif action:
@@ -315,55 +228,25 @@ while step < config.max_iters and not must_stop:
             # activations to the next part, their gradients to the one before
             model.exchange(actions)
 
-    meter.mark('update')
-    # gradients: sum over the copies, undo the loss scale, clip their global norm
-    tensor.sum_partial_gradients()
+    watch.mark('update')
+    # gradients: sum over the copies, undo the loss scale, clip the global norm
+    if tensor:
+        tensor.sum_partial_gradients()
     model.sum_gradients()
     scaler.unscale_(opt)
     if scaler.is_enabled():
         health.share_overflow(scaler, opt)
-    grad_norm = optim.clip_grad_norm_(
-        raw_model.parameters(), config.grad_clip or math.inf, *model.of_norm(), *tensor.of_norm()
-    )
-    # update: only if loss and gradient are finite on all ranks (an all-reduce); a GPU decides that without the host
+    parts = [*model.of_norm(), *(tensor.of_norm() if tensor else ())]
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *parts)
+    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    if numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt):
+    skip = not watch.numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt)
+    if not skip:
         scaler.step(opt)
-        meter.measure_state(raw_model.parameters(), opt)
+    watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    meter.end_step()
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
 
-    # what is due after this step
-    last_step = step == config.max_iters
-    must_stop = stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank: save and leave
-    evaluating = config.eval_iters and (last_step or (config.eval_interval and step % config.eval_interval == 0))
-    saving = last_step or must_stop
-    saving = saving or any(n and step % n == 0 for n in (config.checkpoint_interval, config.permanent_interval))
-
-    # log: every log_interval steps the loss, the learning rate and what the meter has measured
-    row = {}
-    if step % config.log_interval == 0 or step == 1 or last_step:
-        row = {'loss': numbers.mean_loss(), 'lr': lr, **meter.interval()}
-        row['grad_norm'] = grad_norm.item()
-    if evaluating and (last_step or not must_stop):
-        row.update(evaluate())
-    if row:
-        skipped = {'skipped': numbers.skipped} if numbers.skipped else {}
-        read = {'tokens': step * tokens_per_step, **train_data.epochs(step * global_batch_size)}
-        log.row(step, {**read, **row, **skipped})
-
-    # save: all that the run needs to go on from here
-    if saving:
-        position = {'tokens': step * tokens_per_step, 'scaler': scaler.state_dict(), 'numbers': numbers.state()}
-        with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            saver.save(step, raw_model, opt, {**position, 'identity': identity, 'config': vars(config)})
-
-# --- END --------------------------------------------------------------------------------------------------------------
-with watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-    saver.wait()
-watchdog.close()
-log.say(stop_request.end(step, config.max_iters))  # leaves DONE, or PREEMPTED in its place
-log.close()
-processes.leave()
+watch.end(step)

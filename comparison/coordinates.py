@@ -66,15 +66,14 @@ def measure(keys):
     config = SimpleNamespace(**keys)
     device = processes.choose_device(config.device, 0)
     train_data, val_data = (data.open_mixture(keys, split) for split in ('train', 'val'))
-    model_config, _ = begin.fill_in(config, keys, 1, train_data, val_data)
-    model = GPT(model_config, processes.choose_dtype(config.dtype, device)).to(device)
+    dtype = processes.choose_dtype(config.dtype, device)
+    run = begin.Run(config, keys, 'ddp', 0, 1, device, dtype, 1, train_data=train_data, val_data=val_data)
+    begin.fill_in(run)
+    model = GPT(run.model_config, dtype).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(model.initial_value(name, parameter, config.seed, device))
-    opt = optim.make_optimizer(
-        model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
-        config.kappa, config.delta, config.wd_ts, config.max_iters,
-    )  # fmt: skip
+    opt = optim.from_config(model, config, device)
     for group in opt.param_groups:
         group['lr'] = config.learning_rate * group['lr_factor']
     size = config.global_batch_size

@@ -16,14 +16,14 @@ from functools import lru_cache, partial
 
 import torch
 
+import meshes
 import optim
 import tensor_manual
 from exchange import codec
 from huggingface import finetune
 from model import GPT, ModelConfig
 from planning import activations
-from runtime import scaling
-from runtime.scaling import batch_line, counted, ranks_per_shard_group, rule_rows
+from runtime.scaling import batch_line, counted, rule_rows
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
@@ -87,10 +87,10 @@ def estimate(config, model, world_size, strategy='ddp'):
     if strategy == 'deepspeed':
         return deepspeed_states(config, model, world_size) | activations
     is_diloco = strategy == 'diloco'
-    shard_size = world_size // config['num_replicas'] if is_diloco else ranks_per_shard_group(config, world_size)
+    shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
     shard = count(model.parameters(), shard_size)
     trained = shard * trainable // whole  # as if frozen weights were spread evenly
-    micro_steps = scaling.micro_steps(config, world_size)
+    micro_steps = meshes.micro_steps(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
@@ -140,8 +140,8 @@ def stage_memory(config, model, world_size, stage):
     model: part_of_rank(config).
     """
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    of_stage = scaling.ranks_of_stage(config, world_size)
-    copies, micro_steps = scaling.ranks_for_batches(config, of_stage), scaling.micro_steps(config, of_stage)
+    of_stage = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
     in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
     held = in_blocks + at_ends
     hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
@@ -205,7 +205,7 @@ def deepspeed_states(config, model, world_size):
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
-    micro_steps = scaling.micro_steps(config, world_size)
+    micro_steps = meshes.micro_steps(config, world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
     of_gradients = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
@@ -365,7 +365,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
         return sent | {'sent': sum(sent.values())}
 
-    micro_steps = scaling.micro_steps(config, world_size)
+    micro_steps = meshes.micro_steps(config, world_size)
     if strategy == 'deepspeed':
         large, share = whole - small_parameters(model), (world_size - 1) / world_size
         if config['zero_stage'] < 3:
@@ -378,7 +378,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         return sent | {'sent': sum(sent.values())}
 
     replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
-    ranks = world_size // replicas if strategy == 'diloco' else ranks_per_shard_group(config, world_size)
+    ranks = world_size // replicas if strategy == 'diloco' else meshes.ranks_per_shard_group(config, world_size)
     # Numbers on a rank, with padding.
     block, root = count(model.blocks[0].parameters(), ranks), count(root_parameters(model), ranks)
     trained = (n_layer * block + root) * trainable / whole
@@ -431,8 +431,8 @@ def stage_traffic(config, model, world_size, stage):
     the first. The gradients of a tied embedding are exchanged between both ends. model: part_of_rank(config).
     """
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    of_stage = scaling.ranks_of_stage(config, world_size)
-    copies, micro_steps = scaling.ranks_for_batches(config, of_stage), scaling.micro_steps(config, of_stage)
+    of_stage = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
     mine = sum(parameters_of_stage(config, model, stage), [])
     messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
     tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
@@ -517,7 +517,7 @@ def report(config, shape, world_size, strategy='ddp'):
     stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
     memory = {} if stages else estimate(config, model, world_size, strategy)
     ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
-    micro_steps = scaling.micro_steps(config, ranks)
+    micro_steps = meshes.micro_steps(config, ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
     checkpoint = FP32 * (counts['total'] + moments(config, model))

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import meshes
 from comparison import results, verdict
 from configurator import read_knobs
 from model import ModelConfig
 from planning import estimate, step_time
-from runtime import begin, scaling
+from runtime import scaling
 from runtime.files import ROOT
 
 TIE = 0.03  # steps that are nearer to each other than this are equal
@@ -131,16 +132,16 @@ def in_order(rows):
 def check(config, strategy, gpus):
     """Raises ValueError for what a script would refuse."""
     if strategy == 'pipeline':
-        scaling.check_pipeline(config, scaling.ranks_of_stage(config, gpus))
+        meshes.check_pipeline(config, meshes.ranks_of_stage(config, gpus))
     else:
-        scaling.micro_steps(config, gpus)
+        meshes.micro_steps(config, gpus)
     if strategy == 'fsdp':
-        scaling.ranks_per_shard_group(config, gpus)
+        meshes.ranks_per_shard_group(config, gpus)
     run = SimpleNamespace(**config)
     if config.get('context_parallel', 1) > 1:
-        begin.check_context_parallel(run, None)
+        meshes.check_context_parallel(run, None)
     if config.get('tensor_parallel', 1) > 1:
-        begin.check_tensor_parallel(run, ModelConfig.from_keys(config))
+        meshes.check_tensor_parallel(run, ModelConfig.from_keys(config))
 
 
 def memory_gb(config, model, strategy, gpus):

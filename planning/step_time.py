@@ -17,10 +17,11 @@ from collections import namedtuple
 from functools import cache
 from pathlib import Path
 
+import meshes
 from comparison import results
 from model import ModelConfig
 from planning import estimate
-from runtime import meter, scaling
+from runtime import meter
 
 # What a GPU reaches, where nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention: the
 # same of FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an A100).
@@ -101,7 +102,7 @@ def with_measured_step(cluster, out_dirs):
         run = results.read_run(Path(out_dir))
         if run is None or run.failure or run.about.get('world_size', 1) != 1:
             raise ValueError(f'measured={out_dir}: expected the out_dir of a finished run of one process')
-        model, m = estimate.empty_model(run.config), scaling.micro_steps(run.config, 1)
+        model, m = estimate.empty_model(run.config), meshes.micro_steps(run.config, 1)
         block, root = work(run.config, model, plain)
         rows = [row for row in run.rows if row['step'] > results.WARM_UP and 'time/backward' in row]
         forward, backward, update = (
@@ -245,7 +246,7 @@ def step(config, strategy, cluster):
     ranks = gpus // (tensor * stages)  # among which data is shared out, and weights
     mine = model_of_rank(config)
     model = model_of(**of_model(mine))
-    m, layers = scaling.micro_steps(mine, ranks), mine['n_layer']
+    m, layers = meshes.micro_steps(mine, ranks), mine['n_layer']
     (forward, backward), root = work(mine, model, device)
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)

@@ -1,21 +1,120 @@
 """
 What comes before the lesson, the same for every strategy: this rank and its device, the configuration filled in, the
-process group, the checkpoint to resume from.
+process group, the checkpoint to go on from, the model and its first weights.
+
+    run = begin(config, explicit, 'fsdp')   # ranks, device, data; every key that was None has a value
+    found = run.join()                      # --dry_run ends here; the process group, and this run's checkpoint
+    raw_model = make_model(run)             # on the meta device
+    ...                                     # shard it
+    initialise(raw_model, run)              # weights, where there is no checkpoint
+    step, state = run.resume(raw_model, opt, scaler)
 """
 
 import json
-import math
 import os
+import sys
+from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import data
+import meshes
+from evaluation import in_run
 from huggingface import finetune
-from model import ModelConfig
-from runtime import checkpoint, health, processes, scaling, stopping
-from text.tokenizer import as_argument, same_tokenizer
+from model import GPT, ModelConfig, pointwise_cross_entropy
+from optim import learning_rate_at
+from planning import estimate
+from runtime import checkpoint, errors, health, offload, processes, scaling, stopping
+from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
+
+
+@dataclass
+class Run:
+    """What a script knows before its lesson begins."""
+
+    config: SimpleNamespace  # every key with its final value
+    explicit: dict  # {key: the file that set it, or 'command line'}
+    strategy: str  # 'ddp', 'fsdp', ...
+    rank: int
+    world_size: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    ranks: int  # that share a global batch; more than world_size where other jobs have replicas, too
+    notes: list = field(default_factory=list)  # lines for the log: what was filled in, and what to beware of
+    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers
+    start_from: str | None = None  # a checkpoint to take the weights from, if init_from is a run of ours
+    train_data: object = None  # data.Mixture
+    val_data: object = None
+    model_config: object = None  # a ModelConfig, or `pretrained`
+    tasks: object = None  # in_run.Evaluation
+    accumulation_steps: int = 0  # micro-steps per optimizer step, on each rank
+    tokens_per_step: int = 0
+    identity: dict | None = None  # what a checkpoint must have in common with this run
+    found: str | None = None  # the checkpoint of out_dir that the run goes on from
+    flops_per_token: float = 0.0
+    parameter_counts: dict | None = None
+
+    @property
+    def on_cuda(self):
+        return self.device.type == 'cuda'
+
+    def join(self):
+        """Meet the other ranks, and find the checkpoint of this run; or with dry_run print what it would take, and end.
+
+        Returns the checkpoint's path, None = start from the beginning. From here on out_dir is this job's alone.
+        """
+        config = self.config
+        if config.dry_run:
+            if self.rank == 0:
+                print(*self.notes, sep='\n')
+                ranks = self.ranks if self.strategy == 'diloco' else self.world_size
+                print(estimate.report(vars(config), self.model_config.to_dict(), ranks, strategy=self.strategy))
+            sys.exit()
+        self.notes.append(
+            f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32'
+        )
+        make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
+        self.found = find_checkpoint(config, self.pretrained)
+        self.identity = identity_of(config, self.model_config, self.train_data)
+        return self.found
+
+    def resume(self, model, optimizer, scaler):
+        """Load the checkpoint that join() has found. Returns (step, what state.json holds), (0, {}) without one.
+
+        Raises ValueError if it is of another run: another model, other data, another optimizer.
+        """
+        if self.found is None:
+            return 0, {}
+        self.check_resume(checkpoint.read_state(self.found))
+        state = checkpoint.load(self.found, model, optimizer)
+        scaler.load_state_dict(state['scaler'])
+        return state['step'], state
+
+    def check_resume(self, state):
+        """Refuse to go on as another run; notes what changes from here on."""
+        self.notes += check_resume(state, self.config, self.identity, learning_rate_at)
+
+
+def begin(config, explicit, strategy, ranks=None):
+    """
+    Everything before the processes meet: which rank this is, the model and the data that the keys name, and a value for
+    each key that is None or follows from others.
+
+    config, explicit: of configure(), from which on config's values are final. strategy: of which script this is.
+    ranks: that share a global batch, if that is not the world: in a pool, jobs x ranks of a job.
+    A user's mistake, here and later, ends in one line on every rank; out of memory comes with advice.
+    """
+    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.world_size))
+    rank, world_size, device, compute_dtype = start_process(config)
+    run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
+    open_model_and_data(run)
+    fill_in(run)
+    run.tasks = in_run.of_run(config, run.pretrained, device)  # read now: a mistake in their files ends the run here
+    return run
 
 
 def start_process(config):
@@ -71,27 +170,74 @@ def run_to_start_from(config, explicit):
     return path
 
 
-def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None):
-    """
-    Fill in every key that is None or follows from others: batch, epochs, published rules, model; check that all fits.
+def open_model_and_data(run):
+    """Find what init_from and dataset name; no weights are read yet."""
+    config = run.config
+    run.start_from = run_to_start_from(config, run.explicit)
+    if config.init_from != 'scratch' and not run.start_from:
+        run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
+        config.vocab_size = run.pretrained.vocab_size
+        check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+    run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
+    run.val_data = data.open_mixture(vars(config), 'val')
 
-    explicit: {key: where it was set}, of configure(). pretrained: the finetune.Pretrained of init_from, or None.
-    Returns (model_config, notes): `pretrained` or a ModelConfig, and lines for the log. The model's keys are in config,
-    too. Raises ValueError where keys contradict each other or the data.
+
+def fill_in(run):
     """
-    ranks = scaling.ranks_for_batches(vars(config), world_size)
-    config.global_batch_size = config.global_batch_size or config.batch_size * ranks
-    micro_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, ranks)
-    notes = [
-        f'{" + ".join(train_data.names)}: {train_data.n_tokens:,} training tokens, {val_data.n_tokens:,} validation '
-        'tokens',
-        scaling.batch_line(config.batch_size, micro_steps, world_size, config.block_size, world_size // ranks),
+    Fill in every key that is None or follows from others, one subject after the other, and check that all fits.
+
+    Each step adds what it has derived to run.notes. Raises ValueError where keys contradict each other or the data.
+    """
+    fill_axes(run)
+    fill_batch(run)
+    fill_compile(run)
+    fill_data(run)
+    fill_length(run)
+    fill_rates(run)
+    plan_data(run)
+    fill_model(run)
+    check_layout(run)
+
+
+def fill_axes(run):
+    """Into how many stages or replicas the ranks are divided, where the keys leave it open."""
+    config = run.config
+    if run.strategy == 'pipeline':
+        if config.pipeline_stages is None:
+            config.pipeline_stages = max(1, run.ranks // max(1, config.tensor_parallel))
+        meshes.ranks_of_stage(vars(config), run.ranks)
+    elif run.strategy == 'diloco':
+        nodes = processes.local_world_size()
+        config.num_replicas = meshes.number_of_replicas(config.num_replicas, run.ranks, nodes)
+
+
+def fill_batch(run):
+    """The global batch is fixed. The ranks only decide how many micro-steps each of them runs per optimizer step."""
+    config, stages = run.config, vars(run.config).get('pipeline_stages', 1)
+    ranks = run.ranks // stages  # by default one micro-step per stage, which fills a pipeline just once
+    reading = meshes.ranks_for_batches(vars(config), ranks)  # different sequences
+    config.global_batch_size = config.global_batch_size or config.batch_size * stages * reading
+    run.accumulation_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, reading)
+    run.tokens_per_step = config.global_batch_size * config.block_size
+    train, val = run.train_data, run.val_data
+    run.notes += [
+        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens',
+        scaling.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
     ]
+
+
+def fill_compile(run):
+    config = run.config
     if config.compile and not processes.has_compiler(config.device):
         config.compile = False
-        notes.append('compile: no C compiler is found (CXX or g++ on a CPU, CC or gcc): the run goes on uncompiled')
+        run.notes.append('compile: no C compiler is found (CXX or g++ on a CPU, CC or gcc): the run goes on uncompiled')
     if config.compile:
-        notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
+        run.notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
+
+
+def fill_data(run):
+    """What the datasets say of the model: its vocabulary, and whether sequences hold several documents."""
+    config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.is_packed
     if train_data.is_chat and not pretrained:
@@ -103,81 +249,65 @@ def fill_in(config, explicit, world_size, train_data, val_data, pretrained=None)
         whole = longest - 1  # the last token is only ever a target
         most = min(whole, pretrained.positions or whole)
         keeps = 'keeps every conversation whole' if most == whole else 'is the most that this model has positions for'
-        notes.append(f'--block_size={most} {keeps}')
-    if config.num_epochs is not None and explicit.get('max_iters') == 'command line':
-        notes.append(
+        run.notes.append(f'--block_size={most} {keeps}')
+
+
+def fill_length(run):
+    """max_iters from num_epochs, unless both are given."""
+    config, train_data = run.config, run.train_data
+    if config.num_epochs is None:
+        return
+    if run.explicit.get('max_iters') == 'command line':
+        run.notes.append(
             f'num_epochs={config.num_epochs} does not count: max_iters={config.max_iters} is on the command line'
         )
-    elif config.num_epochs is not None and len(train_data.sources) > 1:
+    elif len(train_data.sources) > 1:
         raise ValueError(
             f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
         )
-    elif config.num_epochs is not None:
+    else:
         config.max_iters = scaling.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
-    if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not pretrained:
+
+
+def fill_rates(run):
+    """wd_ts and the like, and with `heads` the sizes and rates of the published rules; then the schedule's ends."""
+    config, explicit = run.config, run.explicit
+    if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
-    filled, of_rules = scaling.fill_from_heads(vars(config), explicit)  # wd_ts ..., and with heads sizes and rates
+    filled, of_rules = scaling.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
-    notes += of_rules + scaling.cautions(vars(config), train_data.n_windows)
-    for of_split in (train_data, val_data):
-        of_split.plan(config.max_iters, config.global_batch_size)
-    notes += train_data.lines(config.max_epochs)
+    run.notes += of_rules + scaling.cautions(vars(config), run.train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10
-    model_config = pretrained or ModelConfig.from_keys(vars(config))  # fills from the architecture what is None
-    vars(config).update(model_config.to_dict())
+
+
+def plan_data(run):
+    """Where the stages of a mixture begin; known once the run's length is."""
+    config = run.config
+    for split in (run.train_data, run.val_data):
+        split.plan(config.max_iters, config.global_batch_size)
+    run.notes += run.train_data.lines(config.max_epochs)
+
+
+def fill_model(run):
+    """The architecture's own values for the sizes that are None. The model's keys are in config from here on."""
+    config = run.config
+    run.model_config = run.pretrained or ModelConfig.from_keys(vars(config))
+    vars(config).update(run.model_config.to_dict())
+
+
+def check_layout(run):
+    """Raise ValueError where the model or the ranks cannot be arranged as the keys ask."""
+    config = run.config
     if vars(config).get('context_parallel', 1) > 1:
-        check_context_parallel(config, pretrained)
+        meshes.check_context_parallel(config, run.pretrained)
     if 'replicate_size' in vars(config):
-        scaling.ranks_per_shard_group(vars(config), world_size)
+        meshes.ranks_per_shard_group(vars(config), run.world_size)
     if vars(config).get('tensor_parallel', 1) > 1:
-        check_tensor_parallel(config, model_config)
-    return model_config, notes
-
-
-def check_context_parallel(config, pretrained):
-    """Raise ValueError for a model whose attention cannot be spread over ranks (context_manual.py)."""
-    given = f'context_parallel={config.context_parallel}'
-    if config.device.startswith('cuda') and config.head_dim % 8:
-        raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8')
-    if not pretrained:
-        return
-    text, reason = pretrained.config.get_text_config(), None
-    rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}
-    if pretrained.arch not in finetune.OWN_ATTENTION:
-        reason = f'its attention is not one that runs here (those of {", ".join(finetune.OWN_ATTENTION)})'
-    elif (getattr(text, 'sliding_window', None) or config.block_size) < config.block_size:
-        reason = f'it sees {text.sliding_window} tokens back, and block_size={config.block_size} is more'
-    elif rope.get('rope_type') in ('dynamic', 'longrope'):
-        reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
-    if reason:
-        raise ValueError(f'{given}: {pretrained.arch} cannot share sequences: {reason}; leave it at 1')
-
-
-def check_tensor_parallel(config, model_config):
-    """Raise ValueError for a model that cannot be cut over ranks, or a run that needs whole matrices."""
-    ranks, given = config.tensor_parallel, f'tensor_parallel={config.tensor_parallel}'
-    if not isinstance(model_config, ModelConfig):
-        raise ValueError(f'{given}: models of transformers are not cut; leave it at 1, FSDP shards them')
-    if config.optimizer == 'muon':
-        raise ValueError(
-            f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
-        )
-    sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
-    sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
-    sizes['block_size'] = config.block_size
-    if (sharing := vars(config).get('context_parallel', 1)) > 1:
-        sizes[f'the tokens of a rank, block_size / context_parallel={sharing}, '] = config.block_size // sharing
-    for name, size in sizes.items():
-        if size % ranks:
-            good = math.gcd(*sizes.values())
-            raise ValueError(
-                f'{given} does not divide {name}={size}: all sizes of this model divide by '
-                f'{" or ".join(str(n) for n in range(1, good + 1) if good % n == 0)}'
-            )
+        meshes.check_tensor_parallel(config, run.model_config)
 
 
 def make_process_group(config, device):
@@ -276,3 +406,48 @@ def check_resume(saved, config, identity, learning_rate_at):
         [] if was == becomes else [f'WARNING: the learning rate jumps from {was:.2e} to {becomes:.2e} at step {step}']
     )
     return [*rates, f'changed since step {step}: {", ".join(changed)}']
+
+
+def make_model(run):
+    """The model of a run on the meta device: shapes only, so no rank ever allocates what it will not keep.
+
+    Its activations are checkpointed, and its blocks compiled, as the keys ask: before sharding, as both FSDPs want it.
+    """
+    config = run.config
+    with torch.device('meta'):
+        if run.pretrained:
+            model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
+        else:
+            model = GPT(run.model_config, run.compute_dtype)
+    offload.checkpoint_activations(model, config.activation_checkpointing)
+    if config.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
+    if config.compile and run.on_cuda:  # on a CPU the loss is faster as it is
+        model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
+    run.flops_per_token, run.parameter_counts = model.flops_per_token(), model.parameter_counts()
+    return model
+
+
+@torch.no_grad()
+def initialise(model, run, device=None):
+    """
+    The first weights of a run without a checkpoint, fp32: those of init_from, or a pure function of (seed, name).
+
+    model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
+    """
+    model.to_empty(device=device or run.device)
+    if run.found:  # resume() will load them
+        return
+    if run.start_from:
+        checkpoint.load(run.start_from, model)
+        return
+    if run.pretrained:
+        finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
+        return
+    for name, parameter in model.named_parameters():
+        value = model.initial_value(name, parameter, run.config.seed, run.device)
+        if isinstance(parameter, DTensor):
+            # Every rank has computed the whole value and keeps its slice: no communication.
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(value)

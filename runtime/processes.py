@@ -69,32 +69,6 @@ def leave(code=0):
     os._exit(code)
 
 
-def set_timeouts(mesh, seconds):
-    """Have collectives along every dimension of a DeviceMesh time out: its groups would wait for half an hour."""
-    from datetime import timedelta
-
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def make_meshes(config, device):
-    """(DeviceMesh of FSDP, that of the ranks which hold each matrix together, or None): (replicate, shard) or (shard),
-    and (tensor). Neighbours in the last one have consecutive ranks, since they talk most."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    replicas, tensor = config['replicate_size'], config['tensor_parallel']
-    sizes = {'replicate': replicas, 'shard': dist.get_world_size() // (replicas * tensor), 'tensor': tensor}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == 'shard'}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    set_timeouts(mesh, config['timeout_s'])
-    if 'tensor' not in sizes:
-        return mesh, None
-    return mesh[tuple(sizes)[:-1]], mesh['tensor']
-
-
 def reshard(model):
     """Have a model that is sharded, by either implementation, free the weights that forward has gathered."""
     for module in model.modules():

@@ -35,12 +35,6 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     return steps
 
 
-def micro_steps(config, world_size):
-    """The same from a run's keys; ranks that share their sequences count as one."""
-    ranks = ranks_for_batches(config, world_size)
-    return accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
-
-
 def cautions(config, n_windows):
     """
     Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data.
@@ -75,28 +69,6 @@ def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
     return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
-def ranks_for_batches(config, world_size):
-    """
-    The ranks that work on different sequences: all, or with context_parallel and tensor_parallel, the ranks that work
-    on the same ones, that fraction.
-
-    Raises ValueError if ranks or tokens do not divide, or for dropout, whose noise would have to fit together.
-    """
-    sharing, block_size = config.get('context_parallel', 1), config['block_size']
-    refuse_unless_it_divides('context_parallel', sharing, world_size)
-    refuse_unless_it_divides('tensor_parallel', config.get('tensor_parallel', 1), world_size // sharing)
-    if sharing > 1 and block_size % (2 * sharing):
-        nearest = [n * 2 * sharing for n in (block_size // (2 * sharing), block_size // (2 * sharing) + 1) if n > 0]
-        raise ValueError(
-            f'block_size={block_size} is not a multiple of {2 * sharing}, two chunks for each of '
-            f'context_parallel={sharing} ranks: use --block_size={" or ".join(map(str, nearest))}'
-        )
-    if sharing > 1 and config['dropout'] > 0:
-        given = f'dropout={config["dropout"]} with context_parallel={sharing}'
-        raise ValueError(f'{given}, whose attention has none: use --dropout=0')
-    return world_size // sharing // config.get('tensor_parallel', 1)
-
-
 def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1):
     """The batch arithmetic with its numbers, on one line. sharing: ranks that work on the same sequences."""
     groups = world_size // sharing
@@ -112,123 +84,6 @@ def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1
 
 def counted(number, noun):
     return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'
-
-
-def ranks_per_shard_group(config, world_size):
-    """
-    The ranks that hold one copy of the model between them: all, or with replicate_size (HSDP) that fraction of them.
-
-    Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
-    """
-    replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
-    world_size //= config.get('tensor_parallel', 1)  # of these ranks each holds a part
-    refuse_unless_it_divides('replicate_size', replicate_size, world_size)
-    if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
-        raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
-    if config['blocks_per_unit'] < 1:
-        raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
-    on_cuda = config['device'].startswith('cuda')
-    if on_cuda and config['cpu_offload'] == 'params' and config['dtype'] == 'float16':
-        raise ValueError(
-            'cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32'
-        )
-    return world_size // replicate_size
-
-
-def ranks_of_stage(config, world_size):
-    """Of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
-    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    refuse_unless_it_divides('pipeline_stages', stages, world_size)
-    if chunks < 1 or (chunks > 1 and stages == 1):
-        raise ValueError(
-            f'pipeline_chunks={chunks} with pipeline_stages={stages}: expected 1, or more on 2 or more stages'
-        )
-    return world_size // stages
-
-
-def check_pipeline(config, of_stage):
-    """[a line for the log]. of_stage: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
-    there are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the
-    order of arXiv 2104.04473."""
-    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    parts, copies = stages * chunks, ranks_for_batches(config, of_stage)
-    if n_layer % parts:
-        nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
-        raise ValueError(
-            f'n_layer={n_layer} is not a multiple of {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
-            f'use --n_layer={" or ".join(map(str, nearest))}, or stages x chunks of '
-            f'{", ".join(str(n) for n in range(1, n_layer + 1) if n_layer % n == 0)}'
-        )
-    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
-    if micro_steps < stages or (chunks > 1 and micro_steps % stages):
-        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'pipeline_stages={stages} or more'
-        enough = -(-micro_steps // stages) * stages * config['batch_size'] * copies
-        raise ValueError(
-            f'global_batch_size={config["global_batch_size"]} is {counted(micro_steps, "micro-step")} of batch_size='
-            f'{config["batch_size"]} on {counted(copies, "pipeline")}: expected {several}; use '
-            f'--global_batch_size={enough}, or another batch_size'
-        )
-    return [
-        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {counted(n_layer // parts, "block")}; '
-        f'{counted(copies, "pipeline")} (above: rank); bubble {stages - 1}/{chunks * micro_steps} of the work'
-    ]
-
-
-def number_of_replicas(num_replicas, world_size, local_world_size):
-    """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
-    if num_replicas is None:
-        if world_size % local_world_size:
-            raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
-        return world_size // local_world_size
-    refuse_unless_it_divides('num_replicas', num_replicas, world_size)
-    return num_replicas
-
-
-def refuse_unless_it_divides(key, value, world_size):
-    if value < 1 or world_size % value:
-        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(
-            f'{key}={value} does not divide {world_size} ranks: use one of {divisors}, or start other ranks'
-        )
-
-
-def check_rounds(config):
-    """Raises ValueError if the keys of DiLoCo do not fit together."""
-    steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
-    if not 1 <= steps <= config['max_iters']:
-        raise ValueError(
-            f'inner_steps={steps}: expected 1 to max_iters={config["max_iters"]}, a round is part of the run'
-        )
-    if not 1 <= fragments <= min(steps, config['n_layer']):
-        raise ValueError(
-            f'num_fragments={fragments}: expected 1 to inner_steps={steps} and at most n_layer={config["n_layer"]}'
-        )
-    if overlap < 0 or (overlap and overlap * fragments >= steps):
-        raise ValueError(
-            f'overlap_steps={overlap}: expected less than inner_steps / num_fragments = {steps / fragments:g}, '
-            'an exchange lands before the next one begins'
-        )
-    if not 0 <= config['fragment_mix'] < 1:
-        raise ValueError(f'fragment_mix={config["fragment_mix"]}: expected 0 (the outer parameters alone) to below 1')
-    if config['outer_lr'] <= 0 or not 0 <= config['outer_momentum'] < 1:
-        given = ', '.join(f'{key}={config[key]}' for key in ('outer_lr', 'outer_momentum'))
-        raise ValueError(f'{given}: expected a rate above 0 and a momentum from 0 to below 1')
-    if config['exchange_dtype'] == 'top2bit' and config['outer_momentum']:
-        raise ValueError(
-            f'exchange_dtype=top2bit with outer_momentum={config["outer_momentum"]}: what it has not sent yet is its '
-            'momentum; use --outer_momentum=0 --outer_lr=1'
-        )
-    exact = {'outer_lr': 1.0, 'outer_momentum': 0.0, 'overlap_steps': 0, 'fragment_mix': 0.0}
-    exact |= {'exchange_dtype': 'float32', 'exchange': '', 'plan': False, 'lora_rank': config['lora_rank'] or 16}
-    if config['lora_residual'] and (wrong := [key for key in exact if config[key] != exact[key]]):
-        raise ValueError(
-            f'lora_residual with {", ".join(f"{key}={config[key]!r}" for key in wrong)}: it is what a plain average of '
-            f'adapters leaves out; use {" ".join(f"--{key}={exact[key]}" for key in wrong)}'
-        )
-    if not 1 <= config['exchange_k'] <= 4096:
-        raise ValueError(f'exchange_k={config["exchange_k"]}: expected 1 to 4096, the numbers of a chunk')
-    if config['error_decay'] is not None and not 0 <= config['error_decay'] <= 1:
-        raise ValueError(f'error_decay={config["error_decay"]}: expected 0 (nothing is kept) to 1')
 
 
 # --- RULES ------------------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import context_manual
 import fsdp_manual
+import meshes
 import optim
 import tensor_manual
 from evaluation import scoring
 from evaluation.tasks import Request
 from model import GPT, ModelConfig
 from planning import estimate
-from runtime import begin, checkpoint, meter, processes, scaling
+from runtime import begin, checkpoint, meter, scaling
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
@@ -93,7 +94,9 @@ class Layout:
         self.ranks = 1 if alone else dist.get_world_size()
         tensor_mesh, self.context = None, None
         if not alone:
-            self.mesh, tensor_mesh = processes.make_meshes(sizes, CPU)
+            self.mesh = meshes.make(meshes.fsdp_axes(sizes, dist.get_world_size()), CPU, 60)
+            if case['tensor'] > 1:
+                tensor_mesh, self.mesh = self.mesh['tensor'], self.mesh[self.mesh.mesh_dim_names[:-1]]
             self.context = context_manual.Context(case['context'], 'ring', CPU, 60, case['tensor'])
         self.tensor = tensor_manual.Split(self.raw, tensor_manual.Ranks.of(tensor_mesh))
         with torch.no_grad():

@@ -1,0 +1,200 @@
+"""
+How the ranks of a run are arranged: the axes of every script, from the outermost to the innermost, checked and made.
+
+    axes = meshes.fsdp_axes(vars(config), world_size=8)     # {'replicate': 2, 'shard': 2, 'tensor': 2}
+    mesh = meshes.make(axes, device, config.timeout_s)      # a DeviceMesh; mesh['shard'] are the ranks along one axis
+
+Ranks with neighbouring numbers are mostly on one node, and the innermost axis has neighbours: so the axis whose ranks
+talk most comes last. What the axes are:
+
+    replica      copies of the model that train alone for a while (train_diloco.py)
+    stage        parts of the model's depth (train_pipeline.py); copy: the copies of each
+    replicate    copies of a sharded model, whose gradients are averaged in every step (HSDP)
+    shard        ranks that hold one copy between them; context: those of them that share a sequence
+    tensor       ranks that hold each matrix together
+"""
+
+import math
+from datetime import timedelta
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from huggingface import finetune
+from model import ModelConfig
+from runtime.scaling import accumulation_steps, counted
+
+
+def fsdp_axes(config, world_size):
+    """Of train_fsdp.py, without those of one rank: each would make groups that nobody uses."""
+    replicate, tensor = config['replicate_size'], config['tensor_parallel']
+    axes = {'replicate': replicate, 'shard': world_size // (replicate * tensor), 'tensor': tensor}
+    return {name: size for name, size in axes.items() if size > 1 or name == 'shard'}
+
+
+def pipeline_axes(config, world_size):
+    stages, tensor = config['pipeline_stages'], config['tensor_parallel']
+    return {'stage': stages, 'copy': world_size // (stages * tensor), 'tensor': tensor}
+
+
+def diloco_axes(config, world_size):
+    return {'replica': config['num_replicas'], 'shard': world_size // config['num_replicas']}
+
+
+def make(axes, device, timeout_s):
+    """A DeviceMesh of {name: size} over all ranks. Its collectives time out: by default they wait for half an hour."""
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
+
+
+# --- checks: before the processes meet --------------------------------------------------------------------------------
+
+
+def ranks_for_batches(config, world_size):
+    """
+    The ranks that work on different sequences: all, or with context_parallel and tensor_parallel, the ranks that work
+    on the same ones, that fraction.
+
+    Raises ValueError if ranks or tokens do not divide, or for dropout, whose noise would have to fit together.
+    """
+    sharing, block_size = config.get('context_parallel', 1), config['block_size']
+    refuse_unless_it_divides('context_parallel', sharing, world_size)
+    refuse_unless_it_divides('tensor_parallel', config.get('tensor_parallel', 1), world_size // sharing)
+    if sharing > 1 and block_size % (2 * sharing):
+        nearest = [n * 2 * sharing for n in (block_size // (2 * sharing), block_size // (2 * sharing) + 1) if n > 0]
+        raise ValueError(
+            f'block_size={block_size} is not a multiple of {2 * sharing}, two chunks for each of '
+            f'context_parallel={sharing} ranks: use --block_size={" or ".join(map(str, nearest))}'
+        )
+    if sharing > 1 and config['dropout'] > 0:
+        given = f'dropout={config["dropout"]} with context_parallel={sharing}'
+        raise ValueError(f'{given}, whose attention has none: use --dropout=0')
+    return world_size // sharing // config.get('tensor_parallel', 1)
+
+
+def micro_steps(config, world_size):
+    """The same from a run's keys; ranks that share their sequences count as one."""
+    ranks = ranks_for_batches(config, world_size)
+    return accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
+
+
+def ranks_per_shard_group(config, world_size):
+    """
+    The ranks that hold one copy of the model between them: all, or with replicate_size (HSDP) that fraction of them.
+
+    Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
+    """
+    replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
+    world_size //= config.get('tensor_parallel', 1)  # of these ranks each holds a part
+    refuse_unless_it_divides('replicate_size', replicate_size, world_size)
+    if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
+        raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
+    if config['blocks_per_unit'] < 1:
+        raise ValueError(f'blocks_per_unit={config["blocks_per_unit"]}: expected 1 or more')
+    on_cuda = config['device'].startswith('cuda')
+    if on_cuda and config['cpu_offload'] == 'params' and config['dtype'] == 'float16':
+        raise ValueError(
+            'cpu_offload=params with dtype=float16: the loss scale is on the GPU; use bfloat16, or float32'
+        )
+    return world_size // replicate_size
+
+
+def ranks_of_stage(config, world_size):
+    """Of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
+    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
+    refuse_unless_it_divides('pipeline_stages', stages, world_size)
+    if chunks < 1 or (chunks > 1 and stages == 1):
+        raise ValueError(
+            f'pipeline_chunks={chunks} with pipeline_stages={stages}: expected 1, or more on 2 or more stages'
+        )
+    return world_size // stages
+
+
+def check_pipeline(config, of_stage):
+    """[a line for the log]. of_stage: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
+    there are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the
+    order of arXiv 2104.04473."""
+    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
+    parts, copies = stages * chunks, ranks_for_batches(config, of_stage)
+    if n_layer % parts:
+        nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
+        raise ValueError(
+            f'n_layer={n_layer} is not a multiple of {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
+            f'use --n_layer={" or ".join(map(str, nearest))}, or stages x chunks of '
+            f'{", ".join(str(n) for n in range(1, n_layer + 1) if n_layer % n == 0)}'
+        )
+    micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
+    if micro_steps < stages or (chunks > 1 and micro_steps % stages):
+        several = f'a multiple of pipeline_stages={stages}' if chunks > 1 else f'pipeline_stages={stages} or more'
+        enough = -(-micro_steps // stages) * stages * config['batch_size'] * copies
+        raise ValueError(
+            f'global_batch_size={config["global_batch_size"]} is {counted(micro_steps, "micro-step")} of batch_size='
+            f'{config["batch_size"]} on {counted(copies, "pipeline")}: expected {several}; use '
+            f'--global_batch_size={enough}, or another batch_size'
+        )
+    return [
+        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {counted(n_layer // parts, "block")}; '
+        f'{counted(copies, "pipeline")} (above: rank); bubble {stages - 1}/{chunks * micro_steps} of the work'
+    ]
+
+
+def number_of_replicas(num_replicas, world_size, local_world_size):
+    """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
+    if num_replicas is None:
+        if world_size % local_world_size:
+            raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
+        return world_size // local_world_size
+    refuse_unless_it_divides('num_replicas', num_replicas, world_size)
+    return num_replicas
+
+
+def refuse_unless_it_divides(key, value, world_size):
+    if value < 1 or world_size % value:
+        divisors = ', '.join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(
+            f'{key}={value} does not divide {world_size} ranks: use one of {divisors}, or start other ranks'
+        )
+
+
+def check_context_parallel(config, pretrained):
+    """Raise ValueError for a model whose attention cannot be spread over ranks (context_manual.py)."""
+    given = f'context_parallel={config.context_parallel}'
+    if config.device.startswith('cuda') and config.head_dim % 8:
+        raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8')
+    if not pretrained:
+        return
+    text, reason = pretrained.config.get_text_config(), None
+    rope = getattr(text, 'rope_parameters', None) or getattr(text, 'rope_scaling', None) or {}
+    if pretrained.arch not in finetune.OWN_ATTENTION:
+        reason = f'its attention is not one that runs here (those of {", ".join(finetune.OWN_ATTENTION)})'
+    elif (getattr(text, 'sliding_window', None) or config.block_size) < config.block_size:
+        reason = f'it sees {text.sliding_window} tokens back, and block_size={config.block_size} is more'
+    elif rope.get('rope_type') in ('dynamic', 'longrope'):
+        reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
+    if reason:
+        raise ValueError(f'{given}: {pretrained.arch} cannot share sequences: {reason}; leave it at 1')
+
+
+def check_tensor_parallel(config, model_config):
+    """Raise ValueError for a model that cannot be cut over ranks, or a run that needs whole matrices."""
+    ranks, given = config.tensor_parallel, f'tensor_parallel={config.tensor_parallel}'
+    if not isinstance(model_config, ModelConfig):
+        raise ValueError(f'{given}: models of transformers are not cut; leave it at 1, FSDP shards them')
+    if config.optimizer == 'muon':
+        raise ValueError(
+            f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
+        )
+    sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
+    sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
+    sizes['block_size'] = config.block_size
+    if (sharing := vars(config).get('context_parallel', 1)) > 1:
+        sizes[f'the tokens of a rank, block_size / context_parallel={sharing}, '] = config.block_size // sharing
+    for name, size in sizes.items():
+        if size % ranks:
+            good = math.gcd(*sizes.values())
+            raise ValueError(
+                f'{given} does not divide {name}={size}: all sizes of this model divide by '
+                f'{" or ".join(str(n) for n in range(1, good + 1) if good % n == 0)}'
+            )

@@ -1,0 +1,211 @@
+"""
+Everything that watches a training run and changes none of its numbers, as one object with a handful of calls.
+
+    watch = Watch(run, step, state)              # train.log and metrics.jsonl; a watchdog that names a rank that hangs
+    watch.begin_training(save)                   # from here on: signals, a meter, checkpoints
+    while step < config.max_iters and not watch.must_stop:
+        watch.begin_step(step)
+        watch.mark('forward')                    # the phases of a step, for its times
+        skip = watch.numbers.must_skip(...)      # the one decision that a script takes from here
+        ...
+        watch.after_step(step, {'lr': lr}, evaluate)   # logs, evaluates, scores and saves what is due
+    watch.end(step)
+
+train_diloco.py and train_pool.py, whose replicas only sometimes meet, call the parts of after_step() by themselves.
+"""
+
+import contextlib
+import gc
+from typing import NamedTuple
+
+import torch
+
+from huggingface import finetune
+from runtime import checkpoint, health, processes, stopping
+from runtime.log import Log
+from runtime.meter import Meter
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    last: bool  # this was the last step
+    log: bool
+    evaluate: bool  # the loss on validation text
+    score: bool  # tasks
+    save: bool
+
+
+class Watch:
+    """All ranks make one and call its methods at the same places."""
+
+    def __init__(self, run, step, state):
+        """run: of begin(), whose notes are the first lines of the log. step: of the checkpoint that the run goes on
+        from, or 0. state: what that checkpoint's state.json holds, or {}."""
+        config = run.config
+        self.run, self.config, self.state = run, config, state
+        flops = run.flops_per_token
+        self.log = Log(config.out_dir, run.rank, step, config.max_iters, vars(config), run.explicit, flops)
+        self.say = self.log.say
+        self.say('\n'.join(run.notes))
+        counts, ranks = run.parameter_counts, f'{run.world_size} x {run.device.type}'
+        self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {ranks}')
+        self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
+        self.watchdog = health.Watchdog(config.out_dir, config.timeout_s)
+        self.first_step = step
+        self.also_log = dict  # a function of the script's own that returns more numbers for a row
+
+    def self_test(self, model, raw_model, as_loaded=None):
+        """Compare a model of transformers, sharded as it is now, with what transformers itself computes.
+
+        as_loaded: whether its weights are still those of its folder; None = if no checkpoint has been loaded.
+        """
+        run = self.run
+        if run.pretrained:
+            as_loaded = run.found is None if as_loaded is None else as_loaded
+            with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
+                is_packed = run.train_data.is_packed
+                self.say(finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device))
+
+    # --- before the loop ----------------------------------------------------------------------------------------------
+
+    def evaluate_only(self, model, step, evaluate):
+        """eval_only: log what the checkpoint's evaluation and tasks give, and end the process."""
+        self.log.row(step, evaluate() | self.run.tasks.scores(model, step, self.say, self.watchdog.at))
+        self.log.close()
+        self.watchdog.close()
+        processes.leave()
+
+    def begin_training(self, model, save, group=None, numbers=None, tokens_per_step=None):
+        """
+        Count this start (a run that fails again and again at the same step is refused), listen for signals, and make
+        what measures steps and writes checkpoints.
+
+        model: that is called, to score tasks. save(step): writes a checkpoint with self.save(). group: the ranks that
+        train together, if that is not all of them; then numbers: their state of health.Numbers, and tokens_per_step:
+        those of this job's ranks.
+        """
+        config, run, say = self.config, self.run, self.say
+        self.model, self.save_run = model, save
+        stopping.count_start(config.out_dir, self.first_step, config.max_failures)
+        self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say)
+        self.saver = checkpoint.Saver(
+            config.out_dir, config.keep_checkpoints, config.async_checkpoint, say,
+            config.permanent_interval, config.save_errors,
+        )  # fmt: skip
+        self.meter = Meter(
+            run.device, run.world_size, tokens_per_step or run.tokens_per_step, run.flops_per_token, group=group,
+            beat=self.watchdog.at, trace_step=config.trace_step - self.first_step, out_dir=config.out_dir,
+        )  # fmt: skip
+        self.numbers = health.Numbers(
+            config.max_bad_steps, config.loss_spike_guard, say, self.saver.last_good,
+            group, self.state.get('numbers') if numbers is None else numbers,
+        )  # fmt: skip
+        gc.collect()
+        gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
+        self.must_stop = self.stop_request.agreed()  # of all ranks: a signal that came before there was a step
+
+    # --- in a step ----------------------------------------------------------------------------------------------------
+
+    def at(self, phase, step):
+        """This rank begins a phase; one that takes far too long is named by the watchdog."""
+        self.watchdog.at(phase, step)
+
+    def begin_step(self, step):
+        """Start the clock of the step behind `step` steps done. The clock stands still between steps."""
+        self.watchdog.at('data', step + 1)
+        self.meter.begin_step()
+
+    def mark(self, phase):
+        """A phase of the step begins: data, forward, backward or update."""
+        self.meter.mark(phase)
+
+    def measure_state(self, model, optimizer):
+        """Measure once what this rank holds of weights, gradients and moments: between opt.step() and zero_grad()."""
+        self.meter.measure_state(model.parameters(), optimizer)
+
+    def end_step(self):
+        """Stop the clock."""
+        self.meter.end_step()
+
+    @contextlib.contextmanager
+    def part(self, phase, seconds):
+        """Work that counts for the step that has just ended, such as DiLoCo's outer step, and may take so long."""
+        with self.meter.part(phase), self.watchdog.allow(phase, seconds):
+            yield
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def due(self, step):
+        """What is due after step `step`."""
+        config, last = self.config, step == self.config.max_iters
+
+        def interval(steps):
+            return bool(steps) and step % steps == 0
+
+        return Due(
+            last=last,
+            log=last or step == 1 or interval(config.log_interval),
+            evaluate=bool(config.eval_iters) and (last or interval(config.eval_interval)),
+            score=bool(self.run.tasks.tasks) and (last or interval(config.eval_tasks_interval)),
+            save=last or interval(config.checkpoint_interval) or interval(config.permanent_interval),
+        )
+
+    def after_step(self, step, values, evaluate):
+        """
+        The step is done: log, evaluate, score and save what is due, and learn whether the run is asked to stop.
+
+        step: optimizer steps done. values: {name: number or tensor of one element} for the row of metrics.jsonl, beside
+        what is measured here; a tensor is read only when a row is written. evaluate(): returns more of them.
+        """
+        self.end_step()
+        due = self.due(step)
+        self.must_stop = self.stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank
+        row = {}
+        if due.log:
+            row = self.measured(values)
+        if due.last or not self.must_stop:
+            row |= evaluate() if due.evaluate else {}
+            row |= self.scores(step) if due.score else {}
+        if row:
+            self.log.row(step, self.with_totals(step, row))
+        if due.save or self.must_stop:
+            self.save_run(step)
+
+    def measured(self, values):
+        """The row of a step: its loss, the values, and what the meter has measured since the row before."""
+        numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        return {'loss': self.numbers.mean_loss(), **numbers, **self.meter.interval(), **self.also_log()}
+
+    def scores(self, step):
+        """{'task/score': value} of the run's tasks, with a line of each in the log."""
+        return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at)
+
+    def with_totals(self, step, row):
+        """The row, behind what the run has read until here, and with the steps that it has skipped."""
+        samples = step * self.config.global_batch_size
+        read = {'tokens': step * self.run.tokens_per_step, **self.run.train_data.epochs(samples)}
+        return read | row | ({'skipped': self.numbers.skipped} if self.numbers.skipped else {})
+
+    def save(self, step, raw_model, opt, scaler, more=None, more_tensors=None, optimizer_key='optim'):
+        """
+        Write a checkpoint: weights, optimizer state, and in state.json all else that the run needs to go on from here.
+
+        scaler: state_dict() of the loss scaler. more: what a script adds to state.json. more_tensors, optimizer_key: of
+        checkpoint.Saver.save().
+        """
+        state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
+        state |= {'identity': self.run.identity, 'config': vars(self.config), **(more or {})}
+        with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, step):
+        """Wait for the last checkpoint, leave DONE, or PREEMPTED in its place, and end the process."""
+        with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
+            self.saver.wait()
+        self.watchdog.close()
+        self.say(self.stop_request.end(step, self.config.max_iters))
+        self.log.close()
+        processes.leave()
