@@ -77,15 +77,13 @@ class Evaluation:
 def of_run(config, pretrained, device):
     """The Evaluation of a train script's eval_tasks; of none if there are none. Raises ValueError, too, where the data
     of the run names no tokenizer."""
-    encoder = None
-    if config.eval_tasks and pretrained:
+    encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
+    if files and pretrained:
         encoder = TransformersEncoder(load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))
-    elif config.eval_tasks:
+    elif files:
         try:
             encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
         except (ValueError, OSError) as error:
             raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
     tensor_parallel = vars(config).get('tensor_parallel', 1)
-    return Evaluation(
-        config.eval_tasks, encoder, config.block_size, pretrained, config.batch_size, device, tensor_parallel
-    )
+    return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, tensor_parallel)

@@ -31,11 +31,12 @@ from torch.distributed.tensor import DTensor
 
 import context_manual
 import fsdp_manual
+import meshes
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig, in_documents
 from planning import estimate
-from runtime import begin, meter, scaling
+from runtime import meter
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 97
@@ -472,7 +473,7 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
 )
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     with pytest.raises(ValueError, match=message):
-        scaling.ranks_for_batches({'context_parallel': 4, 'block_size': 64, 'dropout': 0.0, **changes}, 4)
+        meshes.ranks_for_batches({'context_parallel': 4, 'block_size': 64, 'dropout': 0.0, **changes}, 4)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +484,7 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
     pretrained = finetune.Pretrained(save_model(tmp_path / kind, kind), block_size=32)
     config = types.SimpleNamespace(context_parallel=2, block_size=32, device='cpu', head_dim=10)
     with pytest.raises(ValueError, match=message):
-        begin.check_context_parallel(config, pretrained)
+        meshes.check_context_parallel(config, pretrained)
     config.device = 'cuda:0'
     with pytest.raises(ValueError, match='head_dim=10: flash attention takes multiples of 8'):
-        begin.check_context_parallel(config, None)
+        meshes.check_context_parallel(config, None)

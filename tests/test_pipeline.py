@@ -27,13 +27,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import meshes
 import optim
 import pipeline_manual
 import tensor_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
 from planning import activations, estimate
-from runtime import health, scaling
+from runtime import health
 
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
 LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
@@ -586,7 +587,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, s
     values |= {'block_size': 16}
     values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
     with pytest.raises(ValueError, match=says) as error:
-        scaling.check_pipeline(values, scaling.ranks_of_stage(values, world_size=4))
+        meshes.check_pipeline(values, meshes.ranks_of_stage(values, world_size=4))
     assert '\n' not in str(error.value)
 
 

@@ -26,7 +26,7 @@ from evaluation import scoring
 from evaluation.tasks import Request
 from model import GPT, ModelConfig
 from planning import estimate
-from runtime import begin, checkpoint, meter, scaling
+from runtime import checkpoint, meter
 
 CPU = torch.device('cpu')
 BATCH, T, VOCABULARY = 4, 32, 90  # padded to 128: of 4 ranks the last one has nothing but padding
@@ -533,14 +533,14 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw'}
     config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
-        begin.check_tensor_parallel(types.SimpleNamespace(**config), keys)
+        meshes.check_tensor_parallel(types.SimpleNamespace(**config), keys)
 
 
 def test_models_of_transformers_are_refused_and_ranks_have_to_divide():
     config = types.SimpleNamespace(tensor_parallel=2)
     with pytest.raises(ValueError, match='models of transformers are not cut'):
-        begin.check_tensor_parallel(config, 'a Pretrained')
+        meshes.check_tensor_parallel(config, 'a Pretrained')
     keys = {'context_parallel': 2, 'block_size': 32, 'dropout': 0.0}
-    assert scaling.ranks_for_batches(keys | {'tensor_parallel': 2}, 8) == 2
+    assert meshes.ranks_for_batches(keys | {'tensor_parallel': 2}, 8) == 2
     with pytest.raises(ValueError, match='tensor_parallel=3 does not divide 4 ranks: use one of 1, 2, 4'):
-        scaling.ranks_for_batches(keys | {'tensor_parallel': 3}, 8)
+        meshes.ranks_for_batches(keys | {'tensor_parallel': 3}, 8)

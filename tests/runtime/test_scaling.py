@@ -11,6 +11,7 @@ from launch import REPO, run_forked
 
 import configurator
 import data
+import meshes
 from model import GPT, ModelConfig
 from optim import learning_rate_at
 from planning import estimate
@@ -128,13 +129,13 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
 def test_replicas_must_divide_the_ranks():
     fsdp = {'zero_stage': 3, 'replicate_size': 1, 'fsdp_impl': 'torch', 'blocks_per_unit': 1}
     fsdp |= {'device': 'cuda', 'dtype': 'bfloat16', 'cpu_offload': 'params'}
-    assert scaling.ranks_per_shard_group({**fsdp, 'replicate_size': 2}, 8) == 4
+    assert meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 2}, 8) == 4
     with pytest.raises(ValueError, match='replicate_size=3 does not divide 8 ranks: use one of 1, 2, 4, 8'):
-        scaling.ranks_per_shard_group({**fsdp, 'replicate_size': 3}, 8)
+        meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 3}, 8)
     with pytest.raises(ValueError, match='zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1'):
-        scaling.ranks_per_shard_group({**fsdp, 'zero_stage': 1}, 8)
+        meshes.ranks_per_shard_group({**fsdp, 'zero_stage': 1}, 8)
     with pytest.raises(ValueError, match='cpu_offload=params with dtype=float16'):
-        scaling.ranks_per_shard_group({**fsdp, 'dtype': 'float16'}, 8)
+        meshes.ranks_per_shard_group({**fsdp, 'dtype': 'float16'}, 8)
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
