@@ -65,7 +65,7 @@ def make_model(folder, kind):
     from text.tokenizer import END_OF_TEXT, train_bpe
 
     Path(folder).mkdir()
-    train_bpe([text.encoding() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
+    train_bpe([text.encode() for text in python_sources()[:60]], 2048, f'{folder}/tokenizer.json', engine='reference')
     fast = tokenizers.Tokenizer.from_file(f'{folder}/tokenizer.json')
     end = fast.token_to_id(END_OF_TEXT)
     sizes = {**SIZES, 'vocab_size': 2048, 'max_position_embeddings': 256, 'initializer_range': 0.1}

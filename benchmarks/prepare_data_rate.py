@@ -55,7 +55,7 @@ def make_corpus(folder, megabytes):
                 continue
             (folder / f'{len(texts):06}.txt').write_text(text, encoding='utf-8', newline='')
             texts.append(text)
-            size += len(text.encoding())
+            size += len(text.encode())
             if size >= megabytes * 1e6:
                 break
     return [text for text in texts if text]
@@ -123,7 +123,7 @@ def measure(megabytes, rounds):
         datasets.disable_progress_bars()
         (temporary / 'text').mkdir()
         texts = make_corpus(temporary / 'text', megabytes)
-        size = sum(len(text.encoding()) for text in texts) / 1e6
+        size = sum(len(text.encode()) for text in texts) / 1e6
         encoding = tiktoken.get_encoding('gpt2')
         dataset = datasets.Dataset.from_dict({'text': texts})
         print(f'{len(texts)} documents, {size:.1f} MB, {CORES} cores; MB/s:')
@@ -191,7 +191,7 @@ def table(root, megabytes):
         print(f'{len(texts):,} texts, {sum(map(len, texts)) / 1e6:.0f}M characters, {CORES} cores', flush=True)
         encoding = tiktoken.get_encoding('gpt2')
         some = texts[: len(texts) // 10]
-        size = sum(len(text.encoding()) for text in some) / 1e6
+        size = sum(len(text.encode()) for text in some) / 1e6
         alone = [size / measure(encoding, some) for measure in (tiktoken_threads, tiktoken_processes)]
         print(f'tiktoken alone, texts in memory: {alone[0]:.1f} MB/s with threads, {alone[1]:.1f} with processes')
         del texts, some

@@ -165,7 +165,7 @@ def make_tasks(names, hub_folder, folder=Path('tasks')):
                 rows = [json.dumps(known.item_of(row), ensure_ascii=False) for row in stream]
                 files[f'{name}{ending}'], revision = '\n'.join(rows) + '\n', about['revision']
                 print(f'{folder}/{name}{ending}: {len(rows):,} items of {known.repository}, {split}, {revision}')
-        hashes = {file: hashlib.sha256(text.encoding()).hexdigest() for file, text in files.items()}
+        hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in files.items()}
         if hashes != pinned.get(name, {}).get('sha256', hashes):
             was = f'revision {pinned[name]["revision"]} and is another text at revision {revision}'
             raise ValueError(

@@ -137,7 +137,7 @@ def item_of(line, place):
         pairs, normalised = [(context, delimiter + row['continuation']) for context in row['contexts']], row['contexts']
     else:
         pairs, normalised = [(row['context'], delimiter + answer) for answer in answers], answers
-    lengths = [[len(text) for text in normalised], [len(text.encoding('utf-8', 'replace')) for text in normalised]]
+    lengths = [[len(text) for text in normalised], [len(text.encode('utf-8', 'replace')) for text in normalised]]
     chance = row.get('chance', 1 / len(pairs) if several else 0.0)
     texts = (row.get('group'), row.get('description', ''), delimiter)
     return Item(form, pairs, *lengths, row.get('gold'), *texts, row.get('num_fewshot', 0), chance, place)

@@ -81,7 +81,7 @@ def documents_of(dataset, split):
     assert ends[-1] == len(tokens) - 1, 'a document without end-of-text'
     texts = [tokenizer.decode(part[part != tokenizer.eot]) for part in np.split(tokens, ends[:-1] + 1)]
     facts = meta_of(dataset)['splits'][split]
-    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encoding()) for text in texts)
+    assert facts['documents'] == len(texts) and facts['bytes'] == sum(len(text.encode()) for text in texts)
     return texts
 
 

@@ -187,8 +187,8 @@ def test_a_document_that_tiktoken_cannot_encode_in_one_go_is_no_problem(tmp_path
 
 def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
     for text in [*make_texts(5, words=5000), '中' * 9000, 'x' * 9000, '\n' * 9000, ' ' * 9000, '🙂 ' * 3000]:
-        pieces = list(reading.cut_up(text.encoding(), 1000))
-        assert b''.join(pieces) == text.encoding() and all(0 < len(piece) <= 1000 for piece in pieces)
+        pieces = list(reading.cut_up(text.encode(), 1000))
+        assert b''.join(pieces) == text.encode() and all(0 < len(piece) <= 1000 for piece in pieces)
         for piece in pieces:
             piece.decode()
     assert list(reading.cut_up(b'one two three', 9)) == [b'one two', b' three']
@@ -555,7 +555,7 @@ def peak_memory(folder, *arguments):
 def write_large(path, megabytes):
     """One file, whatever its size: a text, JSON lines, or parquet with a single row group."""
     paragraphs = make_texts(400, words=400)
-    size = sum(len(text.encoding()) for text in paragraphs)
+    size = sum(len(text.encode()) for text in paragraphs)
     repetitions = megabytes * 1_000_000 // size + 1
     if path.suffix == '.parquet':
         table = pyarrow.table({'text': paragraphs * repetitions})

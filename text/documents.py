@@ -352,7 +352,7 @@ def _texts(piece, data, text_field, notes, conversation_of):
             except ValueError as reason:
                 notes[f'{piece.origin}: {reason}, left out'] += 1
                 continue
-        yield text.encoding('utf-8', 'replace')
+        yield text.encode('utf-8', 'replace')
 
 
 def _rows_of_jsonl(data, notes, origin):

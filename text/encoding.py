@@ -193,7 +193,7 @@ def _encode_conversations(pieces, rules, notes):
         result[split] = Encoded(
             tokens=_as_shards_hold_it(np.concatenate(ids), tokenizer),
             documents=len(found),
-            text_bytes=sum(len(text.encoding()) for text in texts),
+            text_bytes=sum(len(text.encode()) for text in texts),
             flags=np.concatenate(flags),
             longest=max(map(len, ids)),
         )

@@ -52,11 +52,11 @@ class ByteTokenizer(InBatches):
     name, vocab_size, eot = 'bytes', 257, 256
 
     def encode(self, text):
-        return list(text.encoding('utf-8', 'replace'))
+        return list(text.encode('utf-8', 'replace'))
 
     def encode_batch(self, texts):
         """A uint8 array per text."""
-        return [np.frombuffer(text.encoding('utf-8', 'replace'), dtype=np.uint8) for text in texts]
+        return [np.frombuffer(text.encode('utf-8', 'replace'), dtype=np.uint8) for text in texts]
 
     def decode(self, ids):
         """Text of the ids; bytes that are no UTF-8, as samples of a young model hold them, become U+FFFD."""

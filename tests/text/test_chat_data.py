@@ -143,7 +143,7 @@ def conversations_of(dataset, split):
     totals = meta_of(dataset)['splits'][split]
     assert totals['documents'] == len(found) and totals['longest'] == max(np.diff(starts))
     assert totals['learned_tokens'] == (flags & LEARNED).sum() and not (flags > 3).any()
-    assert totals['bytes'] == sum(len(text.encoding()) for text, _ in found)
+    assert totals['bytes'] == sum(len(text.encode()) for text, _ in found)
     return found
 
 

@@ -164,7 +164,7 @@ def trained(texts, vocab_size, path, engine):
     [
         ([text for text in fuzzed(900, seed=5) if engine.knows(text)], 1700),
         (fuzzed(300, seed=6), 900),  # newer characters among them: `tokenizers` trains
-        ([text.encoding() for text in make_texts(500)], 600),  # fewer words than merges that were asked for
+        ([text.encode() for text in make_texts(500)], 600),  # fewer words than merges that were asked for
         ([b'abab abab'], 2048),
         ([b''], 300),
     ],
