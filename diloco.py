@@ -613,6 +613,7 @@ def parts_of(pieces):
 
 def check_keys(config):
     """Raises ValueError if the keys of DiLoCo do not fit together."""
+    config = {'num_fragments': 1, 'overlap_steps': 0, 'fragment_mix': 0.0, **config}  # train_pool.py has no such keys
     steps, fragments, overlap = config['inner_steps'], config['num_fragments'], config['overlap_steps']
     if not 1 <= steps <= config['max_iters']:
         raise ValueError(

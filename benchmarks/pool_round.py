@@ -1,5 +1,5 @@
 """
-What a round of a pool costs one job (train_diloco.py --exchange), beside reading and writing the same bytes.
+What a round of a pool costs one job (train_pool.py), beside reading and writing the same bytes.
 
     python benchmarks/pool_round.py                                        # 10 million parameters, 4 jobs, a folder
     python benchmarks/pool_round.py --folder=/scratch/me --dtype=int4 --profile

@@ -4,7 +4,7 @@ Kill, stop and restart the jobs of a pool of DiLoCo replicas at random, and chec
     python benchmarks/pool_storm.py --kills=200 --seeds=3
     python benchmarks/pool_storm.py --goodput                   # against the formula of pool/goodput.py
 
-The storm: four jobs of train_diloco.py --exchange with a tiny model, one of them at 0.3 times the speed of the others.
+The storm: four jobs of train_pool.py with a tiny model, one of them at 0.3 times the speed of the others.
 In the end the run has ended, each share of the data has been counted once, and all jobs had the same bits after every
 round and so has --replay. A round in a storm has fewer jobs, hence there are more rounds for the same tokens, and the
 loss is lower: it must lie between those of the pool undisturbed with four jobs and with two, or within 2% of one.
@@ -64,7 +64,7 @@ def prepare(folder):
 
 
 class Pool:
-    """Jobs of train_diloco.py that come and go, each with an out_dir of its own."""
+    """Jobs of train_pool.py that come and go, each with an out_dir of its own."""
 
     def __init__(self, folder, data_dir, max_iters, *keys):
         self.folder, self.address, self.jobs, self.starts = Path(folder), Path(folder, 'pool'), {}, Counter()
@@ -76,7 +76,7 @@ class Pool:
         self.starts[name] += 1
         log = self.folder / f'{name}_{self.starts[name]}.log'
         keys = [*self.keys, f'--out_dir={self.folder / name}']
-        self.jobs[name] = Job('train_diloco.py', keys, 1, log, fault)
+        self.jobs[name] = Job('train_pool.py', keys, 1, log, fault)
 
     def moment(self, name):
         """What a job is doing; of MOMENTS."""
@@ -224,7 +224,7 @@ def check(pool, max_iters, figures):
         assert_same_weights(pool.folder / name, pool.folder / 'a', max_iters)
         assert column(pool.folder / name, 'val_loss')[-1] == column(pool.folder / 'a', 'val_loss')[-1]
     keys = [*pool.keys, f'--out_dir={pool.folder / "replay"}', '--replay']
-    said = run_forked('train_diloco.py', *keys, log=pool.folder / 'replay.log')
+    said = run_forked('train_pool.py', *keys, log=pool.folder / 'replay.log')
     assert f'replay: rounds 0 to {len(commits) - 1} and' in said and 'equal to the bit' in said, said
 
 

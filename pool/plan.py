@@ -1,4 +1,4 @@
-"""What rounds of a pool cost with other inner_steps and exchange_dtypes: train_diloco.py --exchange=... --plan"""
+"""What rounds of a pool cost with other inner_steps and exchange_dtypes: train_pool.py --plan"""
 
 import time
 import uuid
@@ -129,11 +129,6 @@ class StorePlan(Plan):
                     f'    {up:2} h up, {down} min down'.ljust(40) + ''.join(f'{share:8.1%}' for share in shares)
                 )
         return lines
-
-
-def make_plan(outer, pool, meter, say):
-    """A StorePlan of a job of a pool, or the plan of replicas in one job."""
-    return StorePlan(pool, meter, say) if pool else Plan(outer, meter, say)
 
 
 def slowest(*seconds):

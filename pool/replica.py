@@ -69,8 +69,8 @@ OWN_KEYS = set(
 
 def number_of_replicas(config):
     """Replicas that share a global batch: num_replicas, or the pool's. Raises ValueError for keys that do not fit."""
-    if config.num_fragments > 1 or config.overlap_steps or config.verify:
-        raise ValueError('exchange: the model travels whole: use num_fragments=1 and overlap_steps=0, without --verify')
+    if not config.exchange:
+        raise ValueError('where do the jobs meet? Give --exchange=FOLDER, or an address such as s3://bucket/name')
     if importlib.util.find_spec('xxhash') is None:
         raise ValueError('exchange needs a package that is missing: pip install xxhash')
     if config.quorum < 1 or config.grace_s <= 0:
@@ -90,8 +90,8 @@ class Damaged(Exception):
 class Replica:
     """One job in a pool. All ranks of the job make the same calls; each is collective.
 
-    config: the keys of train_diloco.py. outer: a diloco.Outer of this job alone, in one fragment. identity: of
-    setup.identity_of(), what data and model are. say: function called on rank 0 with a line. waiting: function called
+    config: the keys of train_pool.py. outer: a diloco.Outer of this job alone, in one fragment. identity: of
+    begin.identity_of(), what data and model are. say: function called on rank 0 with a line. waiting: function called
     on every rank now and then while the job waits for others; if it is true there, it waits no longer.
     Raises ValueError in one line, on every rank, where the pool is of another run, or the store not fit for one.
     """

@@ -33,7 +33,7 @@ MISTAKES = {'batchsize'}  # shown with the error that it gives
 HANDED_ON = {
     'quickstart.sh': ['train_fsdp.py'],
     'diloco.sh': ['train_diloco.py'],
-    'diloco_jobs.sh': ['train_diloco.py'],
+    'pool.sh': ['train_pool.py'],
     'prepare_data.sh': ['prepare_data.py'],
 }
 

@@ -14,7 +14,7 @@ SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model
 SCRIPTS |= {'evaluate.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 TENSOR = {'tensor_manual.py'}  # a lesson, too, but lower: estimate.py cuts a model with it, to see what a rank has
-SHARED = {'data.py', 'optim.py'}
+SHARED = {'data.py', 'optim.py', 'meshes.py'}
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room. Of some rooms one
 # file looks above the others: what begins a run opens its data and its model, what scores a run tokenizes tasks.
@@ -23,7 +23,7 @@ FLOORS = [
     {'pool', 'planning/layouts.py', 'planning/step_time.py'},
     {'comparison'},
     LESSONS,
-    {'runtime/begin.py', 'exchange/diloco_check.py'},
+    {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
     {'planning', 'evaluation/in_run.py', 'runtime/offload.py'},
     TENSOR,
     SHARED,

@@ -36,7 +36,7 @@ def arguments(model, out_dir, *more):
 
 def start(model, folder, name, *more, nproc=1, fault=None):
     keys = arguments(model, folder / name, f'--exchange={folder / "pool"}', *more)
-    return Job('train_diloco.py', keys, nproc, folder / f'{name}.log', fault)
+    return Job('train_pool.py', keys, nproc, folder / f'{name}.log', fault)
 
 
 def finish(job):
@@ -67,7 +67,7 @@ def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more
     for job in jobs:
         finish(job)
     reference = tmp_path / 'collectives'
-    run_forked('train_diloco.py', *arguments(model, reference, *more), nproc=2, log=tmp_path / 'collectives.log')
+    run_forked('train_pool.py', *arguments(model, reference, *more), nproc=2, log=tmp_path / 'collectives.log')
     of_jobs = [column(tmp_path / f'{n}', 'loss') for n in range(2)]
     expected = column(reference, 'loss')
     assert len(expected) == STEPS and expected[-1] < expected[0]
@@ -118,7 +118,7 @@ def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
     assert all(value.equal(ours[name]) for name, value in stored(model).items())
     assert all(value.any() for name, value in ours.items() if name.endswith('.lora_B'))
     replay = [f'--exchange={tmp_path / "pool"}', *keys, '--replay']
-    said = run_forked('train_diloco.py', *arguments(model, tmp_path / 'replay', *replay), log=tmp_path / 'replay.log')
+    said = run_forked('train_pool.py', *arguments(model, tmp_path / 'replay', *replay), log=tmp_path / 'replay.log')
     assert f'replay: rounds 0 to {len(rows) - 1} and ' in said and 'equal to the bit' in said
 
 
@@ -128,7 +128,7 @@ def test_a_job_with_other_frozen_weights_is_refused(models, tmp_path):
     pool = tmp_path / 'pool'
     before = sorted(path for path in pool.rglob('*') if 'alive' not in str(path))
     keys = arguments(models / 'other', tmp_path / 'out', f'--exchange={pool}', *LORA, '--max_iters=4')
-    for rank, ended in enumerate(run_ranks([['train_diloco.py', *keys]] * 2)):
+    for rank, ended in enumerate(run_ranks([['train_pool.py', *keys]] * 2)):
         output = ended.stdout + ended.stderr
         assert ended.returncode == 1 and 'Traceback' not in output, output
         (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]

@@ -1,4 +1,4 @@
-"""train_diloco.py --exchange as users run it: against the collectives, sharded, interrupted, misused."""
+"""train_pool.py as users run it: against the collectives, sharded, interrupted, misused."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ def arguments(data_dir, out_dir, *more):
 
 def start(data_dir, folder, name, *more, nproc=1, fault=None):
     keys = [f'--exchange={folder / "pool"}', '--num_replicas=2', f'--grace_s={TOGETHER}', *more]
-    return Job('train_diloco.py', arguments(data_dir, folder / name, *keys), nproc, folder / f'{name}.log', fault)
+    return Job('train_pool.py', arguments(data_dir, folder / name, *keys), nproc, folder / f'{name}.log', fault)
 
 
 def largest_difference(ours, theirs):
@@ -46,7 +46,7 @@ def collectives(data_dir, tmp_path_factory):
         if (replicas, *more) not in runs:
             out_dir = tmp_path_factory.mktemp('collectives')
             keys = arguments(data_dir, out_dir, f'--num_replicas={replicas}', *more)
-            run_forked('train_diloco.py', *keys, nproc=replicas, log=out_dir / 'log')
+            run_forked('train_pool.py', *keys, nproc=replicas, log=out_dir / 'log')
             runs[(replicas, *more)] = out_dir
         return runs[(replicas, *more)]
 
@@ -117,7 +117,7 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
     assert_counted_once(journal(tmp_path / 'stopped'), steps=60, replicas=2)
     ends = [journal(tmp_path / name)[-1]['digest'] for name in ('stopped', 'killed')]
     assert ends[0] == ends[1]
-    said = run_forked('train_diloco.py', *again_keys(data_dir, tmp_path, keys), '--replay', log=tmp_path / 'replay.log')
+    said = run_forked('train_pool.py', *again_keys(data_dir, tmp_path, keys), '--replay', log=tmp_path / 'replay.log')
     assert 'replay: rounds 0 to' in said and 'snapshots: equal to the bit' in said
     for name, value in weights_of(tmp_path / 'stopped', 60).items():
         assert value.equal(weights_of(tmp_path / 'killed', 60)[name]), name
@@ -181,7 +181,7 @@ def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with
             pytest.importorskip('s3fs', reason='pip install s3fs "moto[server]"')
             address, env = 's3://bucket/pool', stack.enter_context(s3_server(tmp_path))
         keys = arguments(data_dir, tmp_path / 'out', f'--exchange={address}', *keys)
-        said = run_forked('train_diloco.py', *keys, nproc=2, log=tmp_path / 'log', **env)
+        said = run_forked('train_pool.py', *keys, nproc=2, log=tmp_path / 'log', **env)
         for key, value in env.items():
             stack.enter_context(pytest.MonkeyPatch.context()).setenv(key, value)
         assert set(open_store(str(address)).list('')) == {'alive', 'commits', 'outer', 'pool.json', 'rounds'}
@@ -222,7 +222,7 @@ def test_mistakes_are_one_line_on_every_rank_and_leave_the_pool_as_it_was(data_d
     before = sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path))
     keys = [key.format(folder=a_pool.parent) for key in keys]
     keys = arguments(data_dir, tmp_path / 'out', f'--exchange={a_pool}', '--num_replicas=2', '--batch_size=1', *keys)
-    for rank, ended in enumerate(run_ranks([['train_diloco.py', *keys]] * 2)):
+    for rank, ended in enumerate(run_ranks([['train_pool.py', *keys]] * 2)):
         output = ended.stdout + ended.stderr
         assert ended.returncode == 1 and 'Traceback' not in output, output
         (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]

@@ -428,7 +428,7 @@ def uninterrupted(cluster, project, submitted):
     return out_dir, wait_until_ended(cluster, project, job)
 
 
-@pytest.mark.parametrize('name', [*REQUESTS, 'compare', 'diloco_jobs', 'prepare_data'])
+@pytest.mark.parametrize('name', [*REQUESTS, 'compare', 'pool', 'prepare_data'])
 def test_slurm_accepts_the_request_of_a_script_as_committed(cluster, project, name):
     result = bash(f'sbatch --test-only slurm/{name}.sh', project, **cluster)
     assert 'to start at' in result.stderr, result.stderr
@@ -506,9 +506,9 @@ def test_jobs_of_an_array_are_replicas_of_one_pool(cluster, project):
     results = project.parent / 'results'
     keys = 'max_iters=8 inner_steps=4 batch_size=1 num_replicas=2 quorum=2 grace_s=120'
     run = f'config/tiny.py --device=cpu --exchange={results}/pool --' + ' --'.join(keys.split())
-    job = submit(cluster, project, f'--array=1-2 slurm/diloco_jobs.sh {run}')
+    job = submit(cluster, project, f'--array=1-2 slurm/pool.sh {run}')
     elements = wait_until_ended(cluster, project, job)
-    out_dirs = sorted(results.glob('tiny,train_diloco*/replica_*'))
+    out_dirs = sorted(results.glob('tiny,train_pool*/replica_*'))
     assert [path.name for path in out_dirs] == ['replica_1', 'replica_2'], elements
     for out_dir in out_dirs:
         assert (out_dir / 'DONE').read_text().strip() == '8', elements

@@ -1,5 +1,5 @@
 #!/bin/bash
-#SBATCH --job-name=diloco_jobs
+#SBATCH --job-name=pool
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=h100:4
@@ -13,11 +13,11 @@
 #
 # DiLoCo: each element of this array is a job of its own and a replica. They start when the queue lets them.
 #
-#     sbatch --array=1-8 slurm/diloco_jobs.sh config/diloco_enoki.py --exchange="$RESULTS_DIR/enoki_pool"
-#     sbatch --array=1 --nodes=4 slurm/diloco_jobs.sh ...     # one more, of 16 GPUs, joins at the next round
+#     sbatch --array=1-8 slurm/pool.sh config/diloco_enoki.py --exchange="$RESULTS_DIR/enoki_pool"
+#     sbatch --array=1 --nodes=4 slurm/pool.sh ...     # one more, of 16 GPUs, joins at the next round
 #
 # Before its time limit a job gives what it has learned, leaves, and is queued again until the pool has trained all.
-: "${SCRIPT:=train_diloco.py}" "${CONFIG:=config/diloco_enoki.py}"
+: "${SCRIPT:=train_pool.py}" "${CONFIG:=config/diloco_enoki.py}"
 # shellcheck source=slurm/common.sh
 source "${SLURM_SUBMIT_DIR:-.}/slurm/common.sh" || exit 1
 
