@@ -272,10 +272,10 @@ def gradients(engine):
     return [tensor for group in zero.averaged_gradients.values() for tensor in group]
 
 
-def step(engine, optimizer, is_good):
-    """Clip, update this rank's slices, gather the weights, free the gradients; for a bad step all but the update.
+def step(engine, optimizer, skip):
+    """Clip, update this rank's slices, gather the weights, free the gradients; all but the update if `skip`, a bool.
 
-    An engine cannot be told to drop a gradient. But an optimizer leaves alone what has none: for a bad step the
+    An engine cannot be told to drop a gradient. But an optimizer leaves alone what has none: for such a step the
     gradients are taken away when the engine calls optimizer.step(), and put back for the engine to free or use again.
     """
     gradients = {}
@@ -291,7 +291,7 @@ def step(engine, optimizer, is_good):
             flat.grad = gradient
 
     hooks = []
-    if not is_good:
+    if skip:
         hooks = [optimizer.register_step_pre_hook(take_away), optimizer.register_step_post_hook(put_back)]
     engine.step()
     for hook in hooks:

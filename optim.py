@@ -86,7 +86,7 @@ def make_optimizer(
     groups = scaling.scaled_groups(groups, model, optimizer)
     assert_each_in_one_group(model, groups)
     if optimizer == 'sgd':
-        return torch.optim.SGD(groups, lr=learning_rate)
+        return SGD(groups, lr=learning_rate)
     constants = {'lr': learning_rate, 'peak_lr': learning_rate, 'betas': (beta1, beta2), 'kappa': kappa, 'delta': delta}
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
@@ -292,36 +292,64 @@ OPTIMIZERS = (*UPDATES, 'muon', 'sgd')
 
 
 class Elementwise(torch.optim.Optimizer):
-    """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter.
-
-    skips_on_device: whether a step can be left out by the device, without a wait of the host; see skip_step_if().
-    """
+    """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter."""
 
     def __init__(self, groups, constants, compile):
+        self.unsettled = None  # a step that the device may have skipped: (the flag on its way to the host, its event)
         super().__init__(groups, constants)
-        self.compile, self.skips_on_device, self.found_inf = compile, compile, None
+        self.compile = compile
+        # Only a kernel that takes the flag as an argument can leave its tensors alone where the device says so. The
+        # lists of tensors that a GPU updates without torch.compile cannot: there step() waits for the flag.
+        self.skips_on_device = compile
+        self.found_inf = None  # the flag of the step that is being made, for the kernel
         self.counted = []  # what the last step() added 1 to
         self.held = {}  # group -> its parameters, their `step` in one tensor, {index: what this rank holds of each}
 
     def __setstate__(self, state):  # load_state_dict() calls it, with other tensors
-        super().__setstate__(state)
-        self.held = {}
+        super().__setstate__({key: value for key, value in state.items() if key != 'state'})
+        self.state, self.unsettled, self.held = state['state'], None, {}
+
+    @property
+    def state(self):
+        """As of every torch optimizer; whoever reads it sees counters that are settled."""
+        self.settle()
+        return self.settled_state
+
+    @state.setter
+    def state(self, state):
+        self.settled_state = state
 
     @torch.no_grad()
-    def step(self):
-        self.counted = []
+    def step(self, skip=False):
+        """One step, or none where `skip` is true, which then changes nothing.
+
+        skip: a bool; or a 0-d float tensor, 1 for true, of which only the device may know the value by now. The host
+        does not wait for it if the kernels can (skips_on_device): it counts the step, and settles that later.
+        """
+        self.settle()
+        on_device = isinstance(skip, torch.Tensor) and self.skips_on_device
+        if not on_device and bool(skip):
+            return
+        self.found_inf, self.counted = skip if on_device else None, []
         for number, group in enumerate(self.param_groups):
             self.update(number, group)
+        if on_device:
+            arrived = None
+            if skip.is_cuda:
+                skip = skip.to('cpu', non_blocking=True)  # into page-locked memory, behind what computes it
+                arrived = torch.cuda.current_stream().record_event()
+            self.unsettled = skip, arrived
 
-    def skip_step_if(self, found_inf):
-        """Have the next step() change nothing if found_inf, 0-d on the device, is 1: only the device may know by then.
-        Who finds out that it was calls forget_step() before the step after it."""
-        self.found_inf, self.counted = found_inf, []
-
-    def forget_step(self):
-        """The last step() has changed nothing, so it does not count."""
-        for steps, has_gradient in self.counted:
-            steps -= has_gradient
+    def settle(self):
+        """Take the last step's count back if the device has skipped it. The flag has arrived long ago, as a rule."""
+        if self.unsettled is None:
+            return
+        (skip, arrived), self.unsettled = self.unsettled, None
+        if arrived:
+            arrived.synchronize()
+        if skip.item():
+            for steps, has_gradient in self.counted:
+                steps -= has_gradient
 
     def update(self, number, group):
         """One step of the parameters of a group that have a gradient."""
@@ -411,7 +439,7 @@ class AdamW(Elementwise):
 
     def __init__(self, groups, constants, compile):
         super().__init__(groups, constants, compile)
-        self.skips_on_device = True
+        self.skips_on_device = True  # the kernel takes found_inf, as GradScaler's
 
     def run(self, group, t, rows):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -421,6 +449,14 @@ class AdamW(Elementwise):
             *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
             amsgrad=False, maximize=False, found_inf=self.found_inf,
         )  # fmt: skip
+
+
+class SGD(torch.optim.SGD):
+    """torch's, with a step() that can be skipped. Its kernel takes no flag, so the host waits for one."""
+
+    def step(self, skip=False):
+        if not skip:
+            super().step()
 
 
 def in_parts(items, size_of, most):
@@ -484,6 +520,7 @@ class Muon(Elementwise):
 
     def __init__(self, groups, split_rows, constants, compile):
         super().__init__(groups, constants, compile)
+        self.skips_on_device = False  # matrices travel and are multiplied many times, with nothing in between to stop
         self.split_rows = split_rows
 
     def update(self, number, group):

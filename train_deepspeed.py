@@ -242,8 +242,8 @@ while step < config.max_iters and not watch.must_stop:
     own_norm = torch.stack(torch._foreach_norm(gradients)).norm()
     # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
-    skip = not watch.numbers.reduce_and_check(step + 1, step_loss, targets, own_norm, may_overflow)
-    deepspeed_engine.step(model, opt, not skip)  # clips, updates this rank's slices, gathers the weights
+    skip = watch.numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
+    deepspeed_engine.step(model, opt, bool(skip))  # clips, updates this rank's slices, gathers the weights
     if watch.meter.wants_state(opt):
         watch.meter.note_state(*deepspeed_engine.held(model, opt, gradients))
     del gradients

@@ -331,9 +331,8 @@ while step < config.max_iters and not watch.must_stop:
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
     # update, but not where loss or gradient is not finite on some rank; all ranks of a replica decide alike
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
-    skip = not watch.numbers.reduce_and_check(step + 1, step_loss, targets, grad_norm, may_overflow, opt)
-    if not skip:
-        scaler.step(opt)
+    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

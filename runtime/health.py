@@ -41,8 +41,9 @@ def runs_ahead(device):
 class Numbers:
     """One decision of all ranks, for each optimizer step, whether its loss and gradient can be trusted.
 
-    On a GPU the optimizer leaves out a bad step by itself, if it can (optim.Elementwise.skip_step_if). To ask first
-    would leave the GPU idle until the host knows and has queued the update. The host reads the decision a step later.
+    On a GPU the decision stays there: the optimizer gets it as a flag and leaves everything as it is where that is set.
+    If the host asked first, the GPU would be idle until the answer has come and the update has been queued. The host
+    reads the decision a step later.
     """
 
     def __init__(self, max_bad_steps, loss_spike_guard, say, last_good, group=None, state=None):
@@ -54,7 +55,7 @@ class Numbers:
         self.last_good = last_good
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
-        self.unread = None  # the step that reduce_and_check() saw last, until read()
+        self.unread = None  # the step that must_skip() saw last, until read()
         self.loss = math.nan
         if state:
             self.skipped, self.in_a_row = state['skipped'], state['in_a_row']
@@ -69,8 +70,11 @@ class Numbers:
         self.read()
         return self.loss
 
-    def reduce_and_check(self, step, loss_sum, targets, grad_norm, may_overflow, optimizer=None):
-        """Whether to call optimizer.step() for step `step`; it may have been told to change nothing. Collective.
+    def must_skip(self, step, loss_sum, targets, grad_norm, may_overflow):
+        """Whether the optimizer must skip step `step`; the same on all ranks. Collective.
+
+        A bool, or on a GPU a 0-d float tensor there (1: skip), for optimizer.step(skip=...). With loss_spike_guard it
+        is always a bool, since the host compares the losses.
 
         loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
         rank's part of it. may_overflow: in fp16, where GradScaler skips such a step and lowers its scale.
@@ -84,23 +88,21 @@ class Numbers:
         numbers[0], numbers[1 + own], numbers[1 + n + own] = loss_sum.detach(), ~loss_sum.isfinite(), gradient_is_bad
         if n > 1:
             dist.all_reduce(numbers, group=self.group)
-        on_device = getattr(optimizer, 'skips_on_device', False) and runs_ahead(grad_norm.device)
-        if on_device and not self.loss_spike_guard:
-            optimizer.skip_step_if((numbers[1:].sum() > 0).float())
-            arrived = None
+        if runs_ahead(grad_norm.device) and not self.loss_spike_guard:
+            skip, arrived = (numbers[1:].sum() > 0).float(), None
             if numbers.is_cuda:
                 numbers = numbers.to('cpu', non_blocking=True)  # into page-locked memory, behind what computes it
                 arrived = torch.cuda.current_stream().record_event()
-            self.unread = step, targets, numbers, arrived, optimizer
-            return True
-        self.unread = step, targets, numbers, None, None
+            self.unread = step, targets, numbers, arrived
+            return skip
+        self.unread = step, targets, numbers, None
         return self.read()
 
     def read(self):
-        """Read the decision about the last step, where that has not been done: whether it was good. Waits for it."""
+        """Read the decision about the last step, where that has not been done: whether it is skipped. Waits for it."""
         if self.unread is None:
             return None
-        (step, targets, numbers, arrived, optimizer), self.unread = self.unread, None
+        (step, targets, numbers, arrived), self.unread = self.unread, None
         if arrived:
             arrived.synchronize()
         total, *flags = numbers.tolist()
@@ -119,9 +121,7 @@ class Numbers:
         if problem is None:
             self.losses.append(self.loss)
             self.in_a_row = 0
-            return True
-        if optimizer:
-            optimizer.forget_step()
+            return False
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row > self.max_bad_steps:
@@ -135,7 +135,7 @@ class Numbers:
             self.say(line)
         elif dist.get_rank() == self.ranks[0]:  # of another replica
             print(f'[{self.ranks[0]}] {line}', flush=True)
-        return False
+        return True
 
     def _spike(self):
         if not self.loss_spike_guard or len(self.losses) < SPIKE_WINDOW:

@@ -25,8 +25,6 @@ class StateOnHost:
     Sharded (DTensor) and plain parameters alike; the state keeps its form, and scalars (`step`) stay where they are.
     """
 
-    skips_on_device = False
-
     def __init__(self, optimizer, part_bytes=2**28):
         self.optimizer, self.part_bytes = optimizer, part_bytes
         self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
@@ -42,8 +40,14 @@ class StateOnHost:
             self.to_host.synchronize()
         return self.optimizer.state
 
-    def step(self):
-        """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient."""
+    def step(self, skip=False):
+        """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient.
+
+        If `skip` is true, nothing moves. The host waits for a flag of the device, since all moments would make their
+        way over PCIe for a step that may be none.
+        """
+        if skip:
+            return
         gradients = {p: p.grad for group in self.param_groups for p in group['params'] if p.grad is not None}
         self.zero_grad()
         parts = [*in_parts(gradients, bytes_of_moments, self.part_bytes)]

@@ -445,34 +445,44 @@ def test_a_checkpoint_is_on_the_host_before_it_is_written():
     assert_faults(stage([('            torch.cuda.synchronize()\n', '            pass\n')]), removed=True)
 
 
-def decide(removed=()):
-    """Two steps whose decision the host reads late."""
-    as_on_cuda = [
+def decide(removed_in_health=(), removed_in_optim=()):
+    """Two steps whose decision the host reads late, to report it and to count the steps."""
+    health = load(
+        'runtime/health.py',
+        ("return device.type == 'cuda'", 'return True'),
         ('if numbers.is_cuda:', 'if True:'),
         ("numbers.to('cpu', non_blocking=True)", 'numbers.clone()'),
         ('total, *flags = numbers.tolist()', 'HOST_READS(numbers); total, *flags = numbers.tolist()'),
-        ("return device.type == 'cuda'", 'return True'),
-    ]
-    health = load('runtime/health.py', *as_on_cuda, *removed)
+        *removed_in_health,
+    )
+    optim = load(
+        'optim.py',
+        ('if skip.is_cuda:', 'if True:'),
+        ("skip = skip.to('cpu', non_blocking=True)", 'skip = skip.clone()'),
+        ('        if skip.item():', '        HOST_READS(skip)\n        if skip.item():'),
+        *removed_in_optim,
+    )
     parameter = nn.Parameter(torch.randn(8))
     with Checker() as checker:
-        health.HOST_READS = checker.host_reads
+        health.HOST_READS = optim.HOST_READS = checker.host_reads
         keys = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
         optimizer = optim.make_optimizer(nn.ParameterList([parameter]), 'adamw', **keys)
         numbers = health.Numbers(3, False, print, lambda: 'none')
         for step in (1, 2):
             parameter.grad = torch.randn(8)
             norm = optim.clip_grad_norm_([parameter], 1.0)
-            assert numbers.reduce_and_check(step, parameter.detach().sum(), 10, norm, False, optimizer)
-            optimizer.step()
+            optimizer.step(skip=numbers.must_skip(step, parameter.detach().sum(), 10, norm, False))
         numbers.read()
+        assert optimizer.state[parameter]['step'] == 2
     return checker
 
 
 def test_a_decision_is_on_the_host_before_it_is_read(fake_group):
     fake_group(2)
+    wait = ('            arrived.synchronize()\n', '            pass\n')
     assert_faults(decide(), removed=False)
-    assert_faults(decide([('            arrived.synchronize()\n', '            pass\n')]), removed=True)
+    assert_faults(decide(removed_in_health=[wait]), removed=True)
+    assert_faults(decide(removed_in_optim=[wait]), removed=True)
 
 
 def read_gradients(removed=()):

@@ -424,10 +424,10 @@ def one_rank():
 
 
 def judge(numbers, losses, first_step=1):
-    """What Numbers decides about each loss, the mean over 10 targets."""
+    """Whether each loss, the mean over 10 targets, is good enough for a step."""
     norm = torch.tensor(1.0)
     sums = [torch.tensor(10 * loss) for loss in losses]
-    return [numbers.reduce_and_check(step, one, 10, norm, False) for step, one in enumerate(sums, first_step)]
+    return [not numbers.must_skip(step, one, 10, norm, False) for step, one in enumerate(sums, first_step)]
 
 
 def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(one_rank):
