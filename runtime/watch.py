@@ -174,8 +174,10 @@ class Watch:
 
     def measured(self, values):
         """The row of a step: its loss, the values, and what the meter has measured since the row before."""
-        numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        return {'loss': self.numbers.mean_loss(), **numbers, **self.meter.interval(), **self.also_log()}
+        row = {'loss': self.numbers.mean_loss()}
+        for name, value in values.items():
+            row[name] = value.item() if isinstance(value, torch.Tensor) else value
+        return row | self.meter.interval() | self.also_log()
 
     def scores(self, step):
         """{'task/score': value} of the run's tasks, with a line of each in the log."""
