@@ -230,11 +230,12 @@ def find(key, knobs, script, given, advice=''):
     """The key's Knob. Raises Mistake with the train script that has the key, or with the closest name."""
     if key in knobs:
         return knobs[key]
+    key = key.replace('-', '_')
     owner = owner_of(key, script)
-    close = difflib.get_close_matches(key.replace('-', '_'), knobs, n=1)
+    close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'
-    elif theirs := [names for names in OTHER_TRAINERS if key.replace('-', '_') in names.split()]:
+    elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
         hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
     else:
         hint = f'did you mean {close[0]}?' if close else '--help lists them'

@@ -138,10 +138,10 @@ class ShardingKeys:
     prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
 
 
-# What other trainers call these keys: their names, and the key here. docs/configuration.md has the same table.
+# What other trainers call these keys: their names, and the key here. docs/configuration.md has the table, too.
 OTHER_TRAINERS = {
-    'batch_size micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
-    'global_batch_size effective_batch_size': 'global_batch_size',
+    'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
+    'effective_batch_size': 'global_batch_size',
     'grad_accum acc_steps gradient_accumulation_steps': 'none: follows from batch_size and global_batch_size',
     'seq_len context_length max_seq_length': 'block_size',
     'steps max_steps num_iterations': 'max_iters',
@@ -149,19 +149,18 @@ OTHER_TRAINERS = {
     'min_learning_rate': 'min_lr',
     'warmup_steps warmup': 'warmup_iters',
     'decay_steps': 'lr_decay_iters',
-    'lr_scheduler lr_schedule': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
+    'lr_scheduler': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
     'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
     'clip max_grad_norm': 'grad_clip',
     'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
     'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
-    'zero_stage': 'zero_stage (3, 2, and 1 with fsdp_impl=manual or train_deepspeed.py)',
     'context_parallel_size cp sequence_parallel_size': 'context_parallel, context_impl (train_fsdp.py)',
     'tensor_model_parallel_size tp sequence_parallel': 'tensor_parallel (train_fsdp.py, train_pipeline.py)',
     'pipeline_model_parallel_size pp': 'pipeline_stages (train_pipeline.py)',
     'num_layers_per_virtual_pipeline_stage': 'pipeline_chunks (train_pipeline.py)',
     'limit_all_gathers backward_prefetch': 'prefetch, with fsdp_impl=manual; fully_shard always prefetches',
-    'cpu_offload offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
-    'activation_checkpointing gradient_checkpointing recompute': 'activation_checkpointing (full, selective, offload)',
+    'offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
+    'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
     'rope_scaling rotary_base': 'yarn, rope_theta',
     'use_orig_params auto_wrap_policy sync_module_states': 'none: names stay, a block is a unit, seed sets weights',
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
@@ -169,7 +168,7 @@ OTHER_TRAINERS = {
     'save_interval save_total_limit': 'checkpoint_interval, keep_checkpoints',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
-    'deepspeed deepspeed_config': 'train_deepspeed.py, deepspeed_config',
+    'deepspeed': 'train_deepspeed.py, deepspeed_config',
     'profile profile_step': 'trace_step',
     'wandb wandb_mode tensorboard': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
     'torch_compile no_compile': 'compile=True, compile=False',
