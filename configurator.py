@@ -9,6 +9,9 @@ Configuration of a script: the attributes of the class Config at its top, then c
 
     config, explicit = configure(Config)  # from here on config.batch_size is the final value
 
+Keys that several scripts share stand in classes of keys.py, from which Config inherits: class Config(Keys). Words in
+brackets at the end of a comment are tags, which keys.py explains; --help leaves them out.
+
     python train_ddp.py config/quickstart.py --batch_size=4
 
 A config file is Python that assigns keys: `batch_size = 4`. Names that begin with `_`, imports and functions are none.

@@ -162,7 +162,7 @@ OTHER_TRAINERS = {
     'offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
     'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
     'rope_scaling rotary_base': 'yarn, rope_theta',
-    'use_orig_params auto_wrap_policy sync_module_states': 'none: names stay, a block is a unit, seed sets weights',
+    'use_orig_params auto_wrap_policy sync_module_states': 'none: parameters keep their names, each block is a unit',
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
     'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',
     'save_interval save_total_limit': 'checkpoint_interval, keep_checkpoints',

@@ -33,8 +33,7 @@ class Config(Keys, TaskKeys, ShardingKeys):
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
-    lora_residual = False  # averages of LoRA are exact: what those of A and B miss goes into the weights (FedEx-LoRA)
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'] = 'float32'  # what travels
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # what travels
     exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
     error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
     error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others

@@ -30,7 +30,7 @@ MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items
 MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
 # And these, if they are other than here, on those of DiLoCo.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
-EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32', 'lora_residual': False}
+EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
 
 @dataclass

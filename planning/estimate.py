@@ -416,8 +416,6 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         half = (replicas - 1) * of_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
-    if config.get('lora_residual'):
-        sent['all-gather'] += (replicas - 1) * FP32 * trained / config['inner_steps']
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
         hidden = count(hidden_matrices(model), ranks) * trainable / whole
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks

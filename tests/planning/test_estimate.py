@@ -305,8 +305,6 @@ def test_of_a_sparse_exchange_each_replica_sends_14_bits_of_each_kept_number_to_
     diloco['exchange_dtype'] = 'float32'
     dense = traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
     assert dense / sparse == pytest.approx((2 * 4 * 3 / 4) / (3 * 1.75 * 64 / 4096))  # 73: 146 / 2, for 4 replicas
-    diloco['lora_residual'] = True  # all send all of theirs to all others, too
-    assert traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent'] / dense == pytest.approx(1 + 4 / 2)
 
 
 @pytest.mark.parametrize('strategy', ['fsdp', 'pipeline'])
