@@ -41,22 +41,16 @@ class Keys:
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
     # data [result]
-    dataset = (
-        'stdlib-bpe2048'  # folder in data_dir, made by prepare_data.py, or shares: 'web:0.7,code:0.3' [result, per job]
-    )
+    dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
-    max_epochs = (
-        4.0  # of each source of a mixture: more are a WARNING before the run (arXiv 2305.16264) [result, per job]
-    )
+    max_epochs = 4.0  # over a source of a mixture: more are a WARNING at the start (arXiv 2305.16264) [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
     data_dir = 'data'  # where datasets live [result, per job]
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
     block_size = 1024  # tokens per sequence
     # model [result]
-    init_from = (
-        'scratch'  # or weights of: a run's out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job]
-    )
+    init_from = 'scratch'  # or weights from an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job]
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
     heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
