@@ -9,6 +9,9 @@ Configuration of a script: the attributes of the class Config at its top, then c
 
     config, explicit = configure(Config)  # from here on config.batch_size is the final value
 
+Keys that several scripts share stand in classes of keys.py, from which Config inherits: class Config(Keys). Words in
+brackets at the end of a comment are tags, which keys.py explains; --help leaves them out.
+
     python train_ddp.py config/quickstart.py --batch_size=4
 
 A config file is Python that assigns keys: `batch_size = 4`. Names that begin with `_`, imports and functions are none.
@@ -34,6 +37,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+from keys import OTHER_TRAINERS
+
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
 
@@ -46,6 +51,7 @@ class Knob:
     types: tuple[str, ...]  # names of the accepted types, 'None' among them where it is; () = any
     choices: tuple  # the only values of a Literal; () = any
     default: object
+    tags: tuple[str, ...]  # what keys.py says of the key in brackets: 'result', 'per job'
 
 
 class Mistake(Exception):
@@ -130,13 +136,34 @@ def leave_for_torchrun(text):
 
 
 def read_knobs(script):
-    """{key: Knob} of a script's class Config, in order; a script without that class has none."""
-    source = script.read_text(encoding='utf-8')
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == 'Config']
-    if not classes:
+    """
+    {key: Knob} of a script's class Config, in the order of --help; a script without that class has none.
+
+    The classes that Config builds on are read from keys.py beside the script. A section that occurs in several of them
+    is one section, and a key that Config gives again, with another default or comment, stays in its place.
+    """
+    config = class_named('Config', script)
+    if config is None:
         return {}
+    knobs = knobs_of_class(config, script)
+    keys = script.with_name('keys.py')
+    for base in reversed(config.bases):
+        knobs = knobs_of_class(class_named(base.id, keys), keys) | knobs
+    sections = list(dict.fromkeys(knob.section for knob in knobs.values()))
+    return dict(sorted(knobs.items(), key=lambda item: sections.index(item[1].section)))
+
+
+def class_named(name, path):
+    """The class's node in the syntax tree of a file, or None."""
+    classes = [node for node in ast.parse(path.read_text(encoding='utf-8')).body if isinstance(node, ast.ClassDef)]
+    return next((node for node in classes if node.name == name), None)
+
+
+def knobs_of_class(node, path):
+    """{key: Knob} of the assignments in one class; node: of the class in the file's syntax tree."""
     comments = {}  # line -> text; alone: those that have a line to themselves
     alone = set()
+    source = path.read_text(encoding='utf-8')
     for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
         if token.type == tokenize.COMMENT:
             comments[token.start[0]] = token.string.lstrip('# ')
@@ -144,17 +171,26 @@ def read_knobs(script):
                 alone.add(token.start[0])
 
     knobs = {}
-    section, last_line = '', classes[0].lineno
-    for statement in classes[0].body:
-        section = next((comments[line] for line in range(last_line, statement.lineno) if line in alone), section)
+    section, tags_of_section, last_line = '', (), node.lineno
+    for statement in node.body:
+        heading = next((comments[line] for line in range(last_line, statement.lineno) if line in alone), None)
+        if heading is not None:
+            section, tags_of_section = without_tags(heading)
         last_line = statement.end_lineno
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
             continue
         target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
         default = literal(statement.value)
         types, choices = accepted(getattr(statement, 'annotation', None), default)
-        knobs[target.id] = Knob(section, comments.get(last_line, ''), types, choices, default)
+        comment, tags = without_tags(comments.get(last_line, ''))
+        knobs[target.id] = Knob(section, comment, types, choices, default, tags or tags_of_section)
     return knobs
+
+
+def without_tags(comment):
+    """('the first thing to tune', ('result', 'per job')) of 'the first thing to tune [result, per job]'."""
+    text, tags = re.fullmatch(r'(.*?) *(?:\[([a-z ,]+)\])?', comment).groups()
+    return text, tuple(tags.split(', ')) if tags else ()
 
 
 def accepted(annotation, default):
@@ -197,24 +233,16 @@ def find(key, knobs, script, given, advice=''):
     """The key's Knob. Raises Mistake with the train script that has the key, or with the closest name."""
     if key in knobs:
         return knobs[key]
+    key = key.replace('-', '_')
     owner = owner_of(key, script)
-    close = difflib.get_close_matches(key.replace('-', '_'), knobs, n=1)
+    close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'
-    elif meaning := of_another_trainer(key.replace('-', '_'), script):
-        hint = f'here it is {meaning}'
+    elif theirs := [names for names in OTHER_TRAINERS if key in names.split()]:
+        hint = f'here it is {OTHER_TRAINERS[theirs[0]]}'
     else:
         hint = f'did you mean {close[0]}?' if close else '--help lists them'
     raise Mistake(f'{given} is not a key of {script.name}: {hint}{advice}')
-
-
-def of_another_trainer(key, script):
-    """What docs/configuration.md says of another trainer's flag, or None."""
-    with contextlib.suppress(OSError):
-        for line in (script.parent / 'docs' / 'configuration.md').read_text(encoding='utf-8').splitlines():
-            theirs, _, ours = line.strip('| ').partition(' | ')
-            if f'`{key}`' in theirs.replace('`--', '`').replace('-', '_'):
-                return ours.replace('`', '')
 
 
 def help_text(knobs, values, docstring):

@@ -638,13 +638,6 @@ def check_keys(config):
             f'exchange_dtype=top2bit with outer_momentum={config["outer_momentum"]}: what it has not sent yet is its '
             'momentum; use --outer_momentum=0 --outer_lr=1'
         )
-    exact = {'outer_lr': 1.0, 'outer_momentum': 0.0, 'overlap_steps': 0, 'fragment_mix': 0.0}
-    exact |= {'exchange_dtype': 'float32', 'exchange': '', 'plan': False, 'lora_rank': config['lora_rank'] or 16}
-    if config['lora_residual'] and (wrong := [key for key in exact if config[key] != exact[key]]):
-        raise ValueError(
-            f'lora_residual with {", ".join(f"{key}={config[key]!r}" for key in wrong)}: it is what a plain average of '
-            f'adapters leaves out; use {" ".join(f"--{key}={exact[key]}" for key in wrong)}'
-        )
     if not 1 <= config['exchange_k'] <= 4096:
         raise ValueError(f'exchange_k={config["exchange_k"]}: expected 1 to 4096, the numbers of a chunk')
     if config['error_decay'] is not None and not 0 <= config['error_decay'] <= 1:

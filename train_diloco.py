@@ -18,110 +18,14 @@ from datetime import timedelta
 from typing import Literal
 
 from configurator import configure
+from keys import Keys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config:
-    # I/O
-    out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
-    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
+class Config(Keys, TaskKeys, ShardingKeys):
+    # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
-    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
-    eval_tasks = []  # files of tasks that the model is scored on, as by evaluate.py: tasks/piqa.jsonl,tasks/mine.jsonl
-    eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
-    eval_only = False  # evaluate the newest checkpoint and stop
-    log_interval = 10  # steps between log lines
-    trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
-    checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
-    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
-    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
-    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without
-    async_checkpoint = False  # train on while a checkpoint is written: for large models, it takes host memory
-    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
-    # logging
-    wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
-    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
-    wandb_group: str | None = None  # wandb group, to lay runs side by side
-    wandb_run_name: str | None = None  # None = the name of out_dir
-    tensorboard_log = False  # write event files to out_dir/tensorboard
-    # data
-    dataset = 'stdlib-bpe2048'  # a folder in data_dir, made by prepare_data.py, or shares: 'web:0.7,code:0.3'
-    dataset_stages = ()  # other shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),)
-    max_epochs = 4.0  # over a source of a mixture: more are a WARNING before the run (arXiv 2305.16264)
-    windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
-    data_dir = 'data'  # where datasets live
-    batch_size = 8  # sequences per rank per micro-step: what must fit into memory
-    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
-    block_size = 1024  # tokens per sequence
-    # model
-    init_from = 'scratch'  # or the weights of a run (its out_dir), of a Hugging Face folder, of OWNER/NAME in HF_HOME
-    trust_remote_code = False  # run the Python that came with init_from
-    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
-    heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
-    n_layer = 12  # transformer blocks
-    n_head = 12  # query heads
-    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
-    head_dim: int | None = None  # None = n_embd / n_head
-    n_embd = 768  # width of the residual stream
-    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
-    vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
-    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
-    bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
-    tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
-    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
-    yarn = []  # init_from: as many times its block_size, by YaRN: 4, or 4,1024 with that; docs/long_context.md
-    attention_gate = False  # qwen3: sigmoid gate on the attention output
-    parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
-    base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
-    base_depth: int | None = None  # completep: its n_layer
-    freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
-    # lora
-    lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
-    lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
-    lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
-    # optimizer
-    optimizer: Literal[
-        'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
-    ] = 'adamw'  # docs/optimizers.md compares them
-    learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
-    max_iters = 10000  # optimizer steps
-    num_epochs: float | None = None  # passes over the training data: sets max_iters
-    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
-    beta1 = 0.9  # Adam: decay of the first moment
-    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
-    grad_clip = 1.0  # global gradient norm; 0 = off
-    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at this many sequences per step
-    kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
-    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
-    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
-    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
-    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
-    # schedule
-    lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
-    warmup_iters = 100  # linear warm-up: longer if the loss jumps early
-    lr_decay_iters: int | None = None  # None = max_iters
-    min_lr: float | None = None  # None = learning_rate / 10
-    # system
-    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
-    tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
-    compile: bool | None = None  # torch.compile each block; None = on CUDA
-    seed = 1337  # of the initial weights, the order of the data and dropout
-    deterministic = False  # bit-equal repetitions, at a cost in speed
-    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/strategies.md
-    timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-    stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
-    max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most this many in a row
-    loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128
-    # fsdp
-    fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # what is sharded: 1 (not torch) = moments; 2 = gradients, too; 3 = weights, too
-    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
-    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # of gradients: less communication, or less memory
-    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
-    prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
-    # diloco
+    # diloco [result]
     num_replicas: int | None = None  # copies of the model that train alone; None = one per node; exchange: the pool's
     inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
     outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
@@ -129,11 +33,11 @@ class Config:
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
-    lora_residual = False  # averages of LoRA are exact: what those of A and B miss goes into the weights (FedEx-LoRA)
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'int2', 'top2bit'] = 'float32'  # what travels
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # what travels
     exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
     error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
     error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
+    # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
     exchange = ''  # replicas are jobs that come and go, and share this folder, or s3://bucket/name; '' = all are here
     quorum = 1  # exchange: deltas without which no round is closed

@@ -37,7 +37,6 @@ METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
     'diloco': ('train_diloco.py', TWO),
     'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
     'int4': ('train_diloco.py', [*TWO, '--exchange_dtype=int4', '--error_feedback']),
-    'int2': ('train_diloco.py', [*TWO, '--exchange_dtype=int2', '--error_feedback']),
     'average': ('train_diloco.py', AVERAGE),  # what SparseLoCo does without its compression
     'sparseloco-1024': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=1024']),
     'sparseloco': ('train_diloco.py', [*AVERAGE, '--exchange_dtype=top2bit', '--exchange_k=128']),

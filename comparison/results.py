@@ -24,15 +24,13 @@ from runtime import PHASES
 from runtime.files import ROOT, write_file
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
-# Keys that decide on the losses. What is not here, as the sharding and the size of a micro-step, must not change them.
-SECTIONS = ('data', 'model', 'lora', 'optimizer', 'schedule')
-MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_fsdp.py')).items() if knob.section in SECTIONS}
-MATHEMATICS |= {'seed', 'loss_spike_guard', 'norm_eps', 'packed'}
-MATHEMATICS -= {'batch_size', 'trust_remote_code', 'num_epochs', 'lr_rule'}  # the last two: by max_iters, learning_rate
-MATHEMATICS -= {'context_parallel', 'context_impl', 'tensor_parallel'}
+# Runs are compared where these keys agree. Two of those tagged [result] only set max_iters and learning_rate, which are
+# here themselves; norm_eps and packed are no keys of a script, but follow from init_from and from the dataset.
+MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items() if 'result' in knob.tags}
+MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
 # And these, if they are other than here, on those of DiLoCo.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
-EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32', 'lora_residual': False}
+EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
 
 @dataclass

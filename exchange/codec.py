@@ -3,7 +3,6 @@ Numbers to bytes and back: what an exchange of train_diloco.py sends.
 
     float32, bfloat16   as they are                                                              4, 2 bytes per number
     int8, int4          -127 to 127, -7 to 7 times a scale; one scale per 256                    1.016, 0.516
-    int2                one of 4 values, which 2048 numbers share: the statistical quantiser     0.258
     top2bit             of each 4096 only the k largest: where (12 bits), one of 4 values        1.75 per number sent
 
     payload = encode(numbers, 'int4')                       # dense: (rows, n) -> (rows, bytes)
@@ -19,11 +18,12 @@ import math
 import torch
 from torch.nn import functional as F
 
-BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5, 'int2': 0.25, 'top2bit': 1.75}  # per number, no scales
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5, 'top2bit': 1.75}  # per number, no scales
 LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
-BLOCKS = {'int8': 256, 'int4': 256, 'int2': 2048}  # numbers that share a scale (or a table of 4 values)
-SCALES = {'int8': 4, 'int4': 4, 'int2': 16}  # its bytes
-STRETCH = 2**20  # numbers that encode_flat() encodes at a time: for int2 each takes 40 bytes meanwhile
+BLOCKS = {'int8': 256, 'int4': 256}  # numbers that share a scale
+SCALES = {'int8': 4, 'int4': 4}  # its bytes
+TABLE = 16  # bytes of the 4 values that the numbers of a tensor share in top2bit
+STRETCH = 2**20  # numbers that encode_flat() encodes at a time, as encoding takes several times their memory
 CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; of a matrix 64 x 64
 
 
@@ -33,17 +33,14 @@ CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; 
 def encode(numbers, dtype):
     """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCKS[dtype]; any for float32 and bfloat16.
 
-    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative. int2: see
-    two_bits(). Scales and tables come first.
+    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative. The scales come
+    first.
     """
     if dtype == 'float32':
         return numbers.contiguous().view(torch.uint8)
     if dtype == 'bfloat16':
         return numbers.bfloat16().view(torch.uint8)
     rows = len(numbers)
-    if dtype == 'int2':
-        codes, table = two_bits(numbers.reshape(-1, BLOCKS[dtype]))
-        return torch.cat((table.view(rows, -1).view(torch.uint8), pack_codes(codes).view(rows, -1)), dim=1)
     blocks = numbers.reshape(rows, -1, BLOCKS[dtype])
     scales = blocks.abs().amax(dim=2) / LEVELS[dtype]  # (rows, blocks)
     codes = blocks.div(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, :, None]).round_()
@@ -64,9 +61,6 @@ def decode(payload, dtype):
     n_blocks = size // int(BLOCKS[dtype] * BYTES[dtype] + SCALES[dtype])
     scales = payload[:, : SCALES[dtype] * n_blocks].contiguous().view(torch.float32)
     codes = payload[:, SCALES[dtype] * n_blocks :]
-    if dtype == 'int2':
-        codes = unpack_codes(codes.reshape(-1, BLOCKS[dtype] // 4))
-        return scales.view(-1, 4).gather(1, codes).view(rows, -1)
     if dtype == 'int4':
         codes = torch.stack((codes & 15, codes >> 4), dim=2).view(torch.int8) - 8
     else:
@@ -203,4 +197,4 @@ def decode_top2bit(payload, shapes, k):
 def sizes_of_parts(shape, k):
     """Bytes of table, codes and places in the payload of a tensor of this shape."""
     n = int(kept(shape, k).sum())
-    return SCALES['int2'], -(-n // 4), 3 * -(-n // 2)
+    return TABLE, -(-n // 4), 3 * -(-n // 2)

@@ -416,8 +416,6 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         half = (replicas - 1) * of_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
-    if config.get('lora_residual'):
-        sent['all-gather'] += (replicas - 1) * FP32 * trained / config['inner_steps']
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
         hidden = count(hidden_matrices(model), ranks) * trainable / whole
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
@@ -461,19 +459,13 @@ def sent_by_tensor(config, model, parameters, micro_steps, shard_size, stages=1,
     return activations, 2 * (tensor - 1) * FP32 * partial_gradients / tensor
 
 
-def out_of_memory_advice(config, world_size):
+def out_of_memory_advice(config, world_size, strategy):
     """
     One line for a run that ran out of memory: the predicted need and the keys to lower, the most effective first.
 
     config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
+    strategy: as for estimate().
     """
-    keys_of = {
-        'pipeline': 'pipeline_stages',
-        'deepspeed': 'deepspeed_config',
-        'diloco': 'num_replicas',
-        'fsdp': 'fsdp_impl',
-    }
-    strategy = next((strategy for strategy, key in keys_of.items() if key in config), 'ddp')
     if config.get('exchange'):  # this job is one of the replicas
         world_size *= config['num_replicas']
     try:

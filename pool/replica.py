@@ -42,29 +42,23 @@ import time
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from configurator import read_knobs
 from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
 from pool.ledger import Ledger
 from pool.rows import checksum, copies, shapes_of
 from pool.store import digest_of, open_store
 from pool.watch import Watch
 from runtime.checkpoint import is_finite
-from runtime.files import write_file
+from runtime.files import ROOT, write_file
 from runtime.processes import on_rank_0
 
-# Keys that jobs of one pool may have of their own: files, logs, hardware, speed.
-OWN_KEYS = set(
-    """out_dir resume eval_interval eval_iters eval_tasks eval_tasks_interval eval_only log_interval trace_step
-    checkpoint_interval keep_checkpoints permanent_interval save_errors async_checkpoint dry_run wandb_log
-    wandb_project wandb_group wandb_run_name tensorboard_log dataset data_dir max_epochs batch_size init_from
-    trust_remote_code num_epochs device dtype tf32 compile deterministic activation_checkpointing timeout_s
-    stop_before_end_s max_failures max_bad_steps loss_spike_guard fsdp_impl zero_stage cpu_offload accumulate
-    blocks_per_unit prefetch outer_on_host plan verify exchange quorum grace_s keep_deltas replay
-    dataset_stages""".split()
-)
+# Keys that jobs of one pool may each have their own value of: files, logs, hardware, speed.
+OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_diloco.py')).items() if 'per job' in knob.tags}
 
 
 def number_of_replicas(config):

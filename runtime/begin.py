@@ -108,7 +108,7 @@ def begin(config, explicit, strategy, ranks=None):
     ranks: that share a global batch, if that is not the world: in a pool, jobs x ranks of a job.
     A user's mistake, here and later, ends in one line on every rank; out of memory comes with advice.
     """
-    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.world_size))
+    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.world_size, strategy))
     rank, world_size, device, compute_dtype = start_process(config)
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)

@@ -1,6 +1,5 @@
 """compare.py and its room: what is run, in which order, what is made of it; and each strategy for real."""
 
-import ast
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from launch import REPO, environment, run_script
 
 import compare
 from comparison import results, run_matrix, verdict
-from configurator import literal, read_knobs
+from configurator import read_knobs
 from planning import estimate
 
 # Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
@@ -521,11 +520,7 @@ def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_t
 
 def defaults_of(script):
     """The defaults of a script's knobs."""
-    tree = ast.parse((REPO / script).read_text())
-    (knobs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == 'Config')
-    lines = [node for node in knobs.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    names = [(node.target if isinstance(node, ast.AnnAssign) else node.targets[0], node.value) for node in lines]
-    return {target.id: literal(value) for target, value in names}
+    return {key: knob.default for key, knob in read_knobs(REPO / script).items()}
 
 
 def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):

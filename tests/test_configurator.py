@@ -1,4 +1,4 @@
-"""configurator.py: keys from a script's globals, config files and the command line, and one line for every mistake."""
+"""configurator.py and keys.py: keys of a script, config files and the command line, and one line for every mistake."""
 
 import math
 import re
@@ -8,6 +8,11 @@ import sys
 
 import pytest
 from launch import REPO
+
+from configurator import read_knobs
+from keys import OTHER_TRAINERS
+
+TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 
 SCRIPT = """
 '''What the script does.'''
@@ -93,6 +98,131 @@ def test_the_final_value_is_an_attribute_and_explicit_says_where_it_was_set(run)
 def test_a_key_set_to_its_default_counts_as_explicit(run):
     assert run('--batch_size=8')['explicit'] == {'batch_size'}
     assert run(a='learning_rate = 6e-4')['explicit'] == {'learning_rate'}
+
+
+# --- keys that several scripts share ----------------------------------------------------------------------------------
+
+SHARED = """
+from typing import Literal
+
+class Keys:
+    # data [result]
+    batch_size = 8  # sequences per rank [per job]
+    block_size: int | None = None  # None = as long as possible [no tag, 1]
+    # system [per job]
+    seed = 1  # of everything [result, per job]
+    device = 'auto'  # where
+
+class MoreKeys:
+    '''Of some scripts.'''
+
+    # data
+    shuffle = True  # or in order
+"""
+SHARER = """
+'''What the script does.'''
+from configurator import configure
+from keys import Keys, MoreKeys
+
+
+class Config(Keys, MoreKeys):
+    '''The keys of this script.'''
+
+    # special [result]
+    rate = 0.5  # how fast
+    # data
+    device = 'cpu'  # only there
+    windows = 3  # of each
+    # special
+    plan = False  # print it
+
+
+config, explicit = configure(Config)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """A script whose keys.py lies beside it, in the place of ours."""
+    (tmp_path / 'keys.py').write_text(SHARED)
+    (tmp_path / 'train_shared.py').write_text(SHARER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'keys', raising=False)
+    return tmp_path / 'train_shared.py'
+
+
+def test_shared_keys_come_first_and_sections_of_one_name_are_one(shared):
+    knobs = read_knobs(shared)
+    assert [(key, knob.section) for key, knob in knobs.items()] == [
+        ('batch_size', 'data'),
+        ('block_size', 'data'),
+        ('device', 'data'),
+        ('shuffle', 'data'),
+        ('windows', 'data'),
+        ('seed', 'system'),
+        ('rate', 'special'),
+        ('plan', 'special'),
+    ]
+
+
+def test_tags_of_a_section_hold_for_the_keys_that_have_none(shared):
+    knobs = read_knobs(shared)
+    assert {key: knob.tags for key, knob in knobs.items() if knob.tags} == {
+        'batch_size': ('per job',),
+        'block_size': ('result',),
+        'seed': ('result', 'per job'),
+        'rate': ('result',),
+    }
+    assert knobs['seed'].comment == 'of everything' and knobs['block_size'].comment.endswith('[no tag, 1]')
+
+
+def test_shared_keys_are_set_and_explained_as_if_they_stood_in_the_script(shared, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [str(shared), '--batch_size=2', '--windows=4'])
+    values = vars(runpy.run_path(str(shared))['config'])
+    expected = {'batch_size': 2, 'block_size': None, 'shuffle': True, 'windows': 4, 'seed': 1, 'device': 'cpu'}
+    assert values == expected | {'rate': 0.5, 'plan': False}
+    monkeypatch.setattr(sys, 'argv', [str(shared), '--help'])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(shared))
+    lines = [' '.join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines.count('data') == lines.count('special') == 1
+    assert '--seed=1 int of everything' in lines and '--device=cpu str only there' in lines
+
+
+def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explains():
+    defaults = {}
+    for script in TRAIN_SCRIPTS:
+        for key, knob in read_knobs(REPO / script).items():
+            assert {*knob.tags} <= {'result', 'per job'}, (script, key, knob.tags)
+            default = defaults.setdefault(key, (knob.default, knob.types, knob.choices))
+            assert default == (knob.default, knob.types, knob.choices), (script, key)
+
+
+@pytest.mark.parametrize('script', TRAIN_SCRIPTS)
+def test_keys_read_from_the_source_are_the_attributes_that_the_class_has_when_it_runs(script):
+    module = {'__name__': 'script'}
+    exec((REPO / script).read_text().partition('\nconfig, explicit = configure(Config)')[0], module)
+    attributes = {key for part in module['Config'].__mro__ for key in vars(part) if key[0] != '_'}
+    knobs = read_knobs(REPO / script)
+    assert attributes == {*knobs}
+    assert all(getattr(module['Config'], key) == knob.default for key, knob in knobs.items())
+
+
+def test_names_of_other_trainers_are_those_of_the_table_in_docs():
+    """But for those that differ from ours in hyphens alone, as --batch-size."""
+    keys = {key for script in TRAIN_SCRIPTS for key in read_knobs(REPO / script)}
+    rows = re.findall(r'^\| (`-.*?) \| (.*) \|$', (REPO / 'docs/configuration.md').read_text(), flags=re.MULTILINE)
+    in_docs = {}
+    for theirs, ours in rows:
+        flags = [flag.split()[0].lstrip('-').replace('-', '_') for flag in re.findall(r'`(-?[a-z-][^`]*)`', theirs)]
+        if names := ' '.join(flag for flag in flags if flag not in keys):
+            in_docs[names] = re.sub(r': \[chapter\]\(.*?\)', '', ours).replace('`', '')
+    assert in_docs == OTHER_TRAINERS
+
+
+def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
+    assert 'here it is learning_rate' in error('--max-lr=1')
+    assert 'here it is none: follows from' in error('--gradient_accumulation_steps=4')
 
 
 # --- values on the command line ---------------------------------------------------------------------------------------
@@ -350,7 +480,7 @@ def test_help_prints_docstring_sections_and_every_key_with_default_type_and_comm
     assert 'KNOBS' not in text
 
 
-@pytest.mark.parametrize('script', sorted(path.name for path in REPO.glob('train_*.py')))
+@pytest.mark.parametrize('script', TRAIN_SCRIPTS)
 def test_help_of_a_train_script_explains_every_key(script):
     text = subprocess.run([sys.executable, REPO / script, '--help'], capture_output=True, text=True, check=True).stdout
     keys = [re.split(' {2,}', line.strip()) for line in text.splitlines() if line.startswith('  --')]
@@ -362,7 +492,7 @@ def test_help_of_a_train_script_explains_every_key(script):
 def test_configurator_needs_nothing_but_the_standard_library():
     code = 'import configurator, sys; print(*sorted({name.split(".")[0] for name in sys.modules}))'
     result = subprocess.run([sys.executable, '-S', '-c', code], cwd=REPO, capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split()) - {'configurator', '__main__'}
+    loaded = set(result.stdout.split()) - {'configurator', 'keys', '__main__'}
     assert loaded <= sys.stdlib_module_names
 
 

@@ -511,8 +511,6 @@ TWO_BITS = {
     'top2bit': dict(k=64),
     'top2bit k=300 buckets decay': dict(k=300, bucket=1000, error_decay=0.5),
     'top2bit all': dict(k=4096),
-    'int2': dict(),
-    'int2 decay': dict(error_decay=0.9),
 }
 
 
@@ -1085,12 +1083,10 @@ def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
 def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
     """Rounding to a grid of width w costs w / sqrt(12); those of the replicas are averaged, their mean is rounded."""
     rows = seen(ranks, world_size, 'quantised')
-    for dtype, levels in (('float32', None), ('bfloat16', None), ('int8', 127), ('int4', 7), ('int2', 2)):
+    for dtype, levels in (('float32', None), ('bfloat16', None), ('int8', 127), ('int4', 7)):
         first = rows[0][dtype]
         assert all(row[dtype]['sums'] == first['sums'] for row in rows)
-        if dtype == 'int2':
-            pass  # against its formula in test_two_bit_exchanges_are_those_of_float64
-        elif levels:
+        if levels:
             width = rows[0]['largest'] / levels  # of the block with the largest number
             assert first['max'] <= width
             rms = width / math.sqrt(12) * math.sqrt(1 / world_size + 1)
@@ -1099,14 +1095,14 @@ def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks
             assert first['max'] <= rows[0]['largest'] * {'float32': 2**-22, 'bfloat16': 2**-8}[dtype]
         for value in ('nan', 'inf', '-inf'):
             finite, broken = first[value]
-            assert not finite and broken == {None: 1, 127: 256, 7: 256, 2: 300}[levels]  # a block in the integers
+            assert not finite and broken == {None: 1, 127: 256, 7: 256}[levels]  # a block in the integers
             assert all(row[dtype][value] == first[value] for row in rows)
 
 
 @pytest.mark.parametrize('name', TWO_BITS)
 @pytest.mark.parametrize('world_size, layout', [(2, ''), (3, ''), (4, ''), (4, ' 4x1')])
 def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name):
-    """SparseLoCo's equation, and int2: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
+    """SparseLoCo's equation: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
     for row in seen(ranks, world_size, name + layout):
         assert row['worst'] <= apart()
         assert row['agreed'] == [[True, True]] * 4, 'replicas hold different bits'
@@ -1159,8 +1155,7 @@ def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(
             assert case['operators'] == ['alltoall_base_']  # over gloo both halves of an exchange are
             assert case['counted'] == case['seen'] and case['formula'] == pytest.approx(formula)
             assert 2 * case['health_formula'] == pytest.approx(formula)
-            # Tables are 3% of int2; and the last of its blocks, of 2048 numbers, is filled up.
-            assert formula <= case['counted'] <= (1.16 if dtype == 'int2' else 1.05) * formula, (name, case)
+            assert formula <= case['counted'] <= 1.05 * formula, (name, case)
             assert len(case['between']) >= 4 and not any(case['between'])
 
 

@@ -52,8 +52,6 @@ def test_a_round_trip_through_the_codec(dtype):
         assert torch.equal(decoded, numbers)
     elif dtype == 'bfloat16':
         assert torch.equal(decoded, numbers.bfloat16().float())
-    elif dtype == 'int2':
-        assert all(len(blocks[i, j].unique()) == 4 for i in range(3) for j in range(4))
     else:
         largest = numbers.view(3, 4, -1).abs().amax(2, keepdim=True)
         error = (decoded - numbers).view(3, 4, -1).abs() / largest
@@ -121,13 +119,13 @@ def test_two_bits_are_those_of_the_formula(seed):
             assert error <= apart() * numbers.abs().max()
 
 
-def test_int2_halves_the_error_of_a_grid_of_three_values():
+def test_two_bits_halve_the_error_of_a_grid_of_three_values():
     """Of normal numbers, which is what the statistics are for: -max, 0 and max alone leave nearly all of them at 0."""
-    numbers = torch.randn(1, 2**17, generator=torch.Generator().manual_seed(0))
-    error = (codec.decode(codec.encode(numbers, 'int2'), 'int2') - numbers).square().mean().sqrt()
-    blocks = numbers.view(-1, 2048)
-    largest = blocks.abs().amax(dim=1, keepdim=True)
-    linear = ((blocks / largest).round() * largest - blocks).square().mean().sqrt()
+    numbers = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
+    codes, table = codec.two_bits(numbers)
+    error = (table.gather(1, codes.long()) - numbers).square().mean().sqrt()
+    largest = numbers.abs().amax(dim=1, keepdim=True)
+    linear = ((numbers / largest).round() * largest - numbers).square().mean().sqrt()
     assert error < linear / 2, (error, linear)  # 0.42 and 0.89
 
 

@@ -305,8 +305,6 @@ def test_of_a_sparse_exchange_each_replica_sends_14_bits_of_each_kept_number_to_
     diloco['exchange_dtype'] = 'float32'
     dense = traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
     assert dense / sparse == pytest.approx((2 * 4 * 3 / 4) / (3 * 1.75 * 64 / 4096))  # 73: 146 / 2, for 4 replicas
-    diloco['lora_residual'] = True  # all send all of theirs to all others, too
-    assert traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent'] / dense == pytest.approx(1 + 4 / 2)
 
 
 @pytest.mark.parametrize('strategy', ['fsdp', 'pipeline'])
@@ -517,20 +515,20 @@ def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameter
 
 
 def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_most(pretrained_of):
-    def advice(strategy_keys, batch_size=1, **options):
+    def advice(strategy_keys, strategy='ddp', batch_size=1, **options):
         model = keys_of(pretrained_of('llama', **options))
         config = config_of(ModelConfig(**SIZES), batch_size=batch_size, dtype='bfloat16')
         config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
-        return estimate.out_of_memory_advice(config | model | {'block_size': 8}, 1)
+        return estimate.out_of_memory_advice(config | model | {'block_size': 8}, 1, strategy)
 
     assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
-    assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP)
+    assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP, 'fsdp')
     assert 'lora_rank' not in advice({}, lora_rank=4)
     native = shape_of('gpt2', n_embd=1024, block_size=8).to_dict()
     config = config_of(
         shape_of('gpt2'), batch_size=1, init_from='scratch', lora_rank=0, activation_checkpointing='full'
     )
-    assert 'lora_rank' not in estimate.out_of_memory_advice(config | native, 1)
+    assert 'lora_rank' not in estimate.out_of_memory_advice(config | native, 1, 'ddp')
 
 
 # --- predicted and measured -------------------------------------------------------------------------------------------
@@ -713,13 +711,13 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     shape = shape_of('gpt2')
     config = config_of(shape, batch_size=16, global_batch_size=64)
     need = sum(memory(config, shape.to_dict(), 4).values())
-    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4)
+    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4, 'ddp')
     assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
     assert '--activation_checkpointing=full' in advice and '\n' not in advice
 
     wide = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full', **FSDP)
-    advice = estimate.out_of_memory_advice(config | wide.to_dict(), 4)
+    advice = estimate.out_of_memory_advice(config | wide.to_dict(), 4, 'fsdp')
     assert (
         'most of it accumulated: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
     )
@@ -729,10 +727,10 @@ def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
     shape = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
     del config['accumulate'], config['fsdp_impl']
-    advice = estimate.out_of_memory_advice(config | shape.to_dict() | {'deepspeed_config': None}, 4)
+    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4, 'deepspeed')
     assert 'most of it gradients: set --zero_stage=3, or set --cpu_offload=' in advice and 'accumulate' not in advice
 
 
 def test_out_of_memory_advice_works_before_the_model_is_known():
     shape = shape_of('gpt2')
-    assert estimate.out_of_memory_advice(config_of(shape), 4) == 'lower batch_size or block_size'
+    assert estimate.out_of_memory_advice(config_of(shape), 4, 'ddp') == 'lower batch_size or block_size'

@@ -19,7 +19,6 @@ from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, 
 from outputs import column
 from slurm_cluster import NoSlurm, slurm_cluster
 
-from comparison.results import MATHEMATICS
 from configurator import read_knobs
 from runtime import checkpoint
 
@@ -180,19 +179,8 @@ def test_the_name_of_a_run_tells_runs_apart_and_not_their_parts(project):
 def test_keys_that_decide_on_losses_are_in_the_name_of_a_run_and_no_others(project, script):
     knobs = read_knobs(REPO / script)
     longer = {'max_iters', 'num_epochs'}  # go on with the same run
-    deciding = {key for key in knobs if key in MATHEMATICS or knobs[key].section == 'diloco'} - longer
-    deciding |= {'batch_size', 'lr_rule', 'dtype', 'tf32', 'deepspeed_config'} & {*knobs}
-    deciding -= {
-        'data_dir',
-        'outer_on_host',
-        'plan',
-        'verify',
-        'exchange',
-        'quorum',
-        'grace_s',
-        'keep_deltas',
-        'replay',
-    }
+    deciding = {key for key, knob in knobs.items() if 'result' in knob.tags} - longer - {'data_dir'}
+    deciding |= {'batch_size', 'dtype', 'tf32', 'deepspeed_config'} & {*knobs}  # these round otherwise
     command = f'source slurm/common.sh; SCRIPT=train_fsdp.py; for key in {" ".join(knobs)}; do run_name --$key=1; done'
     named = re.findall(r'^run,(\w+)=1$', bash(command, project).stdout, flags=re.MULTILINE)
     assert {*named} == deciding | {'out_dir'}  # which is never there: with it a run needs no name

@@ -1,0 +1,170 @@
+"""
+The keys that all train scripts share, each once: its default, what `--help` says of it, and tags.
+
+    class Config(Keys):  # in a script: the keys that all have, and its own
+        # fsdp
+        replicate_size = 1  # what --help says of it
+
+A key is an attribute. Its comment is the help; an annotation says what else than the type of the default it may be. The
+comment on a line of its own begins a section of `--help`, and a script's section of the same name continues it. Words
+in brackets at the end of a comment are tags. Those of a section hold for each of its keys that has none of its own:
+
+    [result]    the loss and the weights depend on it, so runs that are compared should have the same value. Keys that
+                decide how the same numbers are computed are without it, even where rounding differs.
+    [per job]   jobs that train together in a pool may each have their own value.
+
+Standard library only, and little of that: configurator.py reads this file before `--help` answers.
+"""
+
+from typing import Literal
+
+
+class Keys:
+    # I/O [per job]
+    out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
+    eval_interval = 500  # steps between evaluations; 0 = only after the last step
+    eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
+    eval_only = False  # evaluate the newest checkpoint and stop
+    log_interval = 10  # steps between log lines
+    trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
+    checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
+    keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
+    permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
+    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without
+    async_checkpoint = False  # train on while a checkpoint is written: for large models, it takes host memory
+    dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
+    # logging [per job]
+    wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
+    wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
+    wandb_group: str | None = None  # wandb group, to lay runs side by side
+    wandb_run_name: str | None = None  # None = the name of out_dir
+    tensorboard_log = False  # write event files to out_dir/tensorboard
+    # data [result]
+    dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
+    dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
+    max_epochs = 4.0  # over a source of a mixture: more are a WARNING at the start (arXiv 2305.16264) [result, per job]
+    windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
+    data_dir = 'data'  # where datasets live [result, per job]
+    batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]
+    global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
+    block_size = 1024  # tokens per sequence
+    # model [result]
+    init_from = 'scratch'  # or weights from an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job]
+    trust_remote_code = False  # run the Python that came with init_from [per job]
+    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
+    heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
+    n_layer = 12  # transformer blocks
+    n_head = 12  # query heads
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
+    head_dim: int | None = None  # None = n_embd / n_head
+    n_embd = 768  # width of the residual stream
+    mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
+    vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+    dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
+    bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
+    tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
+    rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
+    yarn = []  # init_from: as many times its block_size, by YaRN: 4, or 4,1024 with that; docs/long_context.md
+    attention_gate = False  # qwen3: sigmoid gate on the attention output
+    parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
+    base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
+    base_depth: int | None = None  # completep: its n_layer
+    freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
+    # lora [result]
+    lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
+    lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
+    lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
+    # optimizer [result]
+    optimizer: Literal[
+        'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
+    ] = 'adamw'  # docs/optimizers.md compares them
+    learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
+    max_iters = 10000  # optimizer steps
+    num_epochs: float | None = None  # passes over the training data: sets max_iters [result, per job]
+    weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
+    beta1 = 0.9  # Adam: decay of the first moment
+    beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
+    grad_clip = 1.0  # global gradient norm; 0 = off
+    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at this many sequences per step
+    kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+    delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
+    omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
+    wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
+    z_loss = 0.0  # coefficient of mean(logsumexp(logits)^2), keeps logits small (Enoki: 1e-4)
+    # schedule [result]
+    lr_schedule: Literal['cosine', 'cos_inf', 'wsd', 'linear', 'constant'] = 'cosine'  # optim.py, learning_rate_at()
+    warmup_iters = 100  # linear warm-up: longer if the loss jumps early
+    lr_decay_iters: int | None = None  # None = max_iters
+    min_lr: float | None = None  # None = learning_rate / 10
+    # system [per job]
+    device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
+    compile: bool | None = None  # torch.compile each block; None = on CUDA
+    seed = 1337  # of the initial weights, the order of the data and dropout [result]
+    deterministic = False  # bit-equal repetitions, at a cost in speed
+    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/strategies.md
+    timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
+    stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
+    max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most this many in a row
+    loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128 [result, per job]
+
+
+class TaskKeys:
+    """Of scripts that can score a model on tasks while it trains; a model in stages cannot be scored."""
+
+    # I/O [per job]
+    eval_tasks = []  # files of tasks that the model is scored on, as by evaluate.py: tasks/piqa.jsonl,tasks/mine.jsonl
+    eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
+
+
+class ShardingKeys:
+    """Of scripts that shard the model with FSDP."""
+
+    # fsdp [per job]
+    fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
+    zero_stage = 3  # what is sharded: 1 (not torch) = moments; 2 = gradients, too; 3 = weights, too
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # of gradients: less communication, or less memory
+    blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
+    prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
+
+
+# What other trainers call these keys: their names, and the key here. docs/configuration.md has the table, too.
+OTHER_TRAINERS = {
+    'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
+    'effective_batch_size': 'global_batch_size',
+    'grad_accum acc_steps gradient_accumulation_steps': 'none: follows from batch_size and global_batch_size',
+    'seq_len context_length max_seq_length': 'block_size',
+    'steps max_steps num_iterations': 'max_iters',
+    'lr max_lr': 'learning_rate',
+    'min_learning_rate': 'min_lr',
+    'warmup_steps warmup': 'warmup_iters',
+    'decay_steps': 'lr_decay_iters',
+    'lr_scheduler': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
+    'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
+    'clip max_grad_norm': 'grad_clip',
+    'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
+    'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
+    'context_parallel_size cp sequence_parallel_size': 'context_parallel, context_impl (train_fsdp.py)',
+    'tensor_model_parallel_size tp sequence_parallel': 'tensor_parallel (train_fsdp.py, train_pipeline.py)',
+    'pipeline_model_parallel_size pp': 'pipeline_stages (train_pipeline.py)',
+    'num_layers_per_virtual_pipeline_stage': 'pipeline_chunks (train_pipeline.py)',
+    'limit_all_gathers backward_prefetch': 'prefetch, with fsdp_impl=manual; fully_shard always prefetches',
+    'offload_params offload_optimizer': 'cpu_offload=params, cpu_offload=optimizer',
+    'gradient_checkpointing recompute': 'activation_checkpointing (none, full, selective, offload)',
+    'rope_scaling rotary_base': 'yarn, rope_theta',
+    'use_orig_params auto_wrap_policy sync_module_states': 'none: parameters keep their names, each block is a unit',
+    'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
+    'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',
+    'save_interval save_total_limit': 'checkpoint_interval, keep_checkpoints',
+    'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
+    'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
+    'deepspeed': 'train_deepspeed.py, deepspeed_config',
+    'profile profile_step': 'trace_step',
+    'wandb wandb_mode tensorboard': 'wandb_log, WANDB_MODE=offline, tensorboard_log',
+    'torch_compile no_compile': 'compile=True, compile=False',
+    'master_port nproc_per_node local_rank': "torchrun's own flags",
+}
