@@ -81,7 +81,9 @@ is_fine_tuned = 'transformers' in model_facts
 if config.adapter and not model_facts.get('lora_rank'):
     raise ValueError(f'adapter=True: {config.out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
 if config.adapter and state['config'].get('lora_residual'):  # a key of earlier versions, which moved frozen weights
-    raise ValueError(f'adapter=True: {config.out_dir} has other weights than init_from (lora_residual); leave --adapter out')
+    raise ValueError(
+        f'adapter=True: {config.out_dir} has other weights than init_from (lora_residual); leave --adapter out'
+    )
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 transformers = finetune.transformers_offline()

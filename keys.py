@@ -132,6 +132,23 @@ class ShardingKeys:
     prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
 
 
+class OuterKeys:
+    """Of scripts whose replicas train alone and exchange what they have learned (DiLoCo)."""
+
+    # diloco [result]
+    num_replicas: int | None = None  # copies of the model that train alone; None = one per node
+    inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
+    outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
+    outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # what travels
+    exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
+    error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
+    error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
+    # diloco [per job]
+    outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
+    plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
+
+
 # What other trainers call these keys: their names, and the key here. docs/configuration.md has the table, too.
 OTHER_TRAINERS = {
     'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',

@@ -4,47 +4,31 @@ have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sh
 
     torchrun --nproc_per_node=4 train_diloco.py config/diloco_quickstart.py --num_replicas=2    # 2 replicas x 2 shards
     sbatch --nodes=4 slurm/diloco.sh                          # one replica per node, no server process
-    torchrun ... train_diloco.py CONFIG --exchange=s3://bucket/run      # one of many jobs that come and go (pool/)
     torchrun ... train_diloco.py CONFIG --plan                # how slow may the link between the nodes be?
     torchrun ... train_diloco.py CONFIG --verify              # does it compute what it should, here?
     python train_diloco.py --help                             # every key with its default and meaning
 
-`diff train_fsdp.py train_diloco.py` shows what it takes; the exchange itself is in diloco.py.
+`diff train_fsdp.py train_diloco.py` shows what it takes; the exchange itself is in diloco.py. Where replicas are jobs
+that come and go, train_pool.py trains them.
 """
 
 import functools
 import math
 from datetime import timedelta
-from typing import Literal
 
 from configurator import configure
-from keys import Keys, ShardingKeys, TaskKeys
+from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys, ShardingKeys):
+class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
     # diloco [result]
-    num_replicas: int | None = None  # copies of the model that train alone; None = one per node; exchange: the pool's
-    inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
-    outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
-    outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
     fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # what travels
-    exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
-    error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
-    error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
     # diloco [per job]
-    outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
-    exchange = ''  # replicas are jobs that come and go, and share this folder, or s3://bucket/name; '' = all are here
-    quorum = 1  # exchange: deltas without which no round is closed
-    grace_s = 60.0  # exchange: a round with a quorum waits so long for others; a job silent for so long is dead
-    keep_deltas = False  # exchange: delete none, so that --replay can begin with the first round
-    replay = False  # exchange: compute the outer parameters again from what jobs gave, compare the bits, and stop
-    plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
 
 

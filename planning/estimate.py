@@ -102,7 +102,7 @@ def estimate(config, model, world_size, strategy='ddp'):
         dtype = config['exchange_dtype']
         keeps_error = dtype == 'top2bit' or (config['error_feedback'] and dtype != 'float32')
         outer = FP32 * (2 + keeps_error) * trained
-        outer += FP32 * trained // config['num_fragments'] if config['overlap_steps'] else 0  # in flight
+        outer += FP32 * trained // config['num_fragments'] if config.get('overlap_steps') else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if config['accumulate'] == 'unsharded' and micro_steps > 1:
         # Each unit's turns into its shard when the last micro-step reduces it.
@@ -466,8 +466,6 @@ def out_of_memory_advice(config, world_size, strategy):
     config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
     strategy: as for estimate().
     """
-    if config.get('exchange'):  # this job is one of the replicas
-        world_size *= config['num_replicas']
     try:
         parts = estimate(config, empty_model(config), world_size, strategy)
     except (KeyError, TypeError, ValueError):  # not resolved yet

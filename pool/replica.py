@@ -58,7 +58,7 @@ from runtime.files import ROOT, write_file
 from runtime.processes import on_rank_0
 
 # Keys that jobs of one pool may each have their own value of: files, logs, hardware, speed.
-OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_diloco.py')).items() if 'per job' in knob.tags}
+OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items() if 'per job' in knob.tags}
 
 
 def number_of_replicas(config):

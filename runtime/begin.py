@@ -71,8 +71,7 @@ class Run:
         if config.dry_run:
             if self.rank == 0:
                 print(*self.notes, sep='\n')
-                ranks = self.ranks if self.strategy == 'diloco' else self.world_size
-                print(estimate.report(vars(config), self.model_config.to_dict(), ranks, strategy=self.strategy))
+                print(estimate.report(vars(config), self.model_config.to_dict(), self.ranks, planned_as(self.strategy)))
             sys.exit()
         self.notes.append(
             f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32'
@@ -108,7 +107,7 @@ def begin(config, explicit, strategy, ranks=None):
     ranks: that share a global batch, if that is not the world: in a pool, jobs x ranks of a job.
     A user's mistake, here and later, ends in one line on every rank; out of memory comes with advice.
     """
-    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.world_size, strategy))
+    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.ranks, planned_as(strategy)))
     rank, world_size, device, compute_dtype = start_process(config)
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)
@@ -168,6 +167,11 @@ def run_to_start_from(config, explicit):
         config.yarn = [*config.yarn, shape['yarn'][1] if shape.get('yarn') else shape['block_size']]
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
+
+
+def planned_as(strategy):
+    """The strategy whose memory and traffic a run has: jobs of a pool hold what DiLoCo's replicas do."""
+    return 'diloco' if strategy == 'pool' else strategy
 
 
 def open_model_and_data(run):

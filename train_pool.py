@@ -1,0 +1,278 @@
+"""
+Train a language model with DiLoCo where each replica is a job of its own, which may come and go: the jobs share nothing
+but a folder or a bucket, `exchange`. Inside a job the model is sharded as in train_fsdp.py.
+
+    torchrun --nproc_per_node=4 train_pool.py CONFIG --exchange=s3://bucket/run --num_replicas=8    # founds the pool
+    torchrun --nproc_per_node=2 train_pool.py CONFIG --exchange=s3://bucket/run                     # one more, anywhere
+    sbatch --array=1-8 slurm/pool.sh CONFIG --exchange=FOLDER                                       # as a Slurm array
+    torchrun ... train_pool.py CONFIG --exchange=s3://bucket/run --plan      # what does a round cost with this store?
+    torchrun ... train_pool.py CONFIG --exchange=s3://bucket/run --replay    # was every outer step what it should be?
+    python train_pool.py --help                                              # every key with its default and meaning
+
+`diff train_diloco.py train_pool.py` shows what it takes; a job's part in the pool is in pool/replica.py.
+"""
+
+import functools
+import math
+from datetime import timedelta
+
+from configurator import configure
+from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
+
+
+# --- KNOBS ------------------------------------------------------------------------------------------------------------
+class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
+    # diloco [result]
+    num_replicas: int | None = None  # replicas that share a global batch, in as many jobs or others; None = the pool's
+    # pool [per job]
+    exchange = ''  # where the jobs meet: a folder, or s3://bucket/name
+    quorum = 1  # deltas without which no round is closed
+    grace_s = 60.0  # a round with a quorum waits so long for others; a job that is silent for so long is dead
+    keep_deltas = False  # delete none, so that --replay can begin with the first round
+    replay = False  # compute the outer parameters again from what jobs gave, compare the bits, and stop
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+config, explicit = configure(Config)  # config files and --key=value; before `import torch`, so --help is quick
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import data
+import diloco
+import fsdp_manual
+import meshes
+import optim
+from exchange import diloco_check
+from pool.plan import StorePlan
+from pool.replica import Replica, number_of_replicas
+from pool.rows import checksums_of_frozen
+from runtime import checkpoint, errors, offload, processes
+from runtime.begin import begin, initialise, make_model
+from runtime.log import Journal
+from runtime.watch import Watch
+
+errors.report_errors()
+config.num_replicas = number_of_replicas(config)  # that share a global batch: of the key, or those of the pool
+jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]  # batches are as if all had as many ranks
+run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device and data; no key is None from here on
+diloco.check_keys(vars(config))
+found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this job began with
+rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
+batch_size, global_batch_size = config.batch_size, config.global_batch_size
+diloco_check.refuse_differences(config, run.train_data, run.val_data)
+
+# --- SHARD ------------------------------------------------------------------------------------------------------------
+raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
+mesh = meshes.make({'replica': 1, 'shard': world_size}, device, config.timeout_s)
+alone, mesh = (
+    mesh.get_group('replica'),
+    mesh['shard'],
+)  # this job is one replica: it exchanges with files, not with ranks
+# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
+blocks, size = raw_model.blocks, config.blocks_per_unit
+units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+offloads = config.cpu_offload == 'params'
+if config.fsdp_impl == 'manual':
+    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
+else:
+    sharding = {
+        'mesh': mesh,
+        'mp_policy': MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32),
+        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if offloads else OffloadPolicy(),
+    }
+    for unit in units:
+        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
+    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+
+# --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
+initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters
+opt = optim.from_config(raw_model, config, device)
+scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
+
+
+# --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
+def outer_step(theta, pseudo_gradient, momentum):
+    """Nesterov's step in PyTorch's form on a stretch of the outer parameters, all flat fp32, in place."""
+    momentum.mul_(config.outer_momentum).add_(pseudo_gradient)
+    theta.sub_(pseudo_gradient, alpha=config.outer_lr).sub_(momentum, alpha=config.outer_lr * config.outer_momentum)
+
+
+trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
+outer = diloco.Outer(
+    trained, update=outer_step, group=alone, inner_steps=config.inner_steps, dtype=config.exchange_dtype,
+    error_feedback=config.error_feedback, on_host=config.outer_on_host, timeout=timedelta(seconds=config.timeout_s),
+    error_decay=config.error_decay, k=config.exchange_k,
+)  # fmt: skip
+
+# --- JOIN THE POOL ----------------------------------------------------------------------------------------------------
+step, saved = 0, {}
+if found:  # the moments of the inner optimizer are this job's; its outer parameters count only if it founds the pool
+    saved = checkpoint.read_state(found)
+    run.check_resume(saved)
+    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))
+    step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
+    scaler.load_state_dict(saved.get('scalers', [saved['scaler']])[0])
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
+diloco_check.check_start(outer, step, config.max_iters)  # all ranks hold the same outer parameters
+pool = None
+if not config.eval_only:  # from here on step and outer parameters are those of the pool
+    pool = Replica(config, outer, run.identity | checksums_of_frozen(raw_model), run.notes.append)
+    step = pool.ledger.step
+
+watch = Watch(run, saved['step'] if found and config.eval_only else step, saved)
+if config.replay:
+    watch.say(f'replay: {pool.replay()}')
+    processes.leave()
+watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # who joins has the pool's weights by now
+watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
+
+
+# --- EVALUATION -------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate():
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    model.eval()
+    windows = config.eval_iters * global_batch_size
+    nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
+    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
+        watch.at('evaluation', step)
+        _, ce_sum = model(*batch)
+        nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
+    dist.all_reduce(nats_and_tokens)
+    model.train()
+    processes.reshard(model)  # free what forward left gathered, for no backward pass will
+    return run.val_data.losses(nats_and_tokens.tolist())
+
+
+if config.eval_only:
+    with outer.outer_parameters():
+        watch.evaluate_only(model, step, evaluate)
+
+
+# --- LOOP -------------------------------------------------------------------------------------------------------------
+def batches_of(replica, at):
+    """This rank's micro-batches of what replica number `replica` reads, from step `at` on."""
+    place, first = replica * world_size + rank, at * global_batch_size
+    return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, jobs_ranks, device)
+
+
+def save(step):
+    """This job's own copy of the pool's outer parameters, and the moments of its inner optimizer."""
+    scale, numbers = scaler.state_dict(), watch.numbers.state()
+    more = {'scalers': [scale], 'numbers_of_replicas': [numbers]}
+    more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
+    tensors = outer.tensors(outer.is_mid_round(step))
+    watch.save(step, raw_model, opt, scale, more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
+
+
+own_tokens = run.tokens_per_step // config.num_replicas  # of a step of this job
+numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
+watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
+if config.fsdp_impl == 'manual':
+    watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
+planner = StorePlan(pool, watch.meter, watch.say) if config.plan else None  # measures the store
+journal = Journal(watch.log)
+pool.say, pool.waiting = watch.say, lambda: watch.at('outer', step) or watch.stop_request.agreed()
+replica, at, end = 0, step, step  # whose data is read, the step that is next, and the end of the part that is claimed
+train_batches = None
+INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
+looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due until then
+while not watch.must_stop:
+    # the next part of the data that nobody has, the one of replica number `replica`
+    if at == end:
+        if (part := pool.claim()) is None:  # all is trained
+            break
+        if train_batches:
+            train_batches.close()
+        replica, at, end = part
+        step = pool.step
+        train_batches = batches_of(replica, at)
+    # the learning rate of this step
+    lr = optim.learning_rate_at(
+        step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
+    )
+    for group in opt.param_groups:
+        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
+    if config.dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
+        torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica * world_size + rank)
+    # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of this job. This
+    # factor turns that into the mean over the replica's targets.
+    share = global_batch_size // config.num_replicas
+    targets = run.train_data.count_targets(config.seed, at * global_batch_size + replica * share, share)
+    loss_scale = world_size / targets
+
+    # forward and backward, micro-step by micro-step; the gradients add up
+    watch.begin_step(step)
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(run.accumulation_steps):
+        watch.mark('data')
+        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
+        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
+        last_micro_step = micro_step == run.accumulation_steps - 1
+        model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
+        watch.mark('forward')
+        loss_sum, ce_sum = model(*batch)
+        watch.mark('backward')
+        scaler.scale(loss_sum * loss_scale).backward()
+        step_loss += ce_sum
+
+    watch.mark('update')
+    # gradients: undo the loss scale, clip the global norm
+    scaler.unscale_(opt)
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
+    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
+    may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
+    skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
+    scaler.step(opt, skip=skip)
+    watch.measure_state(raw_model, opt)
+    scaler.update()
+    opt.zero_grad(set_to_none=True)
+    at += 1
+    watch.end_step()
+
+    # at the end of a piece, or when the others are done: give what was learned, and take everybody's outer step
+    row = {}
+    watch.must_stop = watch.stop_request.agreed()
+    round_ends = pool.round_is_over() or watch.must_stop
+    if round_ends:
+        with watch.part('outer', 10 * config.timeout_s):
+            row = pool.meet(leaves=watch.must_stop, facts={'tokens': pool.steps * own_tokens})
+        at, watch.must_stop = end, watch.stop_request.agreed()  # or while it waited
+    step = pool.step
+    if planner:
+        planner.after_step()
+
+    # log, evaluate and save what has become due, but only when a round ends: the step in between is an estimate
+    last_step = step == config.max_iters and round_ends
+    crossed = {n for n in INTERVALS if n and step // n > looked_at // n} if round_ends else set()
+    evaluating = config.eval_iters and (last_step or config.eval_interval in crossed)
+    scoring = config.eval_tasks and (last_step or config.eval_tasks_interval in crossed)
+    saving = last_step or config.checkpoint_interval in crossed or config.permanent_interval in crossed
+    if at % config.log_interval == 0 or at == 1 or last_step:
+        row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
+        if not round_ends:
+            journal.show(step, row)
+    if evaluating or scoring:
+        with outer.outer_parameters():
+            row |= evaluate() if evaluating else {}
+            row |= watch.scores(step) if scoring else {}
+    if row:
+        journal.keep(step, watch.with_totals(step, row))
+    if round_ends:
+        journal.write()
+        looked_at = step
+    if saving or watch.must_stop:
+        save(step)
+
+if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
+    step = config.max_iters
+    watch.log.row(step, (evaluate() if config.eval_iters else {}) | watch.scores(step))
+    save(step)
+pool.leave()
+if planner:
+    planner.compare()
+watch.end(step)
