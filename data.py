@@ -5,10 +5,11 @@ What a run reads, in which order: one dataset or a mixture of several, and batch
     train_data.plan(max_iters, global_batch_size)
     for x, y in batches(train_data, seed, first_sample, global_batch_size, batch_size, rank, world_size, device): ...
 
-Sample i of a run is one window of one dataset (dataset/windows.py), a pure function of (seed, i, shares) whatever the
-number of ranks:
+Sample i of a run is one window of one dataset, a pure function of (seed, i, shares) whatever the number of ranks:
 
-    sample i  ->  source, by a table of the shares, and its how-manieth sample n this is  ->  window, by a shuffle of n
+    sample i  ->  sample n of a source, in the order in which sources take turns (dataset/mixture.py)
+              ->  window w of that source, by a shuffle of n (dataset/shuffle.py)
+              ->  its tokens (dataset/windows.py)
 
 So there is no loader state to save: the step in a checkpoint says where to go on. Every source has epochs of its own,
 each in a new order.
@@ -16,140 +17,33 @@ each in a new order.
 
 import bisect
 import collections
-import functools
-import heapq
 import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shuffle import sample_windows
 from dataset.windows import open_dataset
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
-LONGEST_TABLE = 10**6  # entries: shares of up to 6 decimals; it takes a second
 BATCHES_AHEAD = 8  # that are made while the model computes
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
-
-
-# --- shares -----------------------------------------------------------------------------------------------------------
-
-
-def shares_of(text, data_dir):
-    """{name: share}, Fractions that sum to 1, of 'web:0.7,code:0.3', of 'web:2,code:1', or of the one name 'web'."""
-    shares = {}
-    for part in text.split(','):
-        name, colon, share = part.strip().partition(':')
-        if Path(name).parent == Path(data_dir):  # data/mine, as a shell completes it
-            name = Path(name).name
-        try:
-            share = Fraction(share if colon else 1)
-        except (ValueError, ZeroDivisionError):
-            share = Fraction(-1)
-        if not name or share < 0 or name in shares:
-            problem = 'is there twice' if name in shares else 'has no share of 0 or more'
-            raise ValueError(f'dataset={text}: {name!r} {problem}: expected NAME, or NAME:SHARE,NAME:SHARE')
-        shares[name] = share
-    total = sum(shares.values())
-    if not total:
-        raise ValueError(f'dataset={text}: the shares sum to 0: give one of them more')
-    shares = {name: share / total for name, share in shares.items() if share}
-    if table_length(shares) > LONGEST_TABLE:
-        raise ValueError(f'dataset={text}: these shares are too fine: round them, as to 4 decimals')
-    return shares
-
-
-def table_length(shares):
-    """After how many samples every source has had a whole number of them."""
-    return math.lcm(*(share.denominator for share in shares.values()))
-
-
-def stages_of(keys):
-    """[(start, {name: share})] of a run's keys. start: int = a step, float = a part of max_iters."""
-    stages = list(keys['dataset_stages'])
-    for stage in stages:
-        is_pair = isinstance(stage, (tuple, list)) and list(map(type, stage)) in ([int, str], [float, str])
-        if not is_pair or stage[0] < 0 or (isinstance(stage[0], float) and stage[0] >= 1):
-            raise ValueError(
-                f"dataset_stages: {stage!r} is no stage: expected ((0.9, 'NAME:SHARE,...'), ...), each from a part of "
-                'the run below 1.0 on, or from a step on, as 9000'
-            )
-    if not stages or stages[0][0] > 0:
-        stages.insert(0, (0, keys['dataset']))
-    return [(start, shares_of(text, keys['data_dir'])) for start, text in stages]
-
-
-@functools.cache
-def in_turn(weights):
-    """Which source each of sum(weights) samples comes from, so that every beginning has them in shares; int64.
-
-    After n samples source s has had n * weights[s] / sum(weights) of them, to less than one sample (R. Tijdeman, "The
-    chairman assignment problem", Discrete Mathematics 32, 1980). With k sources, c = 2k - 2 and P = sum(weights), the
-    m-th sample of s, from 1 on, may not come before n = P (m - 1 + 1/c) / weights[s], nor after n = P (m - 1/c) /
-    weights[s]. Of those that may come, the one whose time runs out first does.
-    """
-    if len(weights) == 1:
-        return np.zeros(weights[0], dtype=np.int64)
-    P, c = sum(weights), 2 * len(weights) - 2
-    sources = np.repeat(np.arange(len(weights)), weights)
-    weight = np.repeat(weights, weights)
-    m = 1 + np.concatenate([np.arange(weight) for weight in weights])
-    first = -(-P * (c * (m - 1) + 1) // (c * weight))
-    last = P * (c * m - 1) // (c * weight)
-    by_first = np.argsort(first, kind='stable')
-    coming = zip(*(of_samples[by_first].tolist() for of_samples in (first, last, sources)), strict=True)
-    table, waiting, sample = [], [], next(coming)
-    for n in range(1, P + 1):
-        while sample and sample[0] <= n:
-            heapq.heappush(waiting, sample[1:])
-            sample = next(coming, None)
-        table.append(heapq.heappop(waiting)[1])
-    return np.array(table)
-
-
-class Stage:
-    """Samples first <= i < end of a run, in fixed shares; the sources are counted from where the last stage left them.
-
-    shares: {source: Fraction}. counted: int64 (sources,), samples of each before this stage.
-    """
-
-    def __init__(self, first, end, shares, counted):
-        self.first, self.end, self.counted = first, end, counted
-        length = table_length(shares)
-        weights = tuple(int(share * length) for share in shares.values())
-        self.sources = np.array(list(shares))[in_turn(weights)]
-        self.weights, self.rank = np.zeros_like(counted), np.empty(length, dtype=np.int64)
-        for source, weight in zip(shares, weights, strict=True):
-            self.weights[source] = weight
-            self.rank[self.sources == source] = np.arange(weight)
-
-    def counts(self, n):
-        """How many of the run's first n samples each source has had, for n in this stage; int64 (sources,)."""
-        periods, rest = divmod(n - self.first, len(self.sources))
-        return self.counted + periods * self.weights + np.bincount(self.sources[:rest], minlength=len(self.counted))
-
-    def locate(self, samples):
-        """(source, number) of samples of this stage: the number-th sample of that source, from 0 on."""
-        periods, places = np.divmod(samples - self.first, len(self.sources))
-        sources = self.sources[places]
-        return sources, self.counted[sources] + periods * self.weights[sources] + self.rank[places]
 
 
 class Mixture:
     """One split of one dataset, or of several in shares that may change on the way.
 
-    sources: {name: dataset}. stages: [(start, {name: share})], see stages_of(). plan() comes before the first batch.
+    sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). plan() comes before the first batch.
     n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts). ranks_per_sequence: so many consecutive
     ranks read the same samples (context_manual.py, tensor_manual.py).
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
-        self.names, self.sources, self._stages = list(sources), list(sources.values()), stages
+        self.names, self.sources, self.stages = list(sources), list(sources.values()), stages
         self.ranks_per_sequence = ranks_per_sequence
         self.n_tokens = sum(source.n_tokens for source in self.sources)
         self.n_windows = sum(source.n_windows for source in self.sources)
@@ -164,23 +58,20 @@ class Mixture:
 
     def plan(self, max_iters, global_batch_size):
         """Set where stages begin and end. Returns them as [[step, {fingerprint: share as text}]], for a checkpoint."""
-        starts = [start if isinstance(start, int) else round(start * max_iters) for start, _ in self._stages]
-        if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-            raise ValueError(f'dataset_stages begin at the steps {starts[1:]}: expected one after another, from 1 on')
-        self.global_batch_size, self.stages = global_batch_size, []
-        counted, planned = np.zeros(len(self.sources), dtype=np.int64), []
-        for start, (_, shares) in zip(starts, self._stages, strict=True):
-            first = start * global_batch_size
-            if self.stages:
-                self.stages[-1].end = first
-                counted = self.stages[-1].counts(first)
+        self.global_batch_size, self.total = global_batch_size, max_iters * global_batch_size
+        steps = [start if isinstance(start, int) else round(start * max_iters) for start, _ in self.stages]
+        if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+            raise ValueError(f'dataset_stages begin at the steps {steps[1:]}: expected one after another, from 1 on')
+        self.orders, planned = [], []
+        for step, (_, shares) in zip(steps, self.stages, strict=True):
+            first = step * global_batch_size
+            counted = self.orders[-1].counts(first) if self.orders else np.zeros(len(self.sources), dtype=np.int64)
             # By fingerprint, so that neither names nor the order in which they are given decide anything.
             numbers = [self.names.index(name) for name in shares]
             numbers.sort(key=lambda number: self.sources[number].fingerprint)
-            of_numbers = {number: shares[self.names[number]] for number in numbers}
-            self.stages.append(Stage(first, math.inf, of_numbers, counted))
-            planned.append([start, {self.sources[number].fingerprint: str(of_numbers[number]) for number in numbers}])
-        self.total = max_iters * global_batch_size
+            by_number = {number: shares[self.names[number]] for number in numbers}
+            self.orders.append(SourceOrder(first, by_number, counted))
+            planned.append([step, {self.sources[number].fingerprint: str(by_number[number]) for number in numbers}])
         return planned
 
     def lines(self, max_epochs):
@@ -188,12 +79,12 @@ class Mixture:
         lines = [source.line for source in self.sources if getattr(source, 'line', None)]
         if len(self.sources) == 1:
             return lines
-        for stage, (_, shares) in zip(self.stages, self._stages, strict=True):
-            of_sources = ', '.join(f'{name} {float(share):.4g}' for name, share in shares.items())
-            never = 'WARNING: the run ends before: ' if stage.first >= self.total else ''
-            lines.append(f'{never}from step {stage.first // self.global_batch_size}: {of_sources}')
-        epochs = self.epochs(self.total).values()
-        for name, source, count, passes in zip(self.names, self.sources, self.counts(self.total), epochs, strict=True):
+        for order, (_, shares) in zip(self.orders, self.stages, strict=True):
+            in_words = ', '.join(f'{name} {float(share):.4g}' for name, share in shares.items())
+            never = 'WARNING: the run ends before: ' if order.first >= self.total else ''
+            lines.append(f'{never}from step {order.first // self.global_batch_size}: {in_words}')
+        for name, source, count in zip(self.names, self.sources, self.counts(self.total), strict=True):
+            passes = count / source.n_windows
             lines.append(f'{name}: {count:,} samples of {source.n_windows:,} windows, {passes:.2f} epochs')
             if passes > max_epochs:
                 lines.append(
@@ -204,7 +95,7 @@ class Mixture:
 
     def counts(self, n):
         """How many of the run's first n samples come from each source; int64 (sources,)."""
-        return self.stages[bisect.bisect_right([stage.first for stage in self.stages], n) - 1].counts(n)
+        return self.orders[bisect.bisect_right([order.first for order in self.orders], n) - 1].counts(n)
 
     def epochs(self, n):
         """{'epochs/web': passes over that source in the run's first n samples, ...}; {} of a single dataset."""
@@ -222,27 +113,28 @@ class Mixture:
         Shares and ranks often have common factors: of web:0.5,code:0.5 rank 0 of 2 would never read code. So which
         sample of its step stands in which slot is shuffled.
         """
-        sources, windows = np.zeros_like(slots), np.empty_like(slots)
-        for stage in self.stages:
-            here = (slots >= stage.first) & (slots < stage.end)
-            if not here.any():
-                continue
+        sources, windows = np.empty_like(slots), np.empty_like(slots)
+        order_of_slot = np.searchsorted([order.first for order in self.orders], slots, side='right') - 1
+        for number, order in enumerate(self.orders):
+            here = order_of_slot == number
             samples = slots[here]
-            if len(stage.sources) > 1:
+            if len(order.table) > 1:
                 first_of_step = samples - samples % self.global_batch_size
                 samples = first_of_step + sample_windows(samples, self.global_batch_size, ~seed)
-            sources[here], windows[here] = stage.locate(samples)
+            sources[here], windows[here] = order.locate(samples)
         for number, source in enumerate(self.sources):
-            of_source = sources == number
-            windows[of_source] = sample_windows(windows[of_source], source.n_windows, seed)
+            here = sources == number
+            windows[here] = sample_windows(windows[here], source.n_windows, seed)
         return sources, windows
 
     def count_targets(self, seed, first, n):
         """Targets with y >= 0 in the slots first .. first + n - 1 of a run, exactly."""
         if not self.is_packed:
             return n * self.block_size
-        pairs = zip(*self.locate(first + np.arange(n), seed), strict=True)
-        return sum(int(self.sources[source].n_targets[window]) for source, window in pairs)
+        sources, windows = self.locate(first + np.arange(n), seed)
+        return sum(
+            int(source.n_targets[windows[sources == number]].sum()) for number, source in enumerate(self.sources)
+        )
 
     def losses(self, nats_and_tokens):
         """Metrics of an evaluation, from [the sum of the cross-entropy, over so many targets] of each source.
@@ -254,8 +146,10 @@ class Mixture:
         loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
         row = {'val_loss': loss, 'val_ppl': math.exp(min(loss, 700))}
         if all(source.bytes_per_token for source in self.sources):
-            of_sources = zip(weights, self.sources, strict=True)
-            row['val_bpb'] = loss / math.log(2) / sum(weight * source.bytes_per_token for weight, source in of_sources)
+            bytes_per_token = sum(
+                weight * source.bytes_per_token for weight, source in zip(weights, self.sources, strict=True)
+            )
+            row['val_bpb'] = loss / math.log(2) / bytes_per_token
         if len(self.sources) > 1:
             row |= {f'val_loss/{name}': loss for name, loss in zip(self.names, losses, strict=True)}
         return row
@@ -263,9 +157,9 @@ class Mixture:
 
 def open_mixture(keys, split):
     """The Mixture of a run's keys. Raises ValueError, also where sources do not go together."""
-    stages = stages_of(keys)
+    stages = parse_stages(keys)
     options = (split, keys['block_size'], keys['vocab_size'], keys['windows'])
-    sources = {name: open_dataset(keys['data_dir'], name, *options) for name in names_of(stages)}
+    sources = {name: open_dataset(keys['data_dir'], name, *options) for name in names_in(stages)}
     first, *others = sources.values()
     before = [first.name]
     for source in others:
@@ -281,17 +175,12 @@ def open_mixture(keys, split):
     return Mixture(sources, stages, keys.get('context_parallel', 1) * keys.get('tensor_parallel', 1))
 
 
-def names_of(stages):
-    """The datasets of all stages, each once."""
-    return list(dict.fromkeys(name for _, shares in stages for name in shares))
-
-
 def folder_of(keys, data_dir=None):
     """Folder of a run's first dataset, of those with a meta.json if there are any: it tells the tokenizer of all.
 
     data_dir: where the datasets are now; None = where they were.
     """
-    names = names_of(stages_of({'dataset_stages': (), **keys}))
+    names = names_in(parse_stages({'dataset_stages': (), **keys}))
     folders = [os.path.join(data_dir or keys['data_dir'], name) for name in names]
     return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
 
@@ -331,11 +220,12 @@ def batches(mixture, seed, first_sample, global_batch_size, batch_size, rank, wo
 
     def host_batches():
         steps = np.arange(steps_at_once, dtype=np.int64)[:, None]
-        of_rank = rank * per_rank + np.arange(per_rank, dtype=np.int64)
+        slots_of_rank = rank * per_rank + np.arange(per_rank, dtype=np.int64)
         for first in itertools.count(first_sample, steps_at_once * global_batch_size):
-            sources, windows = mixture.locate(first + steps * global_batch_size + of_rank, seed)
-            for of_micro_step in zip(sources.reshape(-1, batch_size), windows.reshape(-1, batch_size), strict=True):
-                yield _host_batch(mixture, *of_micro_step, batch_size, device)
+            located = mixture.locate(first + steps * global_batch_size + slots_of_rank, seed)
+            by_micro_step = (numbers.reshape(-1, batch_size) for numbers in located)
+            for sources, windows in zip(*by_micro_step, strict=True):
+                yield _host_batch(mixture, sources, windows, batch_size, device)
 
     return run_ahead(host_batches(), device)
 
@@ -349,17 +239,17 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device):
     those that share their sequences do.
     """
     rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
-    per_round, of_batches = batch_size * world_size, []
+    per_round, rounds = batch_size * world_size, []  # [(number of the source, windows of this rank)]
     for number, source in enumerate(mixture.sources):
         n = min(-(-n_sequences // len(mixture.sources)), source.n_windows)
         for first in range(rank * batch_size, -(-n // per_round) * per_round, per_round):
-            of_batches.append((number, np.arange(first, max(first, min(first + batch_size, n)))))
+            rounds.append((number, np.arange(first, max(first, min(first + batch_size, n)))))
 
     def host_batches():
-        for number, windows in of_batches:
+        for number, windows in rounds:
             yield _host_batch(mixture, np.full_like(windows, number), windows, batch_size, device)
 
-    return zip(run_ahead(host_batches(), device), [number for number, _ in of_batches], strict=True)
+    return zip(run_ahead(host_batches(), device), [number for number, _ in rounds], strict=True)
 
 
 def _host_batch(mixture, sources, windows, batch_size, device):
@@ -369,17 +259,20 @@ def _host_batch(mixture, sources, windows, batch_size, device):
     numpy does the copying: a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
-    sizes = [mixture.block_size] * 2 + ([mixture.n_starts] if mixture.is_packed else [])
+    sizes = [mixture.block_size, mixture.block_size, *([mixture.n_starts] if mixture.is_packed else [])]
     parts = [torch.empty((batch_size, size), dtype=torch.int64, pin_memory=pinned) for size in sizes]
-    fillers = [0, -1, [0] + [mixture.block_size] * (sizes[-1] - 1)]  # of starts: one document
-    for part, filler in zip(parts, fillers, strict=False):
-        part.numpy()[len(windows) :] = filler
+    x, y, *starts = (part.numpy() for part in parts)
+    n = len(windows)
+    x[n:], y[n:] = 0, -1
+    for rows in starts:
+        rows[n:], rows[n:, 0] = mixture.block_size, 0  # one document
     for number in set(sources.tolist()):
         rows = np.flatnonzero(sources == number)
         read = mixture.sources[number].read(windows[rows])
-        read = read if mixture.is_packed else (read[:, :-1], read[:, 1:])
-        for part, of_rows in zip(parts, read, strict=True):
-            part.numpy()[rows] = of_rows
+        if mixture.is_packed:
+            x[rows], y[rows], starts[0][rows] = read
+        else:
+            x[rows], y[rows] = read[:, :-1], read[:, 1:]
     return parts
 
 

@@ -16,6 +16,7 @@ from prepared import only
 import data
 import optim
 from dataset import shards
+from dataset.mixture import SourceOrder, parse_shares
 from dataset.shuffle import sample_windows
 from model import GPT, ModelConfig
 from runtime import checkpoint
@@ -68,8 +69,8 @@ CASES += [[Fraction(1, 3), Fraction(2, 3)], [Fraction(999_999, 10**6), Fraction(
 @pytest.mark.parametrize('shares', CASES, ids=lambda shares: f'{len(shares)}_sources')
 def test_every_beginning_of_a_run_has_its_shares_to_less_than_one_sample(shares):
     n = 10**6
-    stage = data.Stage(0, n, dict(enumerate(shares)), np.zeros(len(shares), dtype=np.int64))
-    sources, numbers = stage.locate(np.arange(n))
+    order = SourceOrder(0, dict(enumerate(shares)), np.zeros(len(shares), dtype=np.int64))
+    sources, numbers = order.locate(np.arange(n))
     for source, share in enumerate(shares):
         counts = np.cumsum(sources == source)
         # Exact: in integers, with the share as numerator / denominator.
@@ -77,16 +78,16 @@ def test_every_beginning_of_a_run_has_its_shares_to_less_than_one_sample(shares)
         assert off.max() < share.denominator
         assert np.array_equal(numbers[sources == source], np.arange(counts[-1]))  # none left out, none twice
         for some in (0, 1, 17, n // 3, n):
-            assert stage.counts(some)[source] == (counts[some - 1] if some else 0)
+            assert order.counts(some)[source] == (counts[some - 1] if some else 0)
 
 
 def test_shares_in_words():
-    assert data.shares_of('web', 'data') == {'web': 1}
-    assert data.shares_of('web:0.7, code:0.2,books:0.1', 'data') == {
+    assert parse_shares('web', 'data') == {'web': 1}
+    assert parse_shares('web:0.7, code:0.2,books:0.1', 'data') == {
         'web': Fraction(7, 10), 'code': Fraction(1, 5), 'books': Fraction(1, 10)
     }  # fmt: skip
-    assert data.shares_of('data/web:2,code', 'data') == {'web': Fraction(2, 3), 'code': Fraction(1, 3)}
-    assert data.shares_of('web:1,code:0', 'data') == {'web': 1}
+    assert parse_shares('data/web:2,code', 'data') == {'web': Fraction(2, 3), 'code': Fraction(1, 3)}
+    assert parse_shares('web:1,code:0', 'data') == {'web': 1}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_every_rank_reads_every_source_in_its_share(sources, dataset, world_size
     of_slots, _ = mixture.locate(np.arange(steps * batch), seed=1337)
     for of_rank in np.split(of_slots.reshape(steps, batch), world_size, axis=1):
         found = np.bincount(of_rank.ravel()) / of_rank.size
-        shares = [float(share) for share in data.shares_of(dataset, 'data').values()]
+        shares = [float(share) for share in parse_shares(dataset, 'data').values()]
         assert np.abs(found - shares).max() < 0.02
 
 

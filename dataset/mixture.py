@@ -1,0 +1,121 @@
+"""
+Which source each sample of a run comes from: the shares of a mixture, and the order in which its sources take turns.
+
+    stages = parse_stages({'dataset': 'web:0.7,code:0.3', 'dataset_stages': (), 'data_dir': 'data'})
+    order = SourceOrder(first=0, shares={0: Fraction(7, 10), 1: Fraction(3, 10)}, counted=np.zeros(2, dtype=np.int64))
+    sources, numbers = order.locate(np.arange(100))  # sample 99 is the numbers[99]-th of source sources[99]
+
+An order is a table of one period, after which every source has had a whole number of samples, and which then repeats.
+So where a sample comes from is computed from its index alone: on any number of ranks, and from any step on.
+"""
+
+import functools
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+LONGEST_PERIOD = 10**6  # samples: shares of up to 6 decimals; a table of two sources takes a second
+
+
+def parse_shares(text, data_dir):
+    """{name: share}, Fractions that sum to 1, of 'web:0.7,code:0.3', of 'web:2,code:1', or of the one name 'web'."""
+    shares = {}
+    for part in text.split(','):
+        name, colon, share = part.strip().partition(':')
+        if Path(name).parent == Path(data_dir):  # data/mine, as a shell completes it
+            name = Path(name).name
+        try:
+            share = Fraction(share if colon else 1)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if not name or share < 0 or name in shares:
+            problem = 'is there twice' if name in shares else 'has no share of 0 or more'
+            raise ValueError(f'dataset={text}: {name!r} {problem}: expected NAME, or NAME:SHARE,NAME:SHARE')
+        shares[name] = share
+    total = sum(shares.values())
+    if not total:
+        raise ValueError(f'dataset={text}: the shares sum to 0: give one of them more')
+    shares = {name: share / total for name, share in shares.items() if share}
+    if period(shares) > LONGEST_PERIOD:
+        raise ValueError(f'dataset={text}: these shares are too fine: round them, as to 4 decimals')
+    return shares
+
+
+def parse_stages(keys):
+    """[(start, {name: share})] of a run's keys. start: int = a step, float = a part of max_iters."""
+    stages = list(keys['dataset_stages'])
+    for stage in stages:
+        is_pair = isinstance(stage, (tuple, list)) and list(map(type, stage)) in ([int, str], [float, str])
+        if not is_pair or stage[0] < 0 or (isinstance(stage[0], float) and stage[0] >= 1):
+            raise ValueError(
+                f"dataset_stages: {stage!r} is no stage: expected ((0.9, 'NAME:SHARE,...'), ...), each from a part of "
+                'the run below 1.0 on, or from a step on, as 9000'
+            )
+    if not stages or stages[0][0] > 0:
+        stages.insert(0, (0, keys['dataset']))
+    return [(start, parse_shares(text, keys['data_dir'])) for start, text in stages]
+
+
+def names_in(stages):
+    """The datasets of all stages, each once."""
+    return list(dict.fromkeys(name for _, shares in stages for name in shares))
+
+
+def period(shares):
+    """After how many samples every source has had a whole number of them."""
+    return math.lcm(*(share.denominator for share in shares.values()))
+
+
+@functools.cache
+def take_turns(weights):
+    """The source of each of the P = sum(weights) samples of a period; int64 (P,).
+
+    Source s has weights[s] of them, so its m-th sample, counted from 1, would ideally be spread over the places from
+    P (m - 1) / weights[s] to P m / weights[s]. With k sources it may be taken once 1 / (2k - 2) of that stretch has
+    passed, and has to be before the last 1 / (2k - 2) of it begins. Each place goes to the source that has to be served
+    first, of those that may be. Then no beginning of the run ever has a whole sample more or less of a source than its
+    share (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Simply to serve the source
+    that lacks most is not as good: with many sources one can fall more than a sample behind.
+    """
+    if len(weights) == 1:
+        return np.zeros(weights[0], dtype=np.int64)
+    P, c = sum(weights), 2 * len(weights) - 2
+    opens = [-(-P // (c * weight)) for weight in weights]  # the first place at which a source may be served next
+    closes = [P * (c - 1) // (c * weight) for weight in weights]  # the last one
+    taken, table = [0] * len(weights), []
+    for n in range(1, P + 1):
+        _, source = min((closes[source], source) for source in range(len(weights)) if opens[source] <= n)
+        table.append(source)
+        taken[source] += 1
+        opens[source] = -(-P * (c * taken[source] + 1) // (c * weights[source]))
+        closes[source] = P * (c * (taken[source] + 1) - 1) // (c * weights[source])
+    return np.array(table)
+
+
+class SourceOrder:
+    """The samples of a run from `first` on, in fixed shares; each source goes on where it was before.
+
+    shares: {source: Fraction}, by number. counted: int64 (sources,), samples of each source before `first`.
+    """
+
+    def __init__(self, first, shares, counted):
+        self.first, self.counted = first, counted
+        weights = {source: int(share * period(shares)) for source, share in shares.items()}
+        self.table = np.array(list(weights))[take_turns(tuple(weights.values()))]
+        self.per_period = np.bincount(self.table, minlength=len(counted))
+        self.earlier = np.empty_like(self.table)  # how many samples of the same source come before it in the table
+        for source, weight in weights.items():
+            self.earlier[self.table == source] = np.arange(weight)
+
+    def counts(self, n):
+        """How many of the run's first n samples each source has had, for n from `first` on; int64 (sources,)."""
+        periods, rest = divmod(n - self.first, len(self.table))
+        return self.counted + periods * self.per_period + np.bincount(self.table[:rest], minlength=len(self.counted))
+
+    def locate(self, samples):
+        """(source, number) of samples from `first` on: the number-th sample of that source, counted from 0."""
+        periods, places = np.divmod(samples - self.first, len(self.table))
+        sources = self.table[places]
+        return sources, self.counted[sources] + periods * self.per_period[sources] + self.earlier[places]
