@@ -91,7 +91,7 @@ from tqdm import tqdm
 from comparison import coordinates, jobs, plots, report, results, run_matrix, sweep, verdict
 from comparison.results import folder_of
 from runtime import errors, processes
-from runtime.files import ROOT
+from runtime.files import ROOT, read_json
 
 # --- RUN --------------------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ def run_of_sweep(folder, repeat, entry, launcher, at_once=1, interrupted=None):
         if interrupted and interrupted.is_set():
             raise KeyboardInterrupt
         with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
-            steps = results.read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
+            steps = read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
             if why := sweep.diverged(results.read_rows(out, is_running=True), steps):
                 raise OSError(why)
 
@@ -429,9 +429,9 @@ def main(config, train_keys, explicit):
         if code or not config.plan:
             return code
     if config.plan:
-        from planning import layouts  # here, since it imports torch
+        from comparison import layout_table  # here, since it imports torch
 
-        print(layouts.report(config, train_keys, explicit))
+        print(layout_table.report(config, train_keys, explicit))
         return 0
     folder = Path(config.out_dir or (time.strftime('out/bench-%Y%m%d-%H%M%S') if config.bench else 'out/compare'))
     if config.element is not None:
@@ -444,7 +444,7 @@ def main(config, train_keys, explicit):
     if config.analyze:
         if not (folder / 'plan.json').exists():
             raise ValueError(f'{folder} holds no comparison (no plan.json): expected the --out_dir of one')
-        plan = results.read_json(folder / 'plan.json')
+        plan = read_json(folder / 'plan.json')
         plan['baseline'] = run_matrix.choose_baseline(
             config, [entry['label'] for entry in plan['runs']], plan['baseline']
         )

@@ -75,7 +75,7 @@ class ModelConfig:
     attention_gate: bool = False
     norm_eps: float | None = None
     z_loss: float = 0.0
-    parametrization: str = 'standard'  # or 'mup', 'completep': the table is in runtime/scaling.py
+    parametrization: str = 'standard'  # or 'mup', 'completep': the table is in optim.py
     base_width: int | None = None
     base_depth: int | None = None
 

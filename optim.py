@@ -26,8 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from runtime import scaling
-
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
@@ -49,7 +47,7 @@ def make_optimizer(
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
     learning_rate: the peak. Before each step the loop sets group['lr'] to the schedule's rate times group['lr_factor'],
-        which a parametrization sets (runtime/scaling.py); gamma = the schedule's rate / peak scales the DANA decay.
+        which a parametrization sets (scaled_groups below); gamma = the schedule's rate / peak scales the DANA decay.
     weight_decay: of AdamW, AdEMAMix and Muon as lr * weight_decay; of the DANA family as gamma * weight_decay, without
         the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
     kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of
@@ -83,7 +81,7 @@ def make_optimizer(
         for group in groups:  # their wd_ts is infinite: plain AdamW
             group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
         groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
-    groups = scaling.scaled_groups(groups, model, optimizer)
+    groups = scaled_groups(groups, model, optimizer)
     assert_each_in_one_group(model, groups)
     if optimizer == 'sgd':
         return SGD(groups, lr=learning_rate)
@@ -635,6 +633,49 @@ def shard_group(parameters):
     sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard() and mesh.size(dim) > 1]
     assert len(sharded) <= 1 and all(placements[dim].dim == 0 for dim in sharded), f'expected Shard(0): {placements}'
     return mesh.get_group(sharded[0]) if sharded else None
+
+
+# --- parametrizations -------------------------------------------------------------------------------------------------
+# Rates found on a small model hold for a larger one under muP (arXiv 2203.03466), which widens it, and CompleteP (arXiv
+# 2505.01618, table 1 with alpha = 1), which deepens it, too: m_N = n_embd / base_width, m_L = n_layer / base_depth (in
+# muP 1). Heads get more, not larger: attention scores are divided by sqrt(head_dim) as always.
+#
+#                                  initial variance   learning rate   weight decay   eps            forward
+#   matrices of blocks             / m_N              / m_N           x m_N          / (m_N m_L)
+#   norms and biases of blocks                                                       / (m_N m_L)
+#   embedding, final norm, head                                                                     logits / m_N
+#   what a block adds                                                                               / m_L
+#
+# The first and the last column are in model.py. An optimizer whose update of a number does not depend on the scale of
+# its gradients is like Adam in this. Weight decay is as strong at all sizes: AdamW's is multiplied by the learning
+# rate, the DANA family's is not. Muon's update of a matrix, in place of m_N sqrt(m_N): 0.2 sqrt(max(rows, columns))
+# times one of norm 1, where the norm is what must not grow with m_N.
+
+DANA_FAMILY = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # whose weight decay knows no learning rate
+
+
+def scaled_groups(groups, model, optimizer):
+    """
+    The groups of an optimizer for `model`, those of a GPT with a parametrization split: what is in its blocks has
+    'lr_factor', weight decay and 'eps' by the table. Raises ValueError for an optimizer that the table is wrong for.
+    """
+    config = getattr(model, 'config', None)
+    if getattr(config, 'parametrization', 'standard') == 'standard':
+        return groups
+    if optimizer == 'sgd':
+        advice = 'its steps grow with the gradients; use --optimizer=adamw'
+        raise ValueError(f'optimizer=sgd with parametrization={config.parametrization!r}: {advice}')
+    (m_N, m_L), in_blocks, found = config.ratios, set(model.blocks.parameters()), []
+    for group in groups:
+        found.append(group | {'params': [parameter for parameter in group['params'] if parameter not in in_blocks]})
+        inside = [parameter for parameter in group['params'] if parameter in in_blocks]
+        rate = 1.0
+        if inside and inside[0].dim() == 2:
+            rate = 1 / m_N**0.5 if group.get('update', optimizer) == 'muon' else 1 / m_N
+        decay = group['weight_decay'] / (1 if optimizer in DANA_FAMILY else rate)
+        factors = {'lr_factor': rate, 'weight_decay': decay, 'eps': group['eps'] / (m_N * m_L)}
+        found.append(group | {'params': inside} | factors)
+    return [group for group in found if group['params']]
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

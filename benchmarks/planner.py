@@ -26,8 +26,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
-from comparison import results, verdict
-from planning import estimate, layouts, step_time
+from comparison import layout_table, results, verdict
+from planning import layouts, sizes, step_time
 
 # --- PUBLISHED RUNS ---------------------------------------------------------------------------------------------------
 
@@ -91,10 +91,10 @@ def predict_published(run, scale=1.0):
     if run.precision == 'fp8':
         device = device._replace(matmul=2 * device.matmul)
     cluster = cluster._replace(device=device)
-    sizes = dict(zip(SIZES, MODELS[run.model], strict=True)) | {
+    shape = dict(zip(SIZES, MODELS[run.model], strict=True)) | {
         'head_dim': MODELS[run.model][3] // MODELS[run.model][1]
     }
-    keys = {'arch': 'llama', 'vocab_size': 128256, **sizes, 'block_size': run.tokens, 'batch_size': run.batch}
+    keys = {'arch': 'llama', 'vocab_size': 128256, **shape, 'block_size': run.tokens, 'batch_size': run.batch}
     shared = run.keys.get('tensor_parallel', 1) * run.keys.get('pipeline_stages', 1)
     groups = run.gpus // shared // run.keys.get('context_parallel', 1)
     keys['global_batch_size'] = run.batch * groups * run.micro_steps
@@ -103,7 +103,7 @@ def predict_published(run, scale=1.0):
     found = step_time.step(config, 'fsdp', cluster)
     rate = config['global_batch_size'] * run.tokens / found['step'] / run.gpus
     if 'TFLOP/s' in run.name:
-        model = estimate.empty_model(config)
+        model = sizes.empty_model(config)
         attention = model.flops_of_attention
         layers = 126 / 128  # those that there really are
         rate *= (model.flops_per_token() - attention / 2) * layers / 1e12  # causal
@@ -126,8 +126,8 @@ def show_published():
         rows.append({'run': run.name, **cells})
     print(verdict.markdown(rows))
     for name, found in (('assumed speed', errors), ('their speed', with_speed)):
-        sizes = [abs(error) for error in found]
-        print(f'\n{name}: {len(sizes)} runs, median error {statistics.median(sizes):.0%}, largest {max(sizes):.0%}')
+        off = [abs(error) for error in found]
+        print(f'\n{name}: {len(off)} runs, median error {statistics.median(off):.0%}, largest {max(off):.0%}')
 
 
 # --- THIS MACHINE -----------------------------------------------------------------------------------------------------
@@ -238,7 +238,8 @@ def show_measured(out):
         ranks, measured = int(ranks), json.loads(path.read_text())
         cluster = step_time.of_cpus(ranks, ranks // 2, cores=1, gb=24)  # two nodes of one core
         cluster = step_time.with_measured_step(
-            cluster, [out / name for name in alone(ranks) if (out / name / 'DONE').exists()]
+            cluster,
+            [layout_table.run_alone(out / name) for name in alone(ranks) if (out / name / 'DONE').exists()],
         )
         cluster = step_time.with_measured_links(cluster, measured.pop('links'))
         measured = {name: statistics.median(runs) for name, runs in measured.items()}
@@ -260,8 +261,8 @@ def show_measured(out):
             f'{measured[first] / min(measured.values()) - 1:+.0%} from the best'
         )
     print(verdict.markdown(rows), '', *choices, sep='\n')
-    sizes = [abs(error) for error in errors]
-    print(f'\n{len(sizes)} steps: median error {statistics.median(sizes):.0%}, largest {max(sizes):.0%}')
+    off = [abs(error) for error in errors]
+    print(f'\n{len(off)} steps: median error {statistics.median(off):.0%}, largest {max(off):.0%}')
 
 
 def main():

@@ -15,7 +15,7 @@ import subprocess
 import time
 
 from comparison import results, sweep
-from runtime.files import ROOT
+from runtime.files import ROOT, read_json
 
 ASK_S = 30  # seconds between two questions to Slurm, unless a run has ended
 
@@ -27,7 +27,7 @@ def name_of(folder):
 
 def runs_of(folder):
     """[[repeat, entry]] in the order of their numbers."""
-    return results.read_json(folder / 'jobs.json') if (folder / 'jobs.json').exists() else []
+    return read_json(folder / 'jobs.json') if (folder / 'jobs.json').exists() else []
 
 
 def numbered(folder, runs):

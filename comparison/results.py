@@ -21,7 +21,7 @@ from pathlib import Path
 
 from configurator import read_knobs
 from runtime import PHASES
-from runtime.files import ROOT, write_file
+from runtime.files import ROOT, read_json, write_file
 
 WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
 # Runs are compared where these keys agree. Two of those tagged [result] only set max_iters and learning_rate, which are
@@ -141,14 +141,6 @@ def read_rows(folder, is_running=False):
     if not rows:
         raise ValueError(f'{path} has no row yet: expected one for each logged step')
     return rows
-
-
-def read_json(path):
-    """Raises ValueError for a damaged file."""
-    try:
-        return json.loads(path.read_text(encoding='utf-8'))
-    except ValueError:
-        raise ValueError(f'{path} is damaged: delete it, and start again') from None
 
 
 def write_json(path, value):
@@ -351,25 +343,25 @@ def difference(rows, reference):
 
 
 def predict(config, row, gpu_gb):
-    """What estimate.py says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
-    from planning import estimate  # here, since it imports torch
+    """What planning/ says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
+    from planning import memory, sizes, traffic  # here, since it imports torch
 
     world_size = row['world_size']
     strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
-        model = estimate.empty_model(config)
+        model = sizes.empty_model(config)
         gb = Counter()  # deepspeed's offload has weights in both places
-        for part, size in estimate.estimate(config, model, world_size, strategy).items():
+        for part, size in memory.memory_bytes(config, model, world_size, strategy).items():
             gb[part.removeprefix('host ')] += size / 1e9
         predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
         predicted['predicted']['total_gb'] = sum(gb.values())
         if world_size > 1:
             every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
-            sent = estimate.communication_bytes({**config, 'inner_steps': every}, model, world_size, strategy)
+            sent = traffic.communication_bytes({**config, 'inner_steps': every}, model, world_size, strategy)
             predicted['predicted_sent_gb'] = sent['sent'] / 1e9
         if gpu_gb:
             on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
-            parts = estimate.estimate(on_gpu, model, world_size, strategy)
+            parts = memory.memory_bytes(on_gpu, model, world_size, strategy)
             predicted['gpu_gb'] = sum(size for part, size in parts.items() if not part.startswith('host')) / 1e9
     return predicted

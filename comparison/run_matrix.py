@@ -14,7 +14,7 @@ from pathlib import Path
 from comparison import results
 from configurator import Mistake, checked, find, read_knobs
 from runtime import scaling
-from runtime.files import ROOT
+from runtime.files import ROOT, read_json
 
 SCRIPTS = {'single': 'train_ddp.py', 'ddp': 'train_ddp.py', 'fsdp': 'train_fsdp.py', 'fsdp_manual': 'train_fsdp.py'}
 SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py', 'pipeline': 'train_pipeline.py'}
@@ -146,7 +146,7 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     name = re.split('[:,]', train_keys.get('dataset', 'stdlib-bpe2048'))[0]  # of a mixture the first
     replaced = data_dir / name / 'meta.json'
     if keys['dataset'] == 'synthetic' and replaced.exists():
-        keys.setdefault('vocab_size', results.read_json(replaced)['vocab_size'])
+        keys.setdefault('vocab_size', read_json(replaced)['vocab_size'])
     elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not config.bench):
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
     if keys['dataset'] == 'synthetic':  # one source, without documents

@@ -149,7 +149,7 @@ def summarise(group, runs, seeds):
 
     'rate': laws.Rate of the first seed, with its interval; 'losses': {seed: loss} at the best rate tried.
     """
-    from planning import estimate  # here, since it imports torch
+    from planning import sizes  # here, since it imports torch
 
     row = {key: group[key] for key in ('label', 'size', 'recipe')}
     first = {rate: run['loss'] for (rate, seed), run in runs.items() if seed == seeds[0]}
@@ -162,7 +162,7 @@ def summarise(group, runs, seeds):
     row['losses'] = {seed: run['loss'] for (rate, seed), run in runs.items() if rate == best}
     of_best = runs[best, seeds[0]]
     row |= {key: of_best[key] for key in ('tokens', 'flops')}
-    row['params'] = estimate.empty_model(of_best['config']).parameter_counts()['total']
+    row['params'] = sizes.empty_model(of_best['config']).parameter_counts()['total']
     if best is not None:
         row['rate'] = vars(laws.fit_rate([*first], [*first.values()]))
         every = [(rate, run['loss']) for (rate, _), run in runs.items()]

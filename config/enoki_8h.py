@@ -5,8 +5,9 @@
 #   torchrun --nproc_per_node=4 train_fsdp.py config/enoki_8h.py              # or any other train script
 #   torchrun --nproc_per_node=4 train_fsdp.py config/enoki_8h.py --dry_run    # what heads = 8 decides, and its memory
 #
-# heads decides the sizes, learning rate, steps, warm-up and weight decay (scaling.py); a key set here or on the command
-# line wins: 6 layers of 512, 1342 steps, warm-up 26, learning rate 7.14e-4, weight decay 4 / 134 = 0.0299, wd_ts 134.
+# heads decides the sizes, learning rate, steps, warm-up and weight decay (planning/rules.py); a key set here or on the
+# command line wins: 6 layers of 512, 1342 steps, warm-up 26, learning rate 7.14e-4, weight decay 4 / 134 = 0.0299,
+# wd_ts 134.
 
 out_dir = 'out/enoki_8h'
 dataset = 'fineweb-10BT-gpt2'

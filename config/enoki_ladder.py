@@ -3,7 +3,7 @@
 #   for heads in 6 8 12 16 24; do
 #       torchrun --nproc_per_node=4 train_fsdp.py config/enoki_ladder.py --heads=$heads --out_dir=out/enoki_${heads}h
 #   done
-#   python -m runtime.scaling --ladder    # the sizes, steps and learning rates of all rungs
+#   python -m planning.rules --ladder    # the sizes, steps and learning rates of all rungs
 #
 #   heads                                           6       8      12      16      24
 #   published final validation loss, AdamW      3.861   3.619   3.316   3.102   2.817

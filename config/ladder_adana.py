@@ -5,7 +5,7 @@
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
 #   python compare.py config/ladder_adana.py
 #
-# The published rules, with heads of 32 instead of 64, set width, steps, warm-up and weight decay (runtime/scaling.py).
+# The published rules, with heads of 32 instead of 64, set width, steps, warm-up and weight decay (planning/rules.py).
 
 strategies = ['single']  # a run is one process
 at_once = 2

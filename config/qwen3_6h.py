@@ -3,8 +3,9 @@
 #   python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2
 #   torchrun --nproc_per_node=4 train_fsdp.py config/qwen3_6h.py
 #
-# heads decides sizes, steps and learning rate (scaling.py). Each block has 14 n_embd^2 weights: queries and their gates
-# 2, keys, values and output 3, SwiGLU 3 x 3. The published rule counts 12; the learning rate follows the true count.
+# heads decides sizes, steps and learning rate (planning/rules.py). Each block has 14 n_embd^2 weights: queries and
+# their gates 2, keys, values and output 3, SwiGLU 3 x 3. The published rule counts 12; the learning rate follows the
+# true count.
 
 out_dir = 'out/qwen3_6h'
 dataset = 'fineweb-10BT-gpt2'

@@ -183,7 +183,7 @@ class Pretrained:
         return model
 
     def to_dict(self):
-        """What decides shapes and numbers: for the log, scaling.py, estimate.py and the identity of a checkpoint."""
+        """What decides shapes and numbers: for the log, planning/ and the identity of a checkpoint."""
         return self.facts
 
     @functools.cached_property
@@ -239,7 +239,7 @@ class ForTraining:
                 options['attention_mask'] = borders
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
-        # (For meta tensors there is none: estimate.py does what it would do.)
+        # (For meta tensors there is none: planning/activations.py does what it would do.)
         casting = self.compute_dtype != head.weight.dtype and not x.is_meta
         with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
             if not self.has_plain_head or y is None and then is None:

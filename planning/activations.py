@@ -1,14 +1,14 @@
 """
 What one micro-step keeps for backward, and what backward needs beyond that, without running it.
 
-    make_model = partial(estimate.empty_model, config)  # called with a device
-    activations.of_micro_step(make_model, config, is_sharded=True)  # {'activations': bytes, 'logits': bytes}, on a GPU
-    # with activation_checkpointing=offload also {'host activations': bytes}
+    activation_bytes(config, 'fsdp')  # {'activations': bytes, 'logits': bytes}, on a GPU with
+    # activation_checkpointing=offload also {'host activations': bytes}
 """
 
 import contextlib
 import logging
 import weakref
+from functools import partial
 from unittest import mock
 
 import torch
@@ -17,11 +17,37 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planning.sizes import part_of_rank
+
+# They change nothing of one micro-step on one rank.
+SHARDING_KEYS = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
+SHARDING_KEYS |= {'pipeline_stages', 'pipeline_chunks'}
+known_activations = {}
+
+
+def activation_bytes(config, strategy):
+    """{'activations', 'logits': bytes} of one micro-step, see memory.memory_bytes(); {} where they cannot be found.
+
+    All blocks are alike: from few of them follow as many as there are, in a tenth of the time. What is found is
+    kept, for compare.py --plan asks again and again.
+    """
+    first = 2 if config['activation_checkpointing'] == 'offload' else 1  # two inputs stay on the GPU
+    is_long = config['n_layer'] > first + 1 and 'transformers' not in config
+    sizes = [first, first + 1] if is_long else [config['n_layer']]
+    found = []
+    for size in sizes:
+        one = {**config, 'n_layer': size}
+        key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
+        if key not in known_activations:
+            known_activations[key] = of_micro_step(partial(part_of_rank, one), one, strategy != 'ddp')
+        found.append(known_activations[key])
+    return {part: size + (config['n_layer'] - sizes[0]) * (found[-1][part] - size) for part, size in found[0].items()}
+
 
 def of_micro_step(make_model, config, is_sharded):
     """
-    {'activations', 'logits': bytes} as explained at estimate.estimate(). The model's own forward, loss and backward run
-    on tensors without data, and after each operation the bytes of those that are alive are added up.
+    {'activations', 'logits': bytes}, see memory.memory_bytes(). The model's own forward, loss and backward run on
+    tensors without data, and after each operation the bytes of those that are alive are added up.
 
     For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
     the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then

@@ -5,17 +5,14 @@ Which layout is fastest for a model on a cluster? Memory and time of all that th
 """
 
 import itertools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import meshes
-from comparison import results, verdict
 from configurator import read_knobs
 from model import ModelConfig
-from planning import estimate, step_time
-from runtime import scaling
-from runtime.files import ROOT
+from planning import memory, rules, step_time, traffic
+from runtime.files import ROOT, read_json
 
 TIE = 0.03  # steps that are nearer to each other than this are equal
 RESERVED_GB = 2  # of a GPU's memory: CUDA's context, NCCL's buffers, fragments
@@ -33,11 +30,11 @@ def keys_of(script, keys, on_cpu):
     meta = Path(config['data_dir'], config['dataset'], 'meta.json')
     if config['vocab_size'] is None and not meta.exists():
         raise ValueError(f'vocab_size is not known, there is no {meta}: give it, as in --vocab_size=50304')
-    config['vocab_size'] = config['vocab_size'] or results.read_json(meta)['vocab_size']
+    config['vocab_size'] = config['vocab_size'] or read_json(meta)['vocab_size']
     config['device'] = 'cpu' if on_cpu else 'cuda'
     if config['dtype'] == 'auto':
         config['dtype'] = 'float32' if on_cpu else 'bfloat16'
-    config |= scaling.fill_from_heads(config, keys)[0]
+    config |= rules.fill_from_heads(config, keys)[0]
     return config | ModelConfig.from_keys(config).to_dict()
 
 
@@ -98,7 +95,7 @@ def rank(keys, cluster, most=12):
             continue
         model = step_time.model_of(**step_time.of_model(config))
         row |= {'name': name, 'gb': memory_gb(config, model, row['strategy'], cluster.gpus)}
-        row['sent'] = estimate.communication_bytes(config, model, cluster.gpus, row['strategy'])['sent']
+        row['sent'] = traffic.communication_bytes(config, model, cluster.gpus, row['strategy'])['sent']
         least = min(row, least or row, key=lambda row: row['gb'])
         if row['gb'] + RESERVED_GB <= cluster.gb:
             row['tokens_per_s'] = config['global_batch_size'] * config['block_size'] / row['step']
@@ -146,7 +143,7 @@ def check(config, strategy, gpus):
 
 def memory_gb(config, model, strategy, gpus):
     """What --dry_run says of a rank, in GB."""
-    return estimate.totals(estimate.estimate(config, model, gpus, strategy))['total on the device'] / 1e9
+    return memory.totals(memory.memory_bytes(config, model, gpus, strategy))['total on the device'] / 1e9
 
 
 def name_of(row):
@@ -158,78 +155,3 @@ def name_of(row):
     words += [f'fsdp{keys["zero_stage"]}'] if row['strategy'] == 'fsdp' else []
     words += ['manual'] if keys.get('fsdp_impl') == 'manual' else []
     return ' '.join([*words, *(f'{short}{keys[key]}' for key, short in parts.items() if keys.get(key, 1) > 1)])
-
-
-# --- REPORT -----------------------------------------------------------------------------------------------------------
-
-
-def report(config, keys, explicit):
-    """What compare.py --plan prints. config: its knobs; keys: of train scripts. Raises ValueError as rank() does."""
-    gpus, node_gpus = config.gpus, config.node_gpus
-    if config.gpu == 'cpu':
-        if not config.measured or not config.links:
-            raise ValueError(
-                'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/parallelism.md'
-            )
-        cluster = step_time.of_cpus(gpus, node_gpus, config.cores, config.gpu_gb)
-    else:
-        cluster = step_time.assumed(config.gpu, gpus, node_gpus)
-        cluster = cluster._replace(gb=config.gpu_gb) if 'gpu_gb' in explicit else cluster
-    if config.measured:
-        cluster = step_time.with_measured_step(cluster, config.measured)
-    if config.links:
-        cluster = step_time.with_measured_links(cluster, results.read_json(Path(config.links)))
-    rows = rank(keys, cluster)
-    table = verdict.markdown([
-        {
-            'layout': row['name'],
-            'batch_size': f'{row["keys"]["batch_size"]} x {row["micro_steps"]}',
-            'checkpointing': row['keys']['activation_checkpointing'],
-            'GB': f'{row["gb"]:.1f}',
-            'sent GB': f'{row["sent"] / 1e9:.2f}',
-            'compute s': f'{row["compute"]:.3f}',
-            'exposed s': f'{row["exposed"]:.3f}',
-            'bubble s': f'{row["bubble"]:.3f}',
-            'step s': f'{row["step"]:.3f}',
-            'tokens/s': f'{row["tokens_per_s"]:,.0f}',
-            'MFU': f'{row["mfu"]:.1%}' if 'mfu' in row else '',
-        }
-        for row in rows
-    ])  # fmt: skip
-    speed, links = ('measured' if given else 'assumed' for given in (config.measured, config.links))
-    per_node = min(gpus, node_gpus)
-    title = f'{gpus} ranks of {config.gpu}, {per_node} on each node; speed {speed}, links {links}; per step of a run:'
-    return f'{title}\n\n{table}\n\n{reason(rows)}\n\n{command(rows[0], keys, explicit, cluster)}'
-
-
-def reason(rows):
-    """Why the first is first, in one sentence."""
-    first, *others = rows
-    lost = first['exposed'] + first['bubble']
-    said = f'{first["name"]} is first: of {first["step"]:.3f} s per step it waits {lost:.3f} s for other ranks'
-    faster = [row for row in others if row['step'] < first['step']]
-    if faster:
-        gain = 1 - min(row['step'] for row in faster) / first['step']
-        others_losses = ', and DiLoCo has other losses' if any(row['strategy'] == 'diloco' for row in faster) else ''
-        return f'{said}, and what is faster by prediction ({gain:.1%}) has more dimensions for it{others_losses}.'
-    if not others:
-        return f'{said}, and nothing else fits.'
-    second = others[0]
-    parts = {
-        'compute': 'computes',
-        'exposed': 'waits for communication',
-        'bubble': 'has idle stages',
-        'update': 'updates',
-    }
-    part = max(parts, key=lambda part: second[part] - first[part])
-    return f'{said}, and the next one, {second["name"]}, {parts[part]} {second[part] - first[part]:.3f} s longer.'
-
-
-def command(row, keys, explicit, cluster):
-    """What starts the layout's run, with the files and keys of compare.py's command line that are a train script's."""
-    given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
-    files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
-    options = [f'--{key}={value}' for key, value in {**given, **row['keys']}.items()]
-    per_node = min(cluster.gpus, cluster.node_gpus)
-    nodes = [f'--nnodes={cluster.gpus // per_node}'] if cluster.gpus > per_node else []
-    return ' '.join(['torchrun', *nodes, f'--nproc_per_node={per_node}', row['script'], *files, *options])

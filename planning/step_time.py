@@ -15,12 +15,10 @@ import re
 import statistics
 from collections import namedtuple
 from functools import cache
-from pathlib import Path
 
 import meshes
-from comparison import results
 from model import ModelConfig
-from planning import estimate
+from planning import sizes, traffic
 from runtime import meter
 
 # What a GPU reaches, where nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention: the
@@ -63,7 +61,7 @@ def assumed(gpu, gpus, node_gpus):
     kind = GPUS[gpu]
     peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
     # AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32; clipping reads that again.
-    update = 8 * estimate.FP32 / kind.memory
+    update = 8 * sizes.FP32 / kind.memory
     device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
     within = Link(kind.within, kind.within, WITHIN_S, START_S)
     between = Link(kind.between, kind.between, BETWEEN_S, START_S)
@@ -87,32 +85,28 @@ def check_nodes(gpus, node_gpus):
         )
 
 
-def with_measured_step(cluster, out_dirs):
+def with_measured_step(cluster, runs):
     """
-    The Cluster with the speed of runs of one process, which trained the model in out_dirs.
+    The Cluster with the speed of runs of one process that trained the model. runs: [(configuration, rows of
+    metrics.jsonl after the warm-up)].
 
     Of two that differ in batch_size also what a block of a micro-step takes beside its tokens: Python, kernels that
     start, gradients that add up. Of a run of train_fsdp.py what FSDP copies besides; its two implementations differ.
     Ranks that share cores are slower together than alone: start as many such runs at once as a node will have ranks.
-    Raises ValueError for runs of several ranks.
     """
     plain = cluster.device._replace(scale=(1.0, 1.0), beside=NOTHING_BESIDE)
     points = {}  # implementation -> [([seconds by plain rates of forward, backward], [those measured], update)]
-    for out_dir in out_dirs:
-        run = results.read_run(Path(out_dir))
-        if run is None or run.failure or run.about.get('world_size', 1) != 1:
-            raise ValueError(f'measured={out_dir}: expected the out_dir of a finished run of one process')
-        model, m = estimate.empty_model(run.config), meshes.micro_steps(run.config, 1)
-        block, root = work(run.config, model, plain)
-        rows = [row for row in run.rows if row['step'] > results.WARM_UP and 'time/backward' in row]
+    for config, rows in runs:
+        model, m = sizes.empty_model(config), meshes.micro_steps(config, 1)
+        block, root = work(config, model, plain)
         forward, backward, update = (
             statistics.median(row[f'time/{phase}'] for row in rows) / 1000
             for phase in ('forward', 'backward', 'update')
         )
-        by_rates = [run.config['n_layer'] * b + r for b, r in zip(block, root, strict=True)]
+        by_rates = [config['n_layer'] * b + r for b, r in zip(block, root, strict=True)]
         point = by_rates, [forward / m, backward / m], update / model.parameter_counts()['total']
-        points.setdefault(run.config.get('fsdp_impl', 'ddp'), []).append(point)
-    parts = run.config['n_layer'] + 1  # blocks and the rest
+        points.setdefault(config.get('fsdp_impl', 'ddp'), []).append(point)
+    parts = config['n_layer'] + 1  # blocks and the rest
     base = points.get('ddp') or next(iter(points.values()))
     (rates_a, seconds_a, _), (rates_b, seconds_b, _) = min(base), max(base)
     scale = [
@@ -207,7 +201,7 @@ def work(config, model, device):
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
     matmul = 2 * sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2) / device.matmul
     attention = 2 * config['block_size'] * H * D / device.attention
-    other = estimate.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
+    other = sizes.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
     vocabulary = model.head.weight.shape[0]
     root = 6 * vocabulary * C / device.matmul + 8 * vocabulary / device.memory
@@ -254,12 +248,12 @@ def step(config, strategy, cluster):
     waits, waits_ends = layers * (waits_f + waits_b), waits_at_ends(mine, cluster, tensor)  # of a micro-step
 
     # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
-    sent = estimate.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
+    sent = traffic.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
     if strategy in ('ddp', 'pipeline'):
         sharing = ring(cluster, ranks, tensor)
         buckets = 1 if ranks > 1 else 0
         if strategy == 'ddp' and sent['all-reduce']:
-            buckets = math.ceil(estimate.FP32 * estimate.counts_of(model)['total'] / DDP_BUCKET)
+            buckets = math.ceil(sizes.FP32 * sizes.counts_of(model)['total'] / DDP_BUCKET)
         else:  # after the last backward, a block at a time
             buckets *= layers + 1
         wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
@@ -269,7 +263,7 @@ def step(config, strategy, cluster):
             exposed = last + beside(wire - last, layers * backward, size, cluster)
         else:
             exposed = wire
-        held = estimate.counts_of(model)['total']
+        held = sizes.counts_of(model)['total']
     else:
         exposed = waits_of_fsdp(mine, model, sent, strategy, cluster, ranks, tensor, m, (forward, backward))
         shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
@@ -287,7 +281,7 @@ def step(config, strategy, cluster):
     running -= idle * 2 * (stages - 1) * statistics.mean(stage_times) / chunks
     hops = 0.0
     if stages > 1:
-        size = estimate.message_bytes(mine) / context / tensor
+        size = sizes.message_bytes(mine) / context / tensor
         hop, part = hop_seconds(cluster, gpus // stages, stages, size), slowest / chunks
         # Fill and drain pass every border once. In between stage 0 has `stages` micro-steps on their way, each for as
         # long as all stages and 2 (stages - 1) hops take: so none of these is hidden. With chunks it has twice as many
@@ -312,13 +306,13 @@ def of_model(config):
 
 @cache
 def model_of(**keys):
-    return estimate.empty_model(keys)
+    return sizes.empty_model(keys)
 
 
 @cache
 def held_by_rank(model, shard):
     """Parameters on one of `shard` ranks, with padding. Kept like the model: most layouts ask the same."""
-    return estimate.count(model.parameters(), shard)
+    return sizes.count(model.parameters(), shard)
 
 
 def beside(wire, compute, sent, cluster):
@@ -350,22 +344,22 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
     if tensor > 1:
         # Two all-gathers before and two reduce-scatters behind the matrices, and in backward these and what is computed
         # again, each of B T C numbers: nothing to do meanwhile.
-        collective = tensor_collective(config, cluster, tensor, config['n_embd'] * estimate.BYTES[config['dtype']])
-        waits_f, waits_b = 4 * collective, (estimate.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
+        collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
+        waits_f, waits_b = 4 * collective, (traffic.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
         if config.get('async_tensor_parallel'):  # torchtitan's: in pieces, beside the matmuls
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
     if context > 1:
         sharing = ring(cluster, context, tensor)
-        numbers, of_number = estimate.keys_and_values(config)
+        numbers, of_number = sizes.keys_and_values(config)
         step_s = sharing.latency / max(1, context - 1)
-        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (of_number, estimate.FP32))
+        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (of_number, sizes.FP32))
         share = attention_share(config, model, cluster.device)
         tile_f = share * forward / context  # one of the context's tiles, beside which the next keys travel
         tile_b = 2.5 * tile_f * cluster.device.scale[1] / cluster.device.scale[0]
         hops = context - 1
         if config.get('context_impl', 'ring') == 'ring':
             of_forward = beside(hops * hop, hops * tile_f, hops * numbers * of_number, cluster)
-            both = numbers * (of_number + estimate.FP32)
+            both = numbers * (of_number + sizes.FP32)
             of_backward = home + beside(hops * (hop + home), hops * tile_b, hops * both, cluster)
         else:
             of_forward, of_backward = hops * hop, hops * (hop + home)
@@ -376,7 +370,7 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
 
 def tensor_collective(config, cluster, tensor, of_token):
     """Seconds of a collective of tensor parallelism, of which each rank sends (t-1)/t. of_token: bytes of it all."""
-    sharing, size = ring(cluster, tensor, 1), estimate.tokens_of_rank(config) * of_token
+    sharing, size = ring(cluster, tensor, 1), sizes.tokens_of_rank(config) * of_token
     per_s = sharing.bandwidth if config['device'].startswith('cuda') else slices_per_s(cluster, tensor, 1)
     return sharing.latency + (tensor - 1) / tensor * size / per_s
 
@@ -385,8 +379,8 @@ def waits_at_ends(config, cluster, tensor):
     """Seconds of a micro-step's collectives outside of the layers: two each of embedding and head, one of the loss."""
     if tensor == 1:
         return 0.0
-    of_ends = tensor_collective(config, cluster, tensor, config['n_embd'] * estimate.BYTES[config['dtype']])
-    return 4 * of_ends + tensor_collective(config, cluster, tensor, 3 * estimate.FP32 * tensor)
+    of_ends = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
+    return 4 * of_ends + tensor_collective(config, cluster, tensor, 3 * sizes.FP32 * tensor)
 
 
 def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_block):
@@ -397,7 +391,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
     exposed, inner = 0.0, sent
     if is_diloco:
         alone = {**config, 'replicate_size': 1, 'global_batch_size': config['global_batch_size'] // replicas}
-        inner = estimate.communication_bytes(alone, model, shard, 'fsdp')
+        inner = traffic.communication_bytes(alone, model, shard, 'fsdp')
         between = ring(cluster, replicas, stride * shard)
         outer = (sent['sent'] - inner['sent']) / between.bandwidth
         outer += 2 * between.latency * (config['n_layer'] + 1) / config['inner_steps']
@@ -405,8 +399,8 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
     if shard > 1:
         group = ring(cluster, shard, stride)
         units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
-        counts = estimate.counts_of(model)['total']
-        root_share = sum(p.numel() for p in estimate.root_parameters(model)) / counts
+        counts = sizes.counts_of(model)['total']
+        root_share = sum(p.numel() for p in sizes.root_parameters(model)) / counts
         hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in of_block)
         # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
         overlaps = is_manual or not on_cpu
@@ -416,7 +410,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
 
         # Gathers: a pass over the model in forward and, in stage 3, another in backward. The first unit and the root
         # are waited for.
-        one_pass = (shard - 1) / shard * estimate.BYTES[config['dtype']] * counts
+        one_pass = (shard - 1) / shard * sizes.BYTES[config['dtype']] * counts
         of_forward = min(inner['all-gather'] / m, one_pass)
         of_backward = inner['all-gather'] / m - of_forward
         wire_f = (units + 1) * group.latency + of_forward / group.gather

@@ -27,7 +27,7 @@ from evaluation import in_run
 from huggingface import finetune
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
-from planning import estimate
+from planning import report, rules
 from runtime import checkpoint, errors, health, offload, processes, scaling, stopping
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
@@ -71,7 +71,7 @@ class Run:
         if config.dry_run:
             if self.rank == 0:
                 print(*self.notes, sep='\n')
-                print(estimate.report(vars(config), self.model_config.to_dict(), self.ranks, planned_as(self.strategy)))
+                print(report.dry_run(vars(config), self.model_config.to_dict(), self.ranks, planned_as(self.strategy)))
             sys.exit()
         self.notes.append(
             f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32'
@@ -107,7 +107,7 @@ def begin(config, explicit, strategy, ranks=None):
     ranks: that share a global batch, if that is not the world: in a pool, jobs x ranks of a job.
     A user's mistake, here and later, ends in one line on every rank; out of memory comes with advice.
     """
-    errors.report_errors(lambda: estimate.out_of_memory_advice(vars(config), run.ranks, planned_as(strategy)))
+    errors.report_errors(lambda: report.out_of_memory_advice(vars(config), run.ranks, planned_as(strategy)))
     rank, world_size, device, compute_dtype = start_process(config)
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)
@@ -280,7 +280,7 @@ def fill_rates(run):
     config, explicit = run.config, run.explicit
     if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
-    filled, of_rules = scaling.fill_from_heads(vars(config), explicit)
+    filled, of_rules = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
     run.notes += of_rules + scaling.cautions(vars(config), run.train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters

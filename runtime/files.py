@@ -5,6 +5,7 @@ own code lies.
 
 import contextlib
 import hashlib
+import json
 import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -30,6 +31,14 @@ def write_file(path, text):
     """Write a text file in full or not at all."""
     with replacing(path) as file:
         file.write(text)
+
+
+def read_json(path):
+    """What is in a JSON file, a Path. Raises ValueError for a damaged one."""
+    try:
+        return json.loads(path.read_text(encoding='utf-8'))
+    except ValueError:
+        raise ValueError(f'{path} is damaged: delete it, and start again') from None
 
 
 def rename_durably(old, new):

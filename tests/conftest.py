@@ -14,7 +14,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The files that take longest come first, or one worker would end with them alone.
 LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 'test_train_diloco']
 LONGEST += ['test_finetune_runs', 'test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data']
-LONGEST += ['test_elastic', 'test_slow_link', 'test_estimate', 'test_checkpoint', 'test_optim', 'test_train']
+LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']
 LONGEST += ['test_replica', 'test_runs', 'test_diloco', 'test_resume', 'test_compare', 'test_pipeline']
 LONGEST += ['test_tensor_manual']
 

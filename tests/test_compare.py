@@ -17,7 +17,7 @@ from launch import REPO, environment, run_script
 import compare
 from comparison import results, run_matrix, verdict
 from configurator import read_knobs
-from planning import estimate
+from planning import memory, sizes
 
 # Stands in for a train script: `python fake.py train_ddp.py --key=value ...` leaves what those leave, at once.
 FAKE = """
@@ -509,7 +509,7 @@ def test_memory_on_a_gpu_is_predicted_for_a_gpu_in_bfloat16_without_what_is_on_t
     resolved |= {'bias': False, 'tie_embeddings': False, 'packed': False, 'global_batch_size': 16, 'device': 'cpu'}
     config = {**defaults_of('train_fsdp.py'), **resolved, 'dtype': 'float32', 'cpu_offload': 'params'}
     on_gpu = {**config, 'device': 'cuda', 'dtype': 'bfloat16'}
-    parts = estimate.estimate(on_gpu, estimate.empty_model(on_gpu), 2, 'fsdp')
+    parts = memory.memory_bytes(on_gpu, sizes.empty_model(on_gpu), 2, 'fsdp')
     predicted = results.predict(config, {'world_size': 2, 'strategy': 'fsdp_manual'}, 80)
     host = sum(size for part, size in parts.items() if part.startswith('host'))
     assert host > 0 and predicted['gpu_gb'] == pytest.approx((sum(parts.values()) - host) / 1e9)

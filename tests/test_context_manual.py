@@ -36,7 +36,7 @@ import meshes
 import optim
 from huggingface import finetune
 from model import GPT, ModelConfig, in_documents
-from planning import estimate
+from planning import traffic
 from runtime import meter
 
 CPU = torch.device('cpu')
@@ -245,7 +245,7 @@ def sent_bytes(impl, checkpointing):
     keys |= {'dtype': 'float32', 'batch_size': BATCH, 'global_batch_size': BATCH, 'replicate_size': 1, 'zero_stage': 3}
     keys |= {'fsdp_impl': 'torch', 'blocks_per_unit': 1, 'accumulate': 'unsharded', 'optimizer': 'adamw'}
     keys |= {'cpu_offload': 'none', **model.config.to_dict()}
-    formula = estimate.communication_bytes(keys, model, N, 'fsdp')['keys and values']
+    formula = traffic.communication_bytes(keys, model, N, 'fsdp')['keys and values']
     return {'counted': sum(counted), 'by_linux': by_linux, 'formula': formula}
 
 

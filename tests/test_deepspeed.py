@@ -12,7 +12,7 @@ from precision import apart
 from pretrained import save_model, write_chats
 
 import deepspeed_engine
-from planning import estimate
+from planning import memory, sizes
 from runtime import checkpoint
 
 try:
@@ -50,7 +50,7 @@ STAGE_3 = ['--zero_stage=3', '--deepspeed_config=small.json']
 SPIKES = """
 import runpy
 
-from planning import estimate
+from planning import memory, sizes
 from runtime import checkpoint, health
 
 health.SPIKE_WINDOW, health.SPIKE_SIGMAS = 2, -1e9
@@ -236,7 +236,7 @@ def test_what_it_holds_is_measured(runs):
         assert row['mem/weights_gb'] * 1e9 > parameters * (gathered + 0.5)
         assert 0 < row['mem/gradients_gb'] < row['mem/weights_gb']
     about, row = json.loads((runs / 'alone3/config.json').read_text())['config'], metrics(runs / 'alone3')[0]
-    predicted = estimate.estimate(about, estimate.empty_model(about), 1, 'deepspeed')
+    predicted = memory.memory_bytes(about, sizes.empty_model(about), 1, 'deepspeed')
     for part in ('weights', 'gradients', 'optimizer'):  # of stage 3 on one rank, whose slice is the whole
         assert row[f'mem/{part}_gb'] * 1e9 == pytest.approx(predicted[part], rel=0.01), part
     bf16, fp32 = (metrics(runs / name)[0] for name in ('bf16_2', 'stage2'))

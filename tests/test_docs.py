@@ -50,8 +50,8 @@ def inline_code(text):
 @functools.cache
 def keys_of(script):
     """The keys that --help of one of our scripts lists, or those that a program with argparse declares."""
-    if script in SCRIPTS or script == 'runtime/scaling.py':
-        program = ['-m', 'runtime.scaling'] if script == 'runtime/scaling.py' else [script]
+    if script in SCRIPTS or script == 'planning/rules.py':
+        program = ['-m', 'planning.rules'] if script == 'planning/rules.py' else [script]
         answer = subprocess.run(
             [sys.executable, *program, '--help'], cwd=REPO, capture_output=True, text=True, check=True
         )
@@ -72,7 +72,7 @@ def commands(text):
     """(script, its arguments) of each command that starts a program of this project, in blocks and in the text."""
     lines = [line.partition(' #')[0] for block in code_blocks(text) for line in block.splitlines()]
     for line in [*lines, *inline_code(text)]:
-        line = line.removeprefix('$ ').replace('python -m runtime.scaling', 'python runtime/scaling.py')
+        line = line.removeprefix('$ ').replace('python -m planning.rules', 'python planning/rules.py')
         found = re.match(r'(?:.*&& )?(?:\w+=\S+ )?(?:python|torchrun|bash|sbatch)\b.*?([\w/]+\.(?:py|sh))(.*)', line)
         if found and not found[1].startswith('config/'):
             yield found[1], found[2]
@@ -160,7 +160,7 @@ def test_commands_use_only_keys_that_their_script_has(page):
 def test_keys_that_a_page_names_exist(page):
     """`--key`, `--key=value` and `key=value`, in text and tables; flags of other trainers stand in a first column."""
     text = re.sub(r'^\| `-[^|]*\|', '|', page.read_text(), flags=re.MULTILINE)
-    known = keys_of_all([*SCRIPTS, 'runtime/scaling.py']) | FLAGS
+    known = keys_of_all([*SCRIPTS, 'planning/rules.py']) | FLAGS
     for script, _ in commands(text):
         known |= keys_of(script) if script.endswith('.py') else set()
     for code in inline_code(text):

@@ -13,15 +13,14 @@ TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
-TENSOR = {'tensor_manual.py'}  # a lesson, too, but lower: estimate.py cuts a model with it, to see what a rank has
+TENSOR = {'tensor_manual.py'}  # a lesson, too, but lower: planning/ cuts a model with it, to see what a rank has
 SHARED = {'data.py', 'optim.py', 'meshes.py'}
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room. Of some rooms one
 # file looks above the others: what begins a run opens its data and its model, what scores a run tokenizes tasks.
 FLOORS = [
     SCRIPTS,
-    {'pool', 'planning/layouts.py', 'planning/step_time.py'},
-    {'comparison'},
+    {'pool', 'comparison'},
     LESSONS,
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
     {'planning', 'evaluation/in_run.py', 'runtime/offload.py'},

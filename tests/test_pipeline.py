@@ -34,7 +34,7 @@ import pipeline_manual
 import tensor_manual
 from model import GPT, ModelConfig
 from pipeline_manual import Action
-from planning import activations, estimate
+from planning import activations, memory, sizes, traffic
 from runtime import health
 
 LAYOUTS = [(p, v, m) for p in range(1, 7) for v in (1, 2, 3) for m in range(p, 3 * p + 1)]
@@ -260,7 +260,7 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
     keys |= {'activation_checkpointing': checkpointing}
-    predicted = estimate.stage_traffic(keys, estimate.part_of_rank(keys), dist.get_world_size(), stage)
+    predicted = traffic.stage_traffic(keys, sizes.part_of_rank(keys), dist.get_world_size(), stage)
     of_ring = max(copies, tensor)  # of 2, or there is none
     clipped = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {
@@ -372,7 +372,7 @@ def run_memory():
     keys = {**config.to_dict(), 'batch_size': 4, 'global_batch_size': 32, 'dtype': 'float32', 'optimizer': 'adamw'}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': 1, 'device': 'cpu', 'activation_checkpointing': 'none'}
     with torch.device('meta'):
-        parts = estimate.stage_memory(keys, GPT(config), stages, stage)
+        parts = memory.stage_memory(keys, GPT(config), stages, stage)
     return live.peak, parts['activations'] + parts['logits']
 
 

@@ -25,7 +25,7 @@ import tensor_manual
 from evaluation import scoring
 from evaluation.tasks import Request
 from model import GPT, ModelConfig
-from planning import estimate
+from planning import memory, traffic
 from runtime import checkpoint, meter
 
 CPU = torch.device('cpu')
@@ -218,7 +218,7 @@ def exact(model):
 
 
 def keys_of(case):
-    """What estimate.py wants to know about a run of this case on all ranks."""
+    """What planning/ wants to know about a run of this case on all ranks."""
     keys = {'context_parallel': case['context'], 'tensor_parallel': case['tensor'], 'dtype': case['dtype']}
     keys |= {'batch_size': BATCH, 'global_batch_size': BATCH * dist.get_world_size() // case['tensor'], 'device': 'cpu'}
     keys |= {'replicate_size': case['replicate'], 'zero_stage': 3, 'fsdp_impl': 'manual', 'blocks_per_unit': 1}
@@ -246,7 +246,7 @@ def sent_bytes(case):
         layout.model(*batch_of(1, case['packed']))[0].backward()
         layout.tensor.sum_partial_gradients()
         by_linux = meter.written(Path('/proc/self/io')) - before
-    formula = estimate.communication_bytes(keys_of(case), GPT(ModelConfig(**case['model'])), t, 'fsdp')['sent']
+    formula = traffic.communication_bytes(keys_of(case), GPT(ModelConfig(**case['model'])), t, 'fsdp')['sent']
     return {'counted': sum(counted), 'by_linux': by_linux, 'formula': formula}
 
 
@@ -256,7 +256,7 @@ def held(case):
     layout.train([0])
     states = [tensor for state in layout.optimizer.state.values() for tensor in state.values() if tensor.dim()]
     sizes = [sum(optim.local(tensor).nbytes for tensor in of) for of in ([*layout.raw.parameters()], states)]
-    parts = estimate.estimate(keys_of(case), GPT(ModelConfig(**case['model'])), dist.get_world_size(), 'fsdp')
+    parts = memory.memory_bytes(keys_of(case), GPT(ModelConfig(**case['model'])), dist.get_world_size(), 'fsdp')
     return sizes, [parts['weights'], parts['optimizer']]
 
 

@@ -11,9 +11,10 @@ from launch import REPO, TINY_SYNTHETIC, run_script
 
 import pipeline_manual
 from benchmarks import planner
+from comparison import layout_table
 from configurator import read_knobs
 from model import GPT
-from planning import estimate, layouts, step_time
+from planning import layouts, report, sizes, step_time, traffic
 
 KEYS = {'arch': 'llama', 'n_layer': 8, 'n_head': 8, 'n_kv_head': 4, 'n_embd': 256, 'vocab_size': 1024}
 KEYS |= {'block_size': 128, 'batch_size': 2, 'global_batch_size': 32}
@@ -64,7 +65,7 @@ def test_a_step_without_communication_is_the_computation():
 
 def test_ddp_waits_for_its_all_reduce_where_nothing_hides_it():
     config = config_of('train_ddp.py')
-    numbers = estimate.empty_model(config).parameter_counts()['total']
+    numbers = sizes.empty_model(config).parameter_counts()['total']
     found = step_time.step(config, 'ddp', cluster(8, compute=1e9))
     buckets = math.ceil(4 * numbers / 25 / 2**20)
     latency = 2 * buckets * (8.4e-6 + 7 * 3.4e-6)
@@ -75,7 +76,7 @@ def test_ddp_waits_for_its_all_reduce_where_nothing_hides_it():
 def test_fsdp_waits_for_all_its_bytes_or_hides_them_behind_a_slow_gpu(stage):
     config = config_of(zero_stage=stage)
     found = step_time.step(config, 'fsdp', cluster(8, compute=1e9))
-    sent = estimate.communication_bytes(config, estimate.empty_model(config), 8, 'fsdp')['sent']
+    sent = traffic.communication_bytes(config, sizes.empty_model(config), 8, 'fsdp')['sent']
     collectives = 2 * 9 + (8 if stage == 3 else 0) * 2 + 9  # 2 micro-steps gather 8 blocks and the rest, one reduces
     latency = 8.4e-6 + 7 * 3.4e-6
     assert found['exposed'] == pytest.approx(collectives * latency + sent / (0.8 * 450e9), rel=1e-4)
@@ -90,19 +91,19 @@ def test_the_hosts_part_in_what_is_waited_for_counts_once(script, strategy):
     cpus = step_time.of_cpus(4, 4, cores=4, gb=8)  # so slow that all is hidden which can be
     cpus = cpus._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
     without, with_host = (step_time.step(config, strategy, cpus._replace(host=host)) for host in (0.0, 1e-9))
-    sent = estimate.communication_bytes(config, estimate.empty_model(config), 4, strategy)['sent']
+    sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, strategy)['sent']
     assert with_host['exposed'] == pytest.approx(sent / 1e9)  # a second per GB, on the wire or of the host
     assert (with_host['exposed'] == without['exposed']) == (strategy == 'ddp')  # its bucket is full at the end
 
 
-def test_the_ring_of_context_parallelism_sends_what_estimate_counts():
+def test_the_ring_of_context_parallelism_sends_what_traffic_counts():
     config = config_of(context_parallel=4)
-    model = estimate.empty_model(config)
+    model = sizes.empty_model(config)
     fast = cluster(8, compute=1e12)
     fast = fast._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
     waits = step_time.waits_in_a_layer(config, model, fast, 1, 0.0, 0.0)
     micro_steps = 8  # 32 sequences, 2 at a time, on 2 groups of 4 ranks
-    sent = estimate.communication_bytes(config, model, 8, 'fsdp')['keys and values']
+    sent = traffic.communication_bytes(config, model, 8, 'fsdp')['keys and values']
     assert micro_steps * 8 * sum(waits) * 1e9 == pytest.approx(sent)
 
 
@@ -112,7 +113,7 @@ def test_tensor_parallelism_cuts_the_work_and_waits_for_what_it_sends():
     cut = step_time.step(config, 'fsdp', cluster(4, links=1e9))
     assert whole['compute'] / 4 < cut['compute'] < whole['compute'] / 2  # norms and residuals are whole
     slow = step_time.step(config, 'fsdp', cluster(4))
-    sent = estimate.communication_bytes(config, estimate.empty_model(config), 4, 'fsdp')['activations']
+    sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, 'fsdp')['activations']
     latency = 32 * (8 * 8 + 5) * (8.4e-6 + 3 * 3.4e-6)  # micro-steps, collectives of 8 layers, of both ends
     assert slow['exposed'] == pytest.approx(sent / (0.8 * 450e9) + latency, rel=1e-9)
 
@@ -122,7 +123,7 @@ def test_over_gloo_tensor_parallelism_sends_slices_straight_to_their_rank():
     cpus = cpus._replace(within=step_time.Link(1e9, 5e8, 0.0, 0.0), between=step_time.Link(1e7, 8e6, 0.0, 0.0))
     assert step_time.slices_per_s(cpus, 2, stride=1) == 5e8  # its ranks are on one node
     config = layouts.keys_of('train_fsdp.py', {**KEYS, 'tensor_parallel': 4}, on_cpu=True)
-    sent = estimate.communication_bytes(config, estimate.empty_model(config), 4, 'fsdp')['activations']
+    sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, 'fsdp')['activations']
     found = step_time.step(config, 'fsdp', cpus)
     assert found['exposed'] == pytest.approx(sent * 2 / 3 / 8e6)  # 2 of 3 slices go to the other node
 
@@ -148,7 +149,7 @@ def test_the_bubble_is_that_of_the_schedule(stages, chunks, micro_steps):
     config = config_of('train_pipeline.py', vocab_size=1, **keys)  # a head without work: stages alike
     fast_links = cluster(stages, links=1e9)
     found = step_time.step(config, 'pipeline', fast_links)
-    model = estimate.empty_model({**config, 'n_layer': 1})
+    model = sizes.empty_model({**config, 'n_layer': 1})
     (forward, backward), root = step_time.work(config, model, fast_links.device)
     layers = 8 // stages
     seconds = [(layers * forward, layers * backward)] * (stages - 1) + [(layers * forward + root[0], layers * backward)]
@@ -205,7 +206,7 @@ def alone(tmp_path_factory):
 
 
 def test_with_a_measured_step_one_process_is_predicted_to_take_it(alone):
-    cpu = step_time.with_measured_step(step_time.of_cpus(1, 1, cores=1, gb=8), [alone])
+    cpu = step_time.with_measured_step(step_time.of_cpus(1, 1, cores=1, gb=8), [layout_table.run_alone(alone)])
     config = json.loads((alone / 'config.json').read_text())['config']
     found = step_time.step(config, 'ddp', cpu)
     rows = [json.loads(line) for line in (alone / 'metrics.jsonl').read_text().splitlines()]
@@ -228,7 +229,7 @@ def test_every_row_has_the_memory_and_the_bytes_that_dry_run_prints(rows):
     assert len({row['strategy'] for row in rows}) >= 3
     for row in rows:
         config = layouts.keys_of(row['script'], {**KEYS, 'global_batch_size': 4}, on_cpu=False) | row['keys']
-        said = estimate.report(config, {'lr_schedule': 'constant'}, 4, row['strategy'])
+        said = report.dry_run(config, {'lr_schedule': 'constant'}, 4, row['strategy'])
         sent = float(re.search(r'([\d.]+) GB sent per rank per step', said)[1])
         assert row['sent'] / 1e9 == pytest.approx(sent, abs=6e-4), row['name']
         totals = re.search(r'total on the device +(.*)', said)[1].split()
@@ -316,7 +317,7 @@ def test_compare_prints_the_table_the_reason_and_the_command():
 )
 def test_what_cannot_be_planned_is_one_line(changes, keys, said):
     with pytest.raises(ValueError, match=said) as raised:
-        layouts.report(
+        layout_table.report(
             knobs(**changes), {**KEYS, 'global_batch_size': 4, **keys}, dict.fromkeys(changes, 'command line')
         )
     assert '\n' not in str(raised.value)

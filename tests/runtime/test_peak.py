@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 import optim
 from model import ModelConfig
-from planning import activations, estimate
+from planning import activations, memory, sizes
 
 LLAMA_8B = dict(arch='llama', n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=128256)
 KEYS = dict(optimizer='adamw', device='cuda', dtype='bfloat16', fsdp_impl='manual', zero_stage=3, replicate_size=1)
@@ -75,7 +75,7 @@ def traced_peak(config, mesh, micro_steps):
     live, main = Traced([]), Stream()
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA)
     fsdp_manual.Event = Event
-    model = estimate.empty_model(config)
+    model = sizes.empty_model(config)
     model.compute_dtype = torch.bfloat16
     cuda = dict(Stream=Stream, Event=Event, stream=lambda _: contextlib.nullcontext(), current_stream=lambda *_: main)
     cuda |= dict(is_available=lambda: True)
@@ -114,7 +114,7 @@ def test_the_predicted_peak_of_8b_on_four_ranks(mesh, checkpointing, batch_size,
     config = KEYS | dict(activation_checkpointing=checkpointing, accumulate=accumulate, batch_size=batch_size)
     shape = ModelConfig(**LLAMA_8B, block_size=4096, tie_embeddings=False).to_dict()
     config |= shape | dict(global_batch_size=4 * micro_steps * batch_size)
-    parts = estimate.estimate(config, estimate.empty_model(config), 4, 'fsdp')
+    parts = memory.memory_bytes(config, sizes.empty_model(config), 4, 'fsdp')
     predicted = sum(size for part, size in parts.items() if not part.startswith('host'))
     peak = traced_peak(config, mesh, micro_steps)
     print(f'predicted {predicted / 1e9:.2f} GB, traced {peak / 1e9:.2f} GB: {predicted / peak:.3f}')

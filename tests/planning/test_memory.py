@@ -1,4 +1,4 @@
-"""estimate.py: memory and traffic predicted against those of real runs, exact counts, and what --dry_run prints."""
+"""Memory and traffic predicted against those of real runs, exact counts, and what --dry_run prints."""
 
 import importlib.util
 import itertools
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 import deepspeed_engine
 import optim
 from model import GPT, ModelConfig
-from planning import estimate
+from planning import activations, memory, report, sizes, traffic
 from runtime import scaling
 
 SIZES = {'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'vocab_size': 1000, 'block_size': 128}
@@ -64,18 +64,18 @@ def config_of(shape, **changes):
     return {**config, **changes}
 
 
-def memory(config, shape, *arguments, **options):
+def predicted_memory(config, shape, *arguments, **options):
     config = {**config, **shape}
-    return estimate.estimate(config, estimate.empty_model(config), *arguments, **options)
+    return memory.memory_bytes(config, sizes.empty_model(config), *arguments, **options)
 
 
-def traffic(config, shape, *arguments):
+def predicted_traffic(config, shape, *arguments):
     config = {**config, **shape}
-    return estimate.communication_bytes(config, estimate.empty_model(config), *arguments)
+    return traffic.communication_bytes(config, sizes.empty_model(config), *arguments)
 
 
 def counts_of(shape):
-    return estimate.empty_model(shape.to_dict()).parameter_counts()
+    return sizes.empty_model(shape.to_dict()).parameter_counts()
 
 
 FSDP = {'zero_stage': 3, 'replicate_size': 1, 'cpu_offload': 'none', 'accumulate': 'unsharded'}
@@ -169,7 +169,7 @@ def measure_step(model, config):
 def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab_size):
     shape = shape_of(name, vocab_size=vocab_size)
     config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = memory(config, shape.to_dict(), world_size=1)
+    predicted = predicted_memory(config, shape.to_dict(), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
     measured = measure(shape, config)
     for part, size in measured.items():
@@ -181,7 +181,7 @@ def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
     shape = shape_of('llama with grouped queries')
 
     def need(**changes):
-        return sum(memory(config_of(shape, **changes), shape.to_dict(), 1).values())
+        return sum(predicted_memory(config_of(shape, **changes), shape.to_dict(), 1).values())
 
     modes = [need(activation_checkpointing=mode) for mode in ('full', 'selective', 'none')]
     assert modes == sorted(modes) and len(set(modes)) == 3
@@ -194,7 +194,8 @@ def test_offloaded_inputs_of_blocks_are_counted_on_the_host():
     shape = shape_of('llama with grouped queries', n_layer=6)
     config = config_of(shape, dtype='bfloat16', device='cuda:0')
     full, offload = (
-        memory(config | {'activation_checkpointing': mode}, shape.to_dict(), 1) for mode in ('full', 'offload')
+        predicted_memory(config | {'activation_checkpointing': mode}, shape.to_dict(), 1)
+        for mode in ('full', 'offload')
     )
     size = 4 * shape.block_size * shape.n_embd * 2  # of one, in bfloat16
     assert offload['host activations'] == 5 * size and full['activations'] - offload['activations'] == 4 * size
@@ -204,7 +205,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save():
     def activations(n_layer):
         shape = shape_of('llama with grouped queries', n_layer=n_layer)
         config = config_of(shape, dtype='bfloat16', device='cuda:0') | shape.to_dict()
-        return estimate.activation_bytes(config, 'fsdp')['activations']
+        return activations.activation_bytes(config, 'fsdp')['activations']
 
     C, H, Q, K, hidden = 128, 4, 128, 64, 384  # Q = n_head x head_dim, K = n_kv_head x head_dim
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
@@ -266,7 +267,7 @@ def measure_sharded(shape, config):
 def test_predicted_memory_under_sharding_is_exact_for_states_and_covers_the_peak(four_ranks, name, changes):
     shape = shape_of(name, n_embd=132, head_dim=34, mlp_hidden_dim=301)  # odd sizes: shards are padded
     config = config_of(shape, **{**FSDP, **changes})
-    predicted = memory(config, shape.to_dict(), world_size=4, strategy='fsdp')
+    predicted = predicted_memory(config, shape.to_dict(), world_size=4, strategy='fsdp')
     measured, peak = measure_sharded(shape, config)
     if config['accumulate'] == 'unsharded':  # whole ones before the last micro-step; what is left in the end is a shard
         whole = predicted['gradients'] + predicted['accumulated']
@@ -284,11 +285,11 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
     diloco |= {'error_feedback': False, 'exchange_dtype': 'int8'}
 
     def parts(**changes):
-        return memory(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
+        return predicted_memory(config_of(shape, **diloco, **changes), shape.to_dict(), 8, 'diloco')
 
     plain = parts()
     assert plain['outer'] == 2 * plain['weights']
-    fsdp = memory(config_of(shape, **FSDP | {'replicate_size': 2}), shape.to_dict(), 8, 'fsdp')
+    fsdp = predicted_memory(config_of(shape, **FSDP | {'replicate_size': 2}), shape.to_dict(), 8, 'fsdp')
     assert {part: size for part, size in plain.items() if part != 'outer'} == fsdp
     diloco['overlap_steps'] = 1
     assert parts()['outer'] == 2.5 * plain['weights']
@@ -301,9 +302,9 @@ def test_diloco_adds_two_copies_of_a_replicas_shard_and_what_is_in_flight():
 def test_of_a_sparse_exchange_each_replica_sends_14_bits_of_each_kept_number_to_all_others():
     shape = shape_of('llama with grouped queries')
     diloco = FSDP | {'num_replicas': 4, 'inner_steps': 10, 'exchange_dtype': 'top2bit', 'exchange_k': 64}
-    sparse = traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
+    sparse = predicted_traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
     diloco['exchange_dtype'] = 'float32'
-    dense = traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
+    dense = predicted_traffic(config_of(shape, **diloco), shape.to_dict(), 4, 'diloco')['sent']
     assert dense / sparse == pytest.approx((2 * 4 * 3 / 4) / (3 * 1.75 * 64 / 4096))  # 73: 146 / 2, for 4 replicas
 
 
@@ -314,7 +315,7 @@ def test_offloaded_inputs_are_in_no_total_of_the_device(strategy):
     keys |= FSDP | dict(warmup_iters=0, fsdp_impl='torch', blocks_per_unit=1, context_parallel=1, context_impl='ring')
     keys |= dict(pipeline_stages=2, pipeline_chunks=1) if strategy == 'pipeline' else dict(tensor_parallel=2)
     shape = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=256).to_dict()
-    table = estimate.report(keys, shape, 4, strategy).partition('memory per rank')[2].partition('\n\n')[0]
+    table = report.dry_run(keys, shape, 4, strategy).partition('memory per rank')[2].partition('\n\n')[0]
     parts = {line[2:24].strip(): [*map(float, line[24:].split())] for line in table.splitlines()[1:]}
     totals = {place: parts.pop(f'total on the {place}') for place in ('device', 'host')}
     for place, total in totals.items():
@@ -325,8 +326,8 @@ def test_offloaded_inputs_are_in_no_total_of_the_device(strategy):
 
 def test_offloaded_states_are_counted_on_the_host():
     shape = shape_of('gpt2')
-    parts = memory(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
-    plain = memory(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
+    parts = predicted_memory(config_of(shape, **{**FSDP, 'cpu_offload': 'params'}), shape.to_dict(), 4, 'fsdp')
+    plain = predicted_memory(config_of(shape, **FSDP), shape.to_dict(), 4, 'fsdp')
     assert (parts['host weights'], parts['host optimizer']) == (plain['weights'], plain['optimizer'])
     assert 'weights' not in parts and parts['gathered'] == plain['gathered']
 
@@ -406,7 +407,7 @@ def test_a_model_of_transformers_is_counted_by_its_names_without_padding(pretrai
 def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, name, lora_rank):
     pretrained = pretrained_of(name, lora_rank=lora_rank)
     shape, model = pretrained.to_dict(), model_of(pretrained)
-    counts = estimate.empty_model(keys_of(pretrained)).parameter_counts()
+    counts = sizes.empty_model(keys_of(pretrained)).parameter_counts()
     assert counts['total'] == model.num_parameters()
     assert 'other' not in counts and (counts['head'] == 0) == shape['tie_embeddings']
     assert counts['trainable'] == model.num_parameters(only_trainable=True)
@@ -423,11 +424,11 @@ def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, nam
 def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, dtype, sharded, dropout):
     pretrained = pretrained_of(name, dropout=dropout)
     config = config_of(ModelConfig(**SIZES), dtype=dtype) | keys_of(pretrained)
-    predicted = estimate.activation_bytes(config, 'fsdp' if sharded else 'ddp')
+    predicted = activations.activation_bytes(config, 'fsdp' if sharded else 'ddp')
     measured = measure_step(model_of(pretrained, dtype, sharded), config)
     assert sum(predicted.values()) == pytest.approx(measured['activations with logits'], rel=0.05)
     if dtype == 'bfloat16':  # flash attention, and on CPUs fp32 within attention
-        on_gpu = estimate.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
+        on_gpu = activations.activation_bytes(config | {'device': 'cuda:0'}, 'fsdp' if sharded else 'ddp')
         assert on_gpu['activations'] <= predicted['activations']
 
 
@@ -435,10 +436,12 @@ def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, 
 def test_what_cannot_run_without_data_on_a_gpu_is_predicted_as_on_a_cpu_or_said_to_be_unknown(pretrained_of, kind):
     config = config_of(ModelConfig(**SIZES), dtype='bfloat16', device='cuda:0') | keys_of(pretrained_of(kind))
     if kind == 'gemma2':
-        assert estimate.activation_bytes(config, 'ddp') == estimate.activation_bytes(config | {'device': 'cpu'}, 'ddp')
+        assert activations.activation_bytes(config, 'ddp') == activations.activation_bytes(
+            config | {'device': 'cpu'}, 'ddp'
+        )
     else:
-        assert estimate.activation_bytes(config, 'fsdp') != {} == estimate.activation_bytes(config, 'ddp')
-        assert 'activations           not known' in estimate.report(config, {}, 1)
+        assert activations.activation_bytes(config, 'fsdp') != {} == activations.activation_bytes(config, 'ddp')
+        assert 'activations not known' in ' '.join(report.dry_run(config, {}, 1).split())
 
 
 @pytest.mark.parametrize(
@@ -459,7 +462,7 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
 ):
     pretrained = pretrained_of(name, lora_rank=lora_rank)
     config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
-    predicted = memory(config, keys_of(pretrained), world_size=1)
+    predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
     model = model_of(pretrained, dtype)
     model.checkpoint_activations(checkpointing)
@@ -470,7 +473,7 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
 
 
 def trainable(keys):
-    return estimate.empty_model(keys).parameter_counts()['trainable']
+    return sizes.empty_model(keys).parameter_counts()['trainable']
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
@@ -483,16 +486,16 @@ def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
     config = config_of(ModelConfig(**SIZES), dtype='bfloat16', **FSDP)
     for accumulate in ('sharded', 'unsharded'):
         config['accumulate'] = accumulate
-        all_parts, parts = (memory(config, model, 4, 'fsdp') for model in (full, frozen))
+        all_parts, parts = (predicted_memory(config, model, 4, 'fsdp') for model in (full, frozen))
         for part in ('gradients', 'optimizer', 'reduction'):
             assert parts[part] == pytest.approx(all_parts[part] * share, rel=0.01), part
         assert all(parts[part] == all_parts[part] for part in ('weights', 'gathered'))
         assert parts['activations'] + parts['logits'] < all_parts['activations'] + all_parts['logits']
-    of_lora = memory(config, lora, 1, 'ddp')
+    of_lora = predicted_memory(config, lora, 1, 'ddp')
     assert of_lora['gradients'] == 4 * trainable(lora) and of_lora['optimizer'] == 8 * trainable(lora)
     diloco = config | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'error_feedback': False}
     diloco |= {'exchange_dtype': 'int8', 'num_fragments': 1}
-    outer, of_all = (memory(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
+    outer, of_all = (predicted_memory(diloco, model, 4, 'diloco')['outer'] for model in (frozen, full))
     assert outer == pytest.approx(of_all * share, rel=0.01)
 
 
@@ -500,8 +503,8 @@ def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameter
     model = keys_of(pretrained_of('qwen3', lora_rank=4))
     config = config_of(ModelConfig(**SIZES), **FSDP) | model
     for strategy in ('ddp', 'fsdp'):
-        words = ' '.join(estimate.report(config, model, 2, strategy).split())
-        total = estimate.empty_model(model).parameter_counts()['total']
+        words = ' '.join(report.dry_run(config, model, 2, strategy).split())
+        total = sizes.empty_model(model).parameter_counts()['total']
         checkpoint = 4 * (total + 2 * trainable(model)) / 1e9
         for said in (
             f'model: qwen3 of {model["init_from"]}',
@@ -511,7 +514,7 @@ def test_the_report_on_a_transformers_model_names_folder_and_trainable_parameter
             assert said in words, said
         assert 'padded' not in words
     full = keys_of(pretrained_of('qwen3'))
-    assert 'trainable' not in estimate.report(config | full, full, 2)
+    assert 'trainable' not in report.dry_run(config | full, full, 2)
 
 
 def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_most(pretrained_of):
@@ -519,7 +522,7 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
         model = keys_of(pretrained_of('llama', **options))
         config = config_of(ModelConfig(**SIZES), batch_size=batch_size, dtype='bfloat16')
         config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
-        return estimate.out_of_memory_advice(config | model | {'block_size': 8}, 1, strategy)
+        return report.out_of_memory_advice(config | model | {'block_size': 8}, 1, strategy)
 
     assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
     assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP, 'fsdp')
@@ -528,7 +531,7 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
     config = config_of(
         shape_of('gpt2'), batch_size=1, init_from='scratch', lora_rank=0, activation_checkpointing='full'
     )
-    assert 'lora_rank' not in estimate.out_of_memory_advice(config | native, 1, 'ddp')
+    assert 'lora_rank' not in report.out_of_memory_advice(config | native, 1, 'ddp')
 
 
 # --- predicted and measured -------------------------------------------------------------------------------------------
@@ -592,7 +595,7 @@ def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
     for (ranks, name), out_dir in measured_runs.items():
         about = json.loads((out_dir / 'config.json').read_text())
         strategy = about['script'].removeprefix('train_').removesuffix('.py')
-        predicted = traffic(about['config'], about['config'], ranks, strategy)
+        predicted = predicted_traffic(about['config'], about['config'], ranks, strategy)
         sent = column(out_dir, 'comm/sent_gb')
         # A round of DiLoCo is both steps. Of the others the second counts: in its first, DeepSpeed gathers more.
         sent = 1e9 * (statistics.mean(sent) if strategy == 'diloco' else sent[-1])
@@ -604,7 +607,7 @@ def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
     for (ranks, name), out_dir in measured_runs.items():
         about = json.loads((out_dir / 'config.json').read_text())
         strategy = about['script'].removeprefix('train_').removesuffix('.py')
-        predicted = memory(about['config'], about['config'], ranks, strategy)
+        predicted = predicted_memory(about['config'], about['config'], ranks, strategy)
         for part in ('weights', 'gradients', 'optimizer'):
             (held,) = column(out_dir, f'mem/{part}_gb')
             somewhere = predicted.get(part, 0) + predicted.get(f'host {part}', 0)
@@ -612,7 +615,7 @@ def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
 
 
 def test_the_bucket_is_that_of_the_engine():
-    assert estimate.DEEPSPEED_BUCKET == deepspeed_engine.BUCKET
+    assert memory.DEEPSPEED_BUCKET == deepspeed_engine.BUCKET
 
 
 def assert_reaching_into_slices(model):
@@ -620,11 +623,11 @@ def assert_reaching_into_slices(model):
     groups = [[p.numel() for p in group['params']] for group in optim.parameter_groups(model, 0.1)]
     for world_size in (1, 2, 3, 5):
         expected = 0
-        for sizes in groups:
-            slice_size = 2 * -(-sum(sizes) // (2 * world_size))  # DeepSpeed pads the whole to an even number per rank
-            starts = itertools.accumulate(sizes, initial=0)
-            expected += sum(size for start, size in zip(starts, sizes, strict=False) if start < slice_size)
-        assert estimate.reaching_into_slices(model, world_size) == expected, world_size
+        for lengths in groups:
+            slice_size = 2 * -(-sum(lengths) // (2 * world_size))  # DeepSpeed pads the whole to an even number per rank
+            starts = itertools.accumulate(lengths, initial=0)
+            expected += sum(size for start, size in zip(starts, lengths, strict=False) if start < slice_size)
+        assert memory.reaching_into_slices(model, world_size) == expected, world_size
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
@@ -642,12 +645,12 @@ def test_and_of_a_transformers_model(pretrained_of, name):
 
 def test_on_gpus_the_bytes_are_those_of_rings():
     shape = shape_of('llama with grouped queries')
-    model = estimate.empty_model(shape.to_dict())
+    model = sizes.empty_model(shape.to_dict())
     whole = 4 * model.parameter_counts()['total']
 
     def sent(strategy, **changes):
         config = config_of(shape, device='cuda:0', global_batch_size=16, **FSDP | changes)
-        return traffic(config, shape.to_dict(), 4, strategy)
+        return predicted_traffic(config, shape.to_dict(), 4, strategy)
 
     assert sent('ddp')['sent'] == 2 * 3 / 4 * whole
     root = whole - 4 * sum(parameter.numel() for parameter in model.blocks.parameters())
@@ -666,13 +669,13 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
     shape = ModelConfig(arch='enoki', n_layer=6, n_head=8, n_embd=512, vocab_size=50304, block_size=2048)
     config = config_of(shape, dtype='bfloat16', device='cuda:0', batch_size=8, global_batch_size=512, max_iters=1342)
     config['lr_decay_iters'] = 1342
-    text = estimate.report(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
+    text = report.dry_run(config | FSDP, shape.to_dict(), world_size=4, strategy=strategy)
     words = ' '.join(text.split())
-    parts = memory(config | FSDP, shape.to_dict(), 4, strategy)
+    parts = predicted_memory(config | FSDP, shape.to_dict(), 4, strategy)
     for part, size in parts.items():
         assert f'{part} {size / 1e9:.3f}' in words
     assert f'total on the device {sum(parts.values()) / 1e9:.3f}' in words
-    sent = traffic(config | FSDP, shape.to_dict(), 4, strategy)['sent']
+    sent = predicted_traffic(config | FSDP, shape.to_dict(), 4, strategy)['sent']
     for said in (
         'n_layer 6',
         'mlp_hidden_dim 2,048',
@@ -682,13 +685,13 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
         '1,342 steps x 1,048,576 = 1,407,188,992 tokens',
         'warm-up over 100 steps to learning rate 0.0006',
         'cosine: down to 6e-05 at step 1,342',
-        f'per token {estimate.empty_model(shape.to_dict()).flops_per_token():.3e}',
+        f'per token {sizes.empty_model(shape.to_dict()).flops_per_token():.3e}',
         'per checkpoint 0.845',  # 70,393,088 x (4 + 4 + 4) bytes
         'at most (3 of them) 2.534',
         f'{sent / 1e9:.3f} GB sent per rank per step',
     ):
         assert said in words, said
-    none = estimate.report(config | FSDP | {'keep_checkpoints': 0}, shape.to_dict(), 4, strategy)
+    none = report.dry_run(config | FSDP | {'keep_checkpoints': 0}, shape.to_dict(), 4, strategy)
     assert 'at most (0 of them) 0.000' in ' '.join(none.split())
 
 
@@ -697,27 +700,27 @@ def test_a_checkpoint_of_diloco_has_the_outer_parameters_and_momentum_and_all_of
     diloco = FSDP | {'num_replicas': 2, 'outer_on_host': False, 'overlap_steps': 0, 'num_fragments': 1}
     diloco |= {'inner_steps': 10, 'exchange_dtype': 'float32', 'error_feedback': False}
     config = config_of(shape, batch_size=1, global_batch_size=4, **diloco)
-    words = ' '.join(estimate.report(config, shape.to_dict(), 4, 'diloco').split())
+    words = ' '.join(report.dry_run(config, shape.to_dict(), 4, 'diloco').split())
     assert 'per checkpoint 2.253' in words  # 70,393,088 x (4 + 4 + 2 x (4 + 4 + 4)) bytes
 
 
 def test_ranks_that_do_not_divide_are_refused_in_one_line():
     shape = shape_of('gpt2')
     with pytest.raises(ValueError, match='replicate_size=3 does not divide 4 ranks'):
-        estimate.report(config_of(shape, **{**FSDP, 'replicate_size': 3}), shape.to_dict(), 4, 'fsdp')
+        report.dry_run(config_of(shape, **{**FSDP, 'replicate_size': 3}), shape.to_dict(), 4, 'fsdp')
 
 
 def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most():
     shape = shape_of('gpt2')
     config = config_of(shape, batch_size=16, global_batch_size=64)
-    need = sum(memory(config, shape.to_dict(), 4).values())
-    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4, 'ddp')
+    need = sum(predicted_memory(config, shape.to_dict(), 4).values())
+    advice = report.out_of_memory_advice(config | shape.to_dict(), 4, 'ddp')
     assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
     assert '--activation_checkpointing=full' in advice and '\n' not in advice
 
     wide = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full', **FSDP)
-    advice = estimate.out_of_memory_advice(config | wide.to_dict(), 4, 'fsdp')
+    advice = report.out_of_memory_advice(config | wide.to_dict(), 4, 'fsdp')
     assert (
         'most of it accumulated: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
     )
@@ -727,10 +730,10 @@ def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
     shape = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
     del config['accumulate'], config['fsdp_impl']
-    advice = estimate.out_of_memory_advice(config | shape.to_dict(), 4, 'deepspeed')
+    advice = report.out_of_memory_advice(config | shape.to_dict(), 4, 'deepspeed')
     assert 'most of it gradients: set --zero_stage=3, or set --cpu_offload=' in advice and 'accumulate' not in advice
 
 
 def test_out_of_memory_advice_works_before_the_model_is_known():
     shape = shape_of('gpt2')
-    assert estimate.out_of_memory_advice(config_of(shape), 4, 'ddp') == 'lower batch_size or block_size'
+    assert report.out_of_memory_advice(config_of(shape), 4, 'ddp') == 'lower batch_size or block_size'

@@ -1,0 +1,234 @@
+"""
+The memory of a rank at the peak of a step, before the run: weights, gradients, optimizer state, activations.
+
+    model = empty_model(config)
+    memory_bytes(config, model, world_size, 'fsdp')  # {'weights': bytes, 'gradients': ...}
+
+Nothing large is allocated: parameters are counted on the meta device, activations on tensors without data
+(activations.py). `config` is as in sizes.py.
+"""
+
+import itertools
+import math
+
+import meshes
+import optim
+from planning.activations import activation_bytes
+from planning.sizes import (
+    BYTES,
+    DEEPSPEED_REUSE,
+    FP32,
+    count,
+    counts_of,
+    hidden_matrices,
+    keys_and_values,
+    message_bytes,
+    parameters_of_stage,
+    part_of_rank,
+    root_parameters,
+    small_parameters,
+    travelling_bytes,
+)
+
+# fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
+OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) for name, update in optim.UPDATES.items()}
+DEEPSPEED_BUCKET = 2**25  # numbers that are reduced together: deepspeed_engine.py asks for it
+
+
+def memory_bytes(config, model, world_size, strategy='ddp'):
+    """
+    {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
+
+    weights       fp32 masters: whole under ddp, 1/shard_size under fsdp; deepspeed: see there
+    gradients     fp32, like the weights; none of frozen weights
+    accumulated   fsdp: what whole gradients need beyond that, while micro-steps add up without communication
+    optimizer     fp32 moments, none of frozen weights
+    outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
+    gathered      fsdp: whole weights in the compute dtype; pipeline: those of its blocks, for half a precision
+    reduction     fsdp: gradients on their way into the reduce-scatter
+    activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
+    logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
+    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer;
+                  with tensor_parallel: activations that arrive and leave
+    minus: not at the same moment   fsdp, negative: the parts do not all peak at the same moment; this is the overlap,
+                  so that the sum is the true peak
+
+    model: empty_model(config). shard_size: ranks that hold one copy of the model.
+    Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
+    torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
+    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
+    """
+    if config.get('tensor_parallel', 1) > 1:
+        model = part_of_rank(config)
+    if strategy == 'pipeline':
+        stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
+        return max(stages, key=lambda parts: totals(parts)['total on the device'])
+    compute = BYTES[config['dtype']]
+    counts = counts_of(model)
+    whole, trainable = counts['total'], counts['trainable']
+    activations = activation_bytes(config, strategy)
+    of_step = sum(size for part, size in activations.items() if not part.startswith('host'))
+    if strategy == 'ddp':
+        return {
+            'weights': FP32 * whole,
+            'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
+            'optimizer': FP32 * moments(config, model),
+            **activations,
+        }
+
+    if strategy == 'deepspeed':
+        return deepspeed_states(config, model, world_size) | activations
+    is_diloco = strategy == 'diloco'
+    shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
+    shard = count(model.parameters(), shard_size)
+    trained = shard * trainable // whole  # as if frozen weights were spread evenly
+    micro_steps = meshes.micro_steps(config, world_size)
+    host = 'host ' if config['cpu_offload'] == 'params' else ''
+    host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
+    parts = {
+        f'{host}weights': FP32 * shard,
+        f'{host}gradients': FP32 * trained,
+        f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
+    }
+    if is_diloco:
+        dtype = config['exchange_dtype']
+        keeps_error = dtype == 'top2bit' or (config['error_feedback'] and dtype != 'float32')
+        outer = FP32 * (2 + keeps_error) * trained
+        outer += FP32 * trained // config['num_fragments'] if config.get('overlap_steps') else 0  # in flight
+        parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
+    if config['accumulate'] == 'unsharded' and micro_steps > 1:
+        # Each unit's turns into its shard when the last micro-step reduces it.
+        parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
+    # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
+    # unit after it.
+    at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
+    n_layer = len(model.blocks)
+    blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
+    blocks_gathered = min(blocks_gathered, n_layer + 1)
+    # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
+    block, root = count(model.blocks[0].parameters()), count(root_parameters(model))
+    of_block, of_root = ((compute + FP32) * size * trainable // whole for size in (block, root))
+    parts |= {
+        'gathered': compute * (root + blocks_gathered * block),
+        'reduction': max(of_block, of_root),
+        **activations,
+    }
+    if (sharing := config.get('context_parallel', 1)) > 1:  # of ranks: two at a time, with three gradients; or of all
+        numbers, of_number = keys_and_values(config)
+        blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
+        parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
+    if config.get('tensor_parallel', 1) > 1:
+        parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
+    # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
+    # micro-steps add up, or where it ends with those of the root.
+    begin = of_block + of_step - (parts.get('gradients', 0) if micro_steps == 1 else 0)
+    return parts | {'minus: not at the same moment': max(begin, of_root) - parts['reduction'] - of_step}
+
+
+def stage_memory(config, model, world_size, stage):
+    """
+    memory_bytes() of one stage of a pipeline: its blocks; the first has the embedding, the last the head.
+    activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
+    model: part_of_rank(config).
+    """
+    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
+    of_stage = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
+    in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
+    held = in_blocks + at_ends
+    hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
+    # What a block adds to what one block alone keeps, or two of which two inputs are not offloaded; the rest is of both
+    # ends.
+    first = 2 if config['activation_checkpointing'] == 'offload' else 1
+    few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
+    of_block = more['activations'] - few['activations']
+    warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    in_flight = min(warm_up + 1, chunks * micro_steps)
+    of_part = n_layer // stages // chunks * of_block + message_bytes(config)
+    activations = in_flight * of_part + max(0, few['activations'] - first * of_block)
+    logits = few['logits'] if stage == stages - 1 else 0
+    reduction = max(at_ends, count(model.blocks[0].parameters())) if copies > 1 else at_ends * (stages > 1)
+    of_block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
+    on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in of_block_on_host.items()}
+    parts = {
+        'weights': FP32 * held,
+        'gradients': FP32 * held,
+        'optimizer': FP32 * (OPTIMIZER_MOMENTS[config['optimizer']] * held - hidden),
+        'gathered': in_blocks * BYTES[config['dtype']] * (config['dtype'] != 'float32'),
+        'activations': activations,
+        'logits': logits,
+        'reduction': max(0, FP32 * reduction - activations - logits),
+        **on_host,
+    }
+    return parts | ({'travelling': travelling_bytes(config)} if config.get('tensor_parallel', 1) > 1 else {})
+
+
+def deepspeed_states(config, model, world_size):
+    """
+    memory_bytes() of what ZeRO has besides activations and logits, as in DeepSpeed 0.19 with its defaults.
+
+    Unlike fsdp it has weights in the compute dtype (in fp32, too) beside the fp32 ones: whole, or in stage 3 a slice
+    and all small parameters whole. Stage 1 in bf16 keeps a whole fp32 gradient, else one of several micro-steps.
+    In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
+    """
+    stage, compute = config['zero_stage'], BYTES[config['dtype']]
+    counts = counts_of(model)
+    whole, trainable = counts['total'], counts['trainable']
+    small = small_parameters(model) if world_size > 1 else 0  # alone, a slice is the whole
+    part = math.ceil(trainable / world_size)
+    host = 'host ' if config['cpu_offload'] != 'none' else ''
+    host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
+    micro_steps = meshes.micro_steps(config, world_size)
+    sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
+    of_gradients = trainable if sums_whole else part
+    if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
+        of_gradients = reaching_into_slices(model, world_size)
+
+    weights = {'weights': compute * (small if stage == 3 else whole)}
+    for place, size in ((host_of_slices, compute * math.ceil(whole / world_size) * (stage == 3)), (host, FP32 * part)):
+        weights[f'{place}weights'] = weights.get(f'{place}weights', 0) + size
+    parts = weights | {
+        f'{host}gradients': FP32 * of_gradients,
+        f'{host}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * part,
+    }
+    if stage == 1 and micro_steps > 1 and not sums_whole:
+        parts['accumulated'] = FP32 * (trainable - (0 if host else of_gradients))
+    if stage == 3 and world_size > 1:
+        parts['gathered'] = compute * min(whole - small, DEEPSPEED_REUSE)
+    on_cuda = config['device'].startswith('cuda')
+    used = min(DEEPSPEED_BUCKET, trainable)
+    bucket = 2 * DEEPSPEED_BUCKET if on_cuda else used  # one is filled while one is reduced; unused memory of a host
+    of_bucket = compute if stage == 2 else FP32
+    return parts | {'reduction': of_bucket * bucket + (FP32 * used if of_bucket < FP32 else 0)}
+
+
+def reaching_into_slices(model, world_size):
+    """
+    Numbers in the parameters of which rank 0's slices have a part, all being trained. ZeRO lays each group of the
+    optimizer out in its order and cuts it into equal slices, of even sizes.
+    """
+    numbers = 0
+    for group in optim.parameter_groups(model, weight_decay=0.0):
+        ends = [*itertools.accumulate((parameter.numel() for parameter in group['params']), initial=0)]
+        end_of_slice = 2 * math.ceil(ends[-1] / 2 / world_size)
+        numbers += next((end for end in ends if end >= end_of_slice), ends[-1])
+    return numbers
+
+
+def moments(config, model, shard_size=1):
+    """Numbers that the optimizer keeps on one rank; none of frozen weights, as if these were spread evenly."""
+    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(model.parameters(), shard_size)
+    if config['optimizer'] == 'muon':
+        numbers -= count(hidden_matrices(model), shard_size)
+    counts = counts_of(model)
+    return numbers * counts['trainable'] // counts['total']
+
+
+def totals(parts):
+    """{'total on the device', 'total on the host': bytes} of what memory_bytes() returns, if there is something."""
+    places = {'device': False, 'host': True}
+    sizes = {
+        place: [size for part, size in parts.items() if part.startswith('host') == on_host]
+        for place, on_host in places.items()
+    }
+    return {f'total on the {place}': sum(of_place) for place, of_place in sizes.items() if of_place}

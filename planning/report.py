@@ -1,0 +1,126 @@
+"""
+What a run takes, before it runs: what `--dry_run` prints, and what to lower after a run has run out of memory.
+
+    print(dry_run(config, model_config.to_dict(), world_size, strategy='fsdp'))
+
+Sizes are in GB of 1e9 bytes. `config` is as in sizes.py.
+"""
+
+import meshes
+from planning.memory import memory_bytes, moments, stage_memory, totals
+from planning.rules import rule_rows
+from planning.sizes import FP32, counts_of, empty_model, part_of_rank
+from planning.traffic import communication_bytes, stage_traffic
+from runtime.scaling import batch_line, counted
+
+
+def dry_run(config, shape, world_size, strategy='ddp'):
+    """
+    What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
+    Raises ValueError as memory_bytes() and micro_steps() do.
+    """
+    config = {**config, **shape}
+    model = empty_model(config)
+    is_fine_tuned, counts = 'transformers' in config, counts_of(model)
+    stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
+    memory = {} if stages else memory_bytes(config, model, world_size, strategy)
+    ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
+    micro_steps = meshes.micro_steps(config, ranks)
+    tokens = config['global_batch_size'] * config['block_size']
+    flops = model.flops_per_token()
+    checkpoint = FP32 * (counts['total'] + moments(config, model))
+    if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
+        checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
+
+    names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
+    of_what = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
+    lines = section(f'model: {of_what}', {name: f'{config[name]:,}' for name in names})
+    if config.get('heads'):
+        lines += section(f'rules of heads={config["heads"]} (parameters without norms)', rule_rows(config))
+    parameters = {part: f'{n:,}' for part, n in counts.items() if part != 'trainable' or n < counts['total']}
+    parameters['attention and mlp'] = f'{counts["attention"] + counts["mlp"]:,}'
+    padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
+    lines += section(f'parameters{padding}', parameters)
+
+    held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
+    if stages:
+        part = part_of_rank(config)
+        of_stages = [stage_memory(config, part, world_size, stage) for stage in stages]
+        held = columns([parts | totals(parts) for parts in of_stages])
+    elif 'activations' not in memory:
+        held['activations'] = 'not known: this model does not run without data'
+    held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
+    of_run = (
+        f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
+    )
+    lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
+    if stages:
+        sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
+        lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
+
+    sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)
+    of_batch = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
+    lines += ['', 'batch', f'  {of_batch}']
+    sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
+    lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
+    lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
+    flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
+    lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
+    copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the oldest goes when the newest is there
+    disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
+    lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
+    return '\n'.join(lines[1:])
+
+
+def section(title, rows):
+    """Lines of a table with two columns, after an empty line."""
+    return ['', title, *(f'  {name:30}{value:>14}' for name, value in rows.items())]
+
+
+def columns(of_stages):
+    """{part: its GB on stage 0, on stage 1, ...} from [{part: bytes}, ...]."""
+    return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in of_stages) for part in of_stages[0]}
+
+
+def schedule_lines(config, tokens_per_step):
+    """Steps, tokens and learning rates of the run, in words."""
+    peak = config['learning_rate']
+    lines = [f'{config["max_iters"]:,} steps x {tokens_per_step:,} = {config["max_iters"] * tokens_per_step:,} tokens']
+    lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
+    if config['lr_schedule'] != 'constant':
+        lines.append(f'{config["lr_schedule"]}: down to {config["min_lr"]:.3g} at step {config["lr_decay_iters"]:,}')
+    return lines
+
+
+def out_of_memory_advice(config, world_size, strategy):
+    """
+    One line for a run that ran out of memory: the predicted need and the keys to lower, the most effective first.
+
+    config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
+    strategy: as for memory_bytes().
+    """
+    try:
+        parts = memory_bytes(config, empty_model(config), world_size, strategy)
+    except (KeyError, TypeError, ValueError):  # not resolved yet
+        return 'lower batch_size or block_size'
+    device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
+    largest = max(device_parts, key=device_parts.get)
+    need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
+
+    on_cuda = config['device'].startswith('cuda')
+    of_batch = {
+        f'lower batch_size={config["batch_size"]}': config['batch_size'] > 1,
+        'set --activation_checkpointing=full': config['activation_checkpointing'] not in ('full', 'offload'),
+        'set --activation_checkpointing=offload': on_cuda and config['activation_checkpointing'] == 'full',
+        f'lower block_size={config["block_size"]}': True,
+    }
+    has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
+    of_states = {  # of frozen weights there are none
+        'set --lora_rank=16': has_untrained and not config['lora_rank'],
+        'use train_fsdp.py on several GPUs': strategy == 'ddp',
+        'set --zero_stage=3': config.get('zero_stage', 3) != 3,
+        'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
+        'set --cpu_offload=params': config.get('cpu_offload') == 'none',
+    }
+    helps = of_batch | of_states if largest in ('activations', 'logits') else of_states | of_batch
+    return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)

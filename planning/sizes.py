@@ -1,0 +1,104 @@
+"""
+What a rank has of a model, in numbers: the model without values, its parts, and how many numbers are in each of them.
+
+    model = empty_model(config)  # on the meta device, where nothing is allocated
+    count(model.parameters(), shard_size=8)  # on each of 8 ranks that hold one copy together
+
+`config` is a script's resolved config (dtype 'bfloat16' rather than 'auto') with the keys of the model in it, those of
+ModelConfig.to_dict() or Pretrained.to_dict().
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+
+import tensor_manual
+from huggingface import finetune
+from model import GPT, ModelConfig
+
+BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
+FP32 = BYTES['float32']
+# Numbers of DeepSpeed 0.19, its defaults: parameters up to this size stay whole in stage 3, and so do larger ones if at
+# most this many numbers are used before their turn comes again.
+DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 10**5, 10**9
+
+
+def empty_model(config, device='meta'):
+    """The model that a train script would make, without values. Raises ValueError for keys that make none."""
+    with torch.device(device):
+        if 'transformers' in config:
+            return finetune.for_training(finetune.Pretrained.from_keys(config, explicit=()))
+        return GPT(ModelConfig.from_keys(config))
+
+
+def part_of_rank(config, device='meta'):
+    """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
+    model = empty_model(config, device)
+    model.compute_dtype = getattr(torch, config['dtype'])
+    tensor_manual.Split(model, tensor_manual.Ranks(0, config.get('tensor_parallel', 1), group=''))
+    return model
+
+
+@lru_cache(maxsize=64)
+def counts_of(model):
+    """model.parameter_counts(), kept: compare.py --plan asks thousands of times for those of the same few models."""
+    return model.parameter_counts()
+
+
+@lru_cache(maxsize=64)
+def root_parameters(model):
+    """The parameters outside of the blocks; a tied head is the embedding and counts once."""
+    in_blocks = {parameter for block in model.blocks for parameter in block.parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in in_blocks]
+
+
+def hidden_matrices(model):
+    """What Muon trains."""
+    return [parameter for block in model.blocks for parameter in block.parameters() if parameter.dim() == 2]
+
+
+def parameters_of_stage(config, model, stage):
+    """(those in its blocks, of which all stages have as many; those in none)."""
+    last, ends = config['pipeline_stages'] - 1, []
+    if stage == 0 or (stage == last and config['tie_embeddings']):
+        ends.append(model.embed)
+    if stage == 0 and model.pos_embed is not None:
+        ends.append(model.pos_embed)
+    if stage == last:
+        ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
+    blocks = model.blocks[: len(model.blocks) // (last + 1)]
+    return [*blocks.parameters()], [parameter for module in ends for parameter in module.parameters()]
+
+
+def small_parameters(model):
+    """Numbers in parameters that DeepSpeed's stage 3 keeps whole on every rank."""
+    return sum(p.numel() for p in model.parameters() if p.numel() <= DEEPSPEED_PERSISTENT)
+
+
+def count(parameters, shard_size=1):
+    """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
+    return sum(math.ceil(p.shape[0] / shard_size) * math.prod(p.shape[1:]) for p in parameters)
+
+
+def tokens_of_rank(config):
+    """In one micro-step, those that all ranks of tensor_parallel have together."""
+    return config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
+
+
+def message_bytes(config):
+    """Of the activations of one micro-step, where a part of a pipeline ends; with tensor_parallel of some tokens."""
+    tokens = config['batch_size'] * config['block_size'] // config.get('tensor_parallel', 1)
+    return tokens * config['n_embd'] * BYTES[config['dtype']]
+
+
+def keys_and_values(config):
+    """(numbers in the keys and values of a layer on one rank, bytes of each): on a CPU attention computes in fp32."""
+    numbers = 2 * config['batch_size'] * config['block_size'] * config['n_kv_head'] * config['head_dim']
+    of_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
+    return numbers // config['context_parallel'] // config.get('tensor_parallel', 1), of_number
+
+
+def travelling_bytes(config):
+    """Of tensor_parallel: what arrives and what is sent, before it is put in order."""
+    return 2 * tokens_of_rank(config) * config['n_embd'] * BYTES[config['dtype']]

@@ -1,0 +1,150 @@
+"""
+The bytes that a rank sends in an optimizer step, before the run, by the kind of collective.
+
+    communication_bytes(config, empty_model(config), world_size, 'fsdp')  # {'all-gather': bytes, ..., 'sent': sum}
+
+`config` is as in sizes.py.
+"""
+
+import meshes
+from exchange import codec
+from planning.sizes import (
+    BYTES,
+    DEEPSPEED_REUSE,
+    FP32,
+    count,
+    counts_of,
+    hidden_matrices,
+    keys_and_values,
+    message_bytes,
+    parameters_of_stage,
+    part_of_rank,
+    root_parameters,
+    small_parameters,
+    tokens_of_rank,
+)
+
+# Of a block in a micro-step, under tensor_parallel: 4 in forward, 4 in backward, and those that are done again.
+TENSOR_COLLECTIVES = {'none': 8, 'selective': 10, 'full': 11, 'offload': 11}
+
+
+def communication_bytes(config, model, world_size, strategy='ddp'):
+    """
+    {'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all': bytes} that one rank sends per optimizer step, and
+    their sum 'sent'. config, model, strategy: as for memory_bytes().
+
+    On n ranks all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice that (rings of NCCL and gloo).
+    On a CPU gloo's own reduce-scatter, which fully_shard uses, is an all-reduce of which most is thrown away: twice the
+    bytes. fsdp_manual.py goes without, see send_gradients() there. The exchanges of DiLoCo count as 1/inner_steps.
+    DeepSpeed reduces in fp32, in stage 1 after the last micro-step and else after each; in stages 1 and 2 all-reducing.
+    It gathers the updated weights, in stage 3 in each micro-step, twice what is used too far apart to be kept (that
+    part is from its source, no test has such a model), and in a run's first step more.
+    Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on.
+    Raises ValueError as memory_bytes() does.
+    """
+    if config.get('tensor_parallel', 1) > 1:
+        model = part_of_rank(config)
+    if strategy == 'pipeline':
+        stages = [stage_traffic(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
+        return max(stages, key=lambda sent: sent['sent'])
+    on_gloo = not config['device'].startswith('cuda')
+    compute, n_layer = BYTES[config['dtype']], len(model.blocks)
+    counts = counts_of(model)
+    whole, trainable = counts['total'], counts['trainable']
+    sent = dict.fromkeys(('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all'), 0)
+    if strategy == 'ddp':
+        sent['all-reduce'] = 2 * (world_size - 1) * FP32 * trainable / world_size
+        return sent | {'sent': sum(sent.values())}
+
+    micro_steps = meshes.micro_steps(config, world_size)
+    if strategy == 'deepspeed':
+        large, share = whole - small_parameters(model), (world_size - 1) / world_size
+        if config['zero_stage'] < 3:
+            sent['all-reduce'] = 2 * share * FP32 * trainable * (micro_steps if config['zero_stage'] == 2 else 1)
+            sent['all-gather'] = share * compute * trainable
+        else:
+            sent['reduce-scatter'] = share * FP32 * trainable * micro_steps * (2 if on_gloo else 1)
+            again = max(0, large - DEEPSPEED_REUSE // 2)  # from a block to the last one and back
+            sent['all-gather'] = share * compute * (whole - large + micro_steps * (large + again))
+        return sent | {'sent': sum(sent.values())}
+
+    replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
+    ranks = world_size // replicas if strategy == 'diloco' else meshes.ranks_per_shard_group(config, world_size)
+    # Numbers on a rank, with padding.
+    block, root = count(model.blocks[0].parameters(), ranks), count(root_parameters(model), ranks)
+    trained = (n_layer * block + root) * trainable / whole
+    reductions = micro_steps if config['accumulate'] == 'sharded' else 1
+    is_manual, stage, unit = config['fsdp_impl'] == 'manual', config['zero_stage'], config['blocks_per_unit']
+    blocks_gathered, roots_gathered = micro_steps * n_layer * (2 if stage == 3 else 1), micro_steps
+    if is_manual:
+        roots_gathered = 1
+        if stage == 1:
+            blocks_gathered = n_layer
+        elif stage == 3:  # the last unit stays for backward, and the first one for the forward of the next micro-step
+            last = n_layer % unit or unit
+            blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
+    sent['all-gather'] = (ranks - 1) * compute * (blocks_gathered * block + roots_gathered * root)
+
+    in_half = is_manual and on_gloo and (micro_steps == 1 or config['accumulate'] == 'sharded')
+    reduced = (ranks - 1) * (compute if in_half else FP32) * trained * reductions
+    sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
+    if strategy == 'fsdp':
+        sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
+        if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
+            numbers, of_number = keys_and_values(config)
+            passes = 3 if config['activation_checkpointing'] in ('full', 'offload') else 2
+            hops = sharing if config['context_impl'] == 'ring' else sharing - 1
+            of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
+            sent['keys and values'] = micro_steps * n_layer * of_layer
+        if config.get('tensor_parallel', 1) > 1:
+            sent['activations'], of_gradients = sent_by_tensor(config, model, model.parameters(), micro_steps, ranks)
+            sent['all-reduce'] += of_gradients
+    elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
+        kept = trained * config['exchange_k'] / codec.CHUNK
+        sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
+    else:
+        of_number = codec.BYTES[dtype] + (codec.SCALES[dtype] / codec.BLOCKS[dtype] if dtype in codec.SCALES else 0)
+        half = (replicas - 1) * of_number * trained / replicas / config['inner_steps']
+        sent['reduce-scatter'] += half
+        sent['all-gather'] += half
+    if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
+        hidden = count(hidden_matrices(model), ranks) * trainable / whole
+        sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
+    return sent | {'sent': sum(sent.values())}
+
+
+def stage_traffic(config, model, world_size, stage):
+    """{'point-to-point', 'all-reduce', 'sent': bytes} that a rank of one stage of a pipeline sends per optimizer step.
+
+    Each micro-step's activations go on behind every part but the last one, their gradients back before every part but
+    the first. The gradients of a tied embedding are exchanged between both ends. model: part_of_rank(config).
+    """
+    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
+    of_stage = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
+    mine = sum(parameters_of_stage(config, model, stage), [])
+    messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
+    tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
+    sent = {
+        'point-to-point': messages * message_bytes(config) + FP32 * tied * count(model.embed.parameters()),
+        'all-reduce': 2 * (copies - 1) * FP32 * count(mine) / copies,
+    }
+    if config.get('tensor_parallel', 1) > 1:
+        ends = stage == 0, stage == stages - 1
+        sent['activations'], of_gradients = sent_by_tensor(config, model, mine, micro_steps, 1, stages, ends)
+        sent['all-reduce'] += of_gradients
+    return sent | {'sent': sum(sent.values())}
+
+
+def sent_by_tensor(config, model, parameters, micro_steps, shard_size, stages=1, ends=(True, True)):
+    """
+    Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
+    parameters: of this rank, each spread over shard_size ranks. ends: whether a stage has the embedding, the head.
+    """
+    tensor, of_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
+    times = config['n_layer'] // stages * of_block + 2 * sum(ends)
+    of_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
+    is_whole = {model.get_parameter(name) for name, part in model.slices.items() if part.dim is None}
+    partial_gradients = count((parameter for parameter in parameters if parameter in is_whole), shard_size)
+    activations = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
+    return activations, 2 * (tensor - 1) * FP32 * partial_gradients / tensor
