@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from launch import REPO, run_script
+from precision import apart
 
 
 def test_all_strategies_train_agree_save_and_resume(tmp_path):
@@ -22,11 +23,11 @@ def test_all_strategies_train_agree_save_and_resume(tmp_path):
 
     exact = [row for label, row in rows.items() if label not in ('single', 'ddp-sgd', 'diloco')]
     assert all(row['loss_diff'] <= 1e-4 and 'apart' not in row for row in exact), result.stdout
-    assert rows['diloco-sgd-H1']['loss_diff'] <= 1e-6 and rows['diloco-sgd-H1']['reference'] == 'ddp-sgd'
+    assert rows['diloco-sgd-H1']['loss_diff'] <= apart(20) and rows['diloco-sgd-H1']['reference'] == 'ddp-sgd'
     assert 0 < rows['diloco']['loss_diff'] < 0.1 and 'every 5 steps' in rows['diloco']['apart']
     resumed = {label: row['resume_diff'] for label, row in rows.items() if 'resume_diff' in row}
     assert set(resumed) == set(rows) & {'single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco'}
-    assert all(value <= 1e-6 for value in resumed.values()), resumed
+    assert all(value <= apart(20) for value in resumed.values()), resumed
 
     for label, row in rows.items():
         assert row['tokens_per_sec'] > 0 and len(row['curve']['loss']) == 20, label

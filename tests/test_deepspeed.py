@@ -8,6 +8,7 @@ import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
 from outputs import column, metrics
+from precision import apart
 from pretrained import save_model, write_chats
 
 import deepspeed_engine
@@ -216,7 +217,7 @@ def test_an_optimizer_of_ours_runs_on_flat_slices(runs):
 @pytest.mark.parametrize('stage', [1, 3])
 def test_a_resumed_run_is_the_same_run(runs, stage):
     assert 'resuming' in (runs / f'again{stage}' / 'train.log').read_text()
-    assert_equal(runs / f'again{stage}', runs / f'stage{stage}', 1e-6)
+    assert_equal(runs / f'again{stage}', runs / f'stage{stage}', apart(STEPS))
 
 
 @needs_deepspeed
@@ -262,7 +263,7 @@ def test_a_checkpoint_is_exported(runs, tmp_path):
 @needs_deepspeed
 @pytest.mark.parametrize('name', ['tuned', 'chats'])
 def test_a_transformers_model_trains_under_stage_3_as_under_ddp(runs, name):
-    assert_equal(runs / name, runs / f'single_{name}', 1e-5)
+    assert_equal(runs / name, runs / f'single_{name}', apart(STEPS))
     assert column(runs / 'chats', 'loss')[-1] < column(runs / 'chats', 'loss')[0]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_function
+from precision import apart
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -988,7 +989,7 @@ def test_every_step_is_that_of_the_loop_in_one_process(ranks, world_size, name):
     """2 and 3 replicas, and 2 replicas of 2 shards; anchors and each replica's own parameters, after every step."""
     rows = seen(ranks, world_size, name)
     for row in rows:
-        assert max(row['errors']['anchors']) <= 1e-6 and max(row['errors']['parameters']) <= 1e-6, row['errors']
+        assert max(row['errors']['anchors'] + row['errors']['parameters']) <= apart(), row['errors']
         assert row['log'] == rows[0]['log'] and row['frozen_moved'] == 0
     settings = COMPARED.get(name.split()[1], {})
     for step, (anchors, parameters) in rows[0]['agreed'].items():
@@ -1063,7 +1064,7 @@ def test_the_golden_values_of_maxtext(ranks):
 
 def test_every_step_without_momentum_is_data_parallel_sgd(ranks):
     for world_size in (2, 3):
-        assert max(row['error'] for row in seen(ranks, world_size, 'data_parallel')) <= 1e-6
+        assert max(row['error'] for row in seen(ranks, world_size, 'data_parallel')) <= apart()
 
 
 def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
@@ -1107,7 +1108,7 @@ def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks
 def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name):
     """SparseLoCo's equation, and int2: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
     for row in seen(ranks, world_size, name + layout):
-        assert row['worst'] <= 1e-6
+        assert row['worst'] <= apart()
         assert row['agreed'] == [[True, True]] * 4, 'replicas hold different bits'
         assert row['buckets'] >= 3 if 'buckets' in name else row['buckets'] == 1
         counted, formula = row['bytes']
@@ -1120,13 +1121,13 @@ def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name)
 def test_one_replica_takes_the_outer_step_of_snoo(ranks, world_size):
     """Sharded over 2, 3 and 4 ranks; over one in test_one_replica_on_one_rank. Nothing at step 0, nothing is sent."""
     for row in seen(ranks, world_size, 'alone'):
-        assert row['worst'] <= 1e-6 and row['bytes'] == 0
+        assert row['worst'] <= apart() and row['bytes'] == 0
         assert row['sent'] == [*range(3, 31, 3), 31]
 
 
 def test_one_replica_on_one_rank():
     (row,) = run_function(1, run_alone)
-    assert row['worst'] <= 1e-6 and row['sent'] == [*range(3, 31, 3), 31]
+    assert row['worst'] <= apart() and row['sent'] == [*range(3, 31, 3), 31]
 
 
 @pytest.mark.parametrize('world_size', [2, 3])
@@ -1141,7 +1142,7 @@ def test_error_feedback_makes_the_sum_of_many_rounds_exact(ranks, world_size):
 def test_between_bf16_parameters_anchors_and_pseudo_gradients_are_fp32(ranks):
     for world_size in (2, 3):
         for row in seen(ranks, world_size, 'bf16_parameters'):
-            assert row['dtypes'] == ['torch.float32'] and row['error'] <= 1e-8
+            assert row['dtypes'] == ['torch.float32'] and row['error'] <= 1e-3 * apart()  # moves are about 1e-3
             assert row['nonzero'] > 1.5 * row['naive']  # differences of bf16 numbers lose what the anchors keep
             assert row['between'] > 0.3 and row['parameter_is_rounded_anchor']
 
@@ -1226,7 +1227,7 @@ def test_outer_parameters_for_an_evaluation_and_a_rehearsal_leave_no_trace(ranks
 
 def test_other_collectives_do_not_disturb_an_exchange_in_flight(ranks):
     for row in seen(ranks, 2, 'meanwhile'):
-        assert row['total'] == 2 and row['error'] <= 1e-6
+        assert row['total'] == 2 and row['error'] <= apart()
 
 
 def test_checksums_notice_one_bit_and_the_order(ranks):

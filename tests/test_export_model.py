@@ -12,6 +12,7 @@ import pytest
 import tiktoken
 import torch
 from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, run_many, run_script, start_and_stop_behind
+from precision import apart, error
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -113,8 +114,7 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert f', {sum(parameter.numel() for parameter in ours.parameters()):,} parameters' in said
     assert f'loaded again as {RUNS[name][2]}: weights equal, logits equal ' in said
     # With multipliers in the weights sums round otherwise, in each layer: some units in the last place of the logits.
-    atol = 1e-6 if ours.config.parametrization == 'standard' else 4e-6
-    torch.testing.assert_close(theirs(x).logits, ours(x), atol=atol, rtol=0)
+    assert error(theirs(x).logits, ours(x)) <= apart()
     vocab_size = ours.config.vocab_size
     assert theirs.get_input_embeddings().weight.shape == (vocab_size, 40)  # without the rows that pad it
     assert theirs.get_output_embeddings().weight.shape == (vocab_size, 40)
@@ -138,7 +138,7 @@ def test_half_precision_in_shards(name, dtype, runs, export):
     assert theirs.dtype == dtype and f'the rounding to {short} moved them by up to ' in said
     assert torch.equal(theirs.get_input_embeddings().weight, ours.embed.weight[: ours.config.vocab_size])
     with torch.no_grad():
-        torch.testing.assert_close(theirs.float()(x).logits, ours(x), atol=1e-6, rtol=0)  # ours computes in fp32
+        assert error(theirs.float()(x).logits, ours(x)) <= apart()  # ours computes in fp32
 
 
 def test_a_model_with_its_own_code_is_trained_on_and_saved_again(export, tmp_path):

@@ -7,6 +7,7 @@ import torch
 import transformers
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_script
 from outputs import column
+from precision import apart, error
 from pretrained import POSITIONS, save_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -56,8 +57,8 @@ def test_yarn_is_that_of_transformers(arch, factor, before, theta, D):
     theirs.load_state_dict(convert.to_transformers(ours.state_dict(), config))
     x = torch.randint(67, (2, config.block_size), generator=torch.Generator().manual_seed(1))
     logits = ours(x)
-    assert ours.rotary.cos_sin[0, 0].tolist() == pytest.approx([attention_factor] * (D // 2), rel=1e-6)
-    torch.testing.assert_close(theirs(x).logits, logits, atol=1e-6 * logits.abs().max().item(), rtol=0)
+    assert ours.rotary.cos_sin[0, 0].tolist() == pytest.approx([attention_factor] * (D // 2), rel=apart())
+    assert error(theirs(x).logits, logits) <= apart()
 
 
 def test_yarn_leaves_fast_pairs_as_they_are_and_slows_slow_ones_by_its_factor():
@@ -66,7 +67,7 @@ def test_yarn_leaves_fast_pairs_as_they_are_and_slows_slow_ones_by_its_factor():
     turns = 1024 / (2 * torch.pi * period)
     assert torch.equal(ratio[turns > 40], torch.ones_like(ratio[turns > 40])) and (turns > 40).sum() >= 4
     assert torch.allclose(ratio[turns < 0.7], torch.full_like(ratio[turns < 0.7], 1 / 8)) and (turns < 0.7).sum() >= 4
-    assert (ratio.diff() <= 1e-6).all()
+    assert (ratio.diff() <= apart()).all()
 
 
 def test_enoki_has_the_same_frequencies_and_another_order_of_pairs():
@@ -132,7 +133,7 @@ def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, da
         run_forked(*script, *keys, nproc=ranks, log=runs / f'long_{ranks}.log')
         assert shape_of(out)['yarn'] == [4, SHORT]
         losses.append(column(out, 'loss'))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=apart())
 
 
 def test_samples_and_scores_of_an_extended_run(runs, data_dir, tmp_path):
@@ -158,7 +159,7 @@ def test_an_export_keeps_yarn_and_is_trained_on_with_it(runs, data_dir, tmp_path
     native = GPT(config)
     native.load_state_dict(checkpoint.load_weights(checkpoint.choose_to_read(str(runs / 'yarn')))[0])
     x = torch.randint(250, (1, 4 * SHORT), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours(x), native(x), atol=1e-6, rtol=0)
+    assert error(ours(x), native(x)) <= apart()
 
 
 # --- models of transformers -------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_a_model_of_transformers_is_extended_as_transformers_does_it(kind, tmp_p
     config.max_position_embeddings = 4 * POSITIONS
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     x = torch.randint(250, (1, 4 * POSITIONS), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours(x), theirs(x).logits, atol=1e-5, rtol=0)
+    assert error(ours(x), theirs(x).logits) <= apart()
 
 
 def test_a_fine_tuned_model_keeps_its_longer_context(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._inductor.metrics
 import torch.nn.functional as F
+from precision import apart, assert_as_close_to_float64, error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -115,9 +116,9 @@ def test_logits_and_loss_equal_transformers(keys):
     theirs, x = in_transformers(ours), make_tokens(3, 24)
     with torch.no_grad():
         expected = theirs(input_ids=x, labels=x)
-        torch.testing.assert_close(ours(x), expected.logits, atol=1e-4, rtol=0)
+        assert error(ours(x), expected.logits) <= apart()
         _, ce_sum = ours(x[:, :-1], x[:, 1:])
-    torch.testing.assert_close(ce_sum / (3 * 23), expected.loss, atol=1e-4, rtol=0)
+    assert error(ce_sum / (3 * 23), expected.loss) <= apart()
 
 
 def test_what_transformers_and_we_do_differently_is_known():
@@ -138,7 +139,7 @@ def test_gpt2_without_biases_is_nanogpt():
     gpt2.load_state_dict(nanogpt.state_dict(), strict=False)
     theirs, x = in_transformers(gpt2, activation_function='gelu'), make_tokens(3, 24)
     with torch.no_grad():
-        torch.testing.assert_close(nanogpt(x), theirs(input_ids=x).logits, atol=1e-4, rtol=0)
+        assert error(nanogpt(x), theirs(input_ids=x).logits) <= apart()
 
 
 # --- architectures that transformers lacks ----------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_enoki_and_the_gated_qwen3_equal_a_plain_reference(keys):
     randomise(model)
     x = make_tokens(2, 24)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), reference_logits(model, x).float(), atol=1e-4, rtol=1e-4)
+        assert error(model(x), reference_logits(model, x)) <= apart()
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -233,16 +234,19 @@ def check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel):
     exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     exact_loss, exact_ce = reference_loss(exact_hidden, exact_weight, targets, z_loss)
     (exact_loss * 0.25).backward()
+    plain_hidden, plain_weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
+    plain_loss, plain_ce = reference_loss(plain_hidden, plain_weight, targets, z_loss)
+    (plain_loss * 0.25).backward()
 
     assert loss_sum.dtype == ce_sum.dtype == torch.float32 and not ce_sum.requires_grad
-    torch.testing.assert_close(loss_sum.double(), exact_loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(ce_sum.double(), exact_ce, rtol=1e-6, atol=0)
-    torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+    assert_as_close_to_float64(loss_sum, plain_loss, exact_loss)
+    assert_as_close_to_float64(ce_sum, plain_ce, exact_ce)
+    assert_as_close_to_float64(hidden.grad, plain_hidden.grad, exact_hidden.grad)
+    assert_as_close_to_float64(weight.grad, plain_weight.grad, exact_weight.grad)
     assert weight.grad[VOCAB_SIZE:].abs().max() == 0  # padding learns nothing
 
     no_gradients = ChunkedCrossEntropy.apply(hidden, weight, targets, VOCAB_SIZE, z_loss, False, kernel)
-    torch.testing.assert_close(no_gradients, (loss_sum.detach(), ce_sum), rtol=1e-6, atol=0)
+    assert no_gradients[0] == loss_sum and no_gradients[1] == ce_sum  # to the bit
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -531,8 +535,8 @@ def test_without_its_multipliers_in_the_weights_instead_a_model_computes_the_sam
     for name in ('final_norm.weight', 'blocks.1.attn.proj.weight', 'blocks.2.mlp.down.weight'):
         factor = 40 / 16 if 'norm' in name else 3 / 2
         torch.testing.assert_close(weights[name] * factor, wide.state_dict()[name])
-    torch.testing.assert_close(plain(x), wide(x), rtol=1e-6, atol=1e-9)  # RoPE turns in fp32
-    torch.testing.assert_close(plain(x, x)[1], wide(x, x)[1], rtol=1e-6, atol=0)
+    assert error(plain(x), wide(x)) <= apart()  # RoPE turns in fp32
+    assert error(plain(x, x)[1], wide(x, x)[1]) <= apart()
     assert (wide(x) - make_model(arch, torch.float64, n_layer=3, tie_embeddings=False).double()(x)).abs().max() > 1e-3
     tokens = [sampling.generate(model, x[:, :4], 6, temperature=0) for model in (plain, wide)]
     assert torch.equal(*tokens)
@@ -713,7 +717,7 @@ def test_a_document_in_a_row_of_several_computes_what_it_does_alone(shape):
     x = make_tokens(3, 24)
     alone = [torch.cat([model(part[None])[0] for part in row.split(of)]) for row, of in zip(x, LENGTHS, strict=True)]
     packed = model(x, starts=STARTS)
-    torch.testing.assert_close(packed, torch.stack(alone), atol=1e-5, rtol=1e-5)
+    assert error(packed, torch.stack(alone)) <= apart()
     x[0, 7] = (x[0, 7] + 1) % VOCAB_SIZE  # in the second document
     moved = (model(x, starts=STARTS) != packed).any(-1)  # (B, T)
     assert moved[0, 7:17].all() and moved.sum() == 10
@@ -753,7 +757,7 @@ def test_the_borders_for_a_gpu_say_what_the_mask_says(monkeypatch, heads, window
     found = model_module.attend_in_documents(q, k, v, borders, window=window)
     mask = mask if window is None else mask.triu(1 - window)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads < 4)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert error(found, expected) <= apart()
 
 
 def test_on_a_gpu_documents_in_half_precision_need_no_mask():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_function
+from precision import apart, error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +28,9 @@ SCHEDULE = dict(learning_rate=1.0, lr_schedule='cosine', warmup_iters=10, lr_dec
 STEPS = 100
 KEYS = dict(learning_rate=3e-2, beta1=0.9, beta2=0.95, weight_decay=0.05, kappa=0.7, delta=6.0, wd_ts=25, max_iters=80)
 RATES = [learning_rate_at(step, KEYS['learning_rate'], 'cos_inf', 10, STEPS, 1e-4) for step in range(STEPS)]
-TOLERANCE = {name: 1e-6 for name in OPTIMIZERS} | {'muon': 1e-5}
+# A step rounds once or twice, of numbers that are far smaller than the weights. Newton-Schulz, five times a polynomial
+# whose slope at 0 is 3.4, enlarges the roundings of small singular values.
+TOLERANCE = {name: apart() for name in OPTIMIZERS} | {'muon': 5 * apart()}
 ELEMENTWISE = [name for name in optim.UPDATES if name != 'adamw']
 
 
@@ -209,7 +212,7 @@ def newton_schulz(x):
 
 def errors(found, expected):
     """{name: norm of the difference over the norm}"""
-    return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}
+    return {name: error(found[name], x) for name, x in expected.items()}
 
 
 @pytest.fixture(scope='module')
@@ -400,7 +403,7 @@ def test_a_large_tensor_is_updated_in_chunks(monkeypatch):
         model.weight.grad = full[1]
         make_optimizer(model, 'dana-star-mk4', **KEYS).step()
         results.append(model.weight.detach())
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    assert error(*results) <= apart()
     assert not torch.equal(results[0], full[0])
 
 
@@ -452,9 +455,9 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, compile
         take_steps(model, optimizer, gradients, [step], skip=flag(False))
         take_steps(plain, its_optimizer, gradients, [step])
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+            assert error(a, b) <= apart()
             for slot, value in its_optimizer.state[b].items():
-                torch.testing.assert_close(optimizer.state[a][slot], value, rtol=1e-6, atol=1e-12)
+                assert error(optimizer.state[a][slot], value) <= apart(), slot
 
 
 @pytest.mark.parametrize('name, compile', [('adamw', False), ('adana', True)])
@@ -493,7 +496,7 @@ def test_orthogonalised_matrices_have_singular_values_near_1_together_as_alone(s
     for matrix, alone in zip(found, matrices, strict=True):
         singular_values = torch.linalg.svdvals(matrix)
         assert 0.6 < singular_values.min() and singular_values.max() < 1.3
-        torch.testing.assert_close(matrix, optim.orthogonalise(alone[None])[0], rtol=1e-5, atol=1e-6)
+        assert error(matrix, optim.orthogonalise(alone[None])[0]) <= apart()
 
 
 def test_matrices_are_dealt_out_evenly():
@@ -629,7 +632,7 @@ def test_sharded_training_equals_plain_training(ranks):
         full = torch.load(ranks[2] / f'sharded_{rank}.pt')
         assert full.keys() == plain.keys()
         for name in plain:
-            torch.testing.assert_close(full[name], plain[name], rtol=1e-5, atol=1e-6)
+            assert error(full[name], plain[name]) <= apart(5), name
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):

@@ -9,6 +9,7 @@ import torch
 from faults import send
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_many
 from outputs import column, metrics
+from precision import assert_same_run
 
 from runtime import checkpoint
 
@@ -104,8 +105,7 @@ def test_resumed_on_the_same_ranks_is_bit_equal_and_on_others_within_rounding(ru
         )
         assert again['scaler'] == whole['scaler'] and bool(whole['scaler']) == ('noisy' in saved)
     for name, saved in others.items():
-        pairs = zip(column(runs / name, 'loss'), column(runs / saved, 'loss'), strict=True)
-        assert max(abs(a - b) / b for a, b in pairs) <= 1e-6, name
+        assert_same_run(column(runs / name, 'loss'), column(runs / saved, 'loss'), name)
 
 
 def test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved(runs, data_dir):
@@ -126,8 +126,7 @@ def test_1_and_4_ranks_resume_bit_equal_and_4_go_on_with_what_1_saved(runs, data
             assert_bit_equal(final_weights(halves), final_weights(whole))
             assert column(halves, 'loss') == column(whole, 'loss') and len(column(halves, 'loss')) == 20
             if nproc != 1:
-                both = zip(column(other, 'loss'), column(runs / f'{strategy}_whole_1', 'loss'), strict=True)
-                assert max(abs(a - b) / b for a, b in both) <= 1e-6, strategy
+                assert_same_run(column(other, 'loss'), column(runs / f'{strategy}_whole_1', 'loss'), strategy)
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused_and_touches_nothing(runs, data_dir):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from launch import TINY_MODEL, TINY_RUN, run_many, run_ranks, run_script
 from outputs import column, metrics
+from precision import apart, assert_same_run
 
 MANUAL = ('--fsdp_impl=manual',)
 BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')
@@ -25,6 +26,12 @@ def largest_difference(out_dir, reference, key='loss'):
     ours, theirs = column(out_dir, key), column(reference, key)
     assert 0 < len(ours) <= len(theirs)
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=False))
+
+
+def assert_agree(out_dir, reference, key='loss'):
+    """Whether a run is the same as another one, or as the beginning of a longer one, whatever its layout."""
+    ours, theirs = column(out_dir, key), column(reference, key)
+    assert_same_run(ours, theirs[: len(ours)], f'{key} of {out_dir.name}', 10 if key == 'val_loss' else 1)
 
 
 # A train script that leaves the seeds with which it has drawn noise in out_dir/seeds_RANK.json.
@@ -153,28 +160,30 @@ def two_ranks(data_dir, runs, one_process):
 
 def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_ranks):
     for name in ('ddp2', 'fsdp2', 'fsdp1', 'manual'):
-        assert largest_difference(runs / name, runs / 'plain') <= 1e-5, name
-        assert largest_difference(runs / name, runs / 'plain', 'val_loss') <= 1e-5, name
-        assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, name
+        assert_agree(runs / name, runs / 'plain')
+        assert_agree(runs / name, runs / 'plain', 'val_loss')
+        assert largest_difference(runs / name, runs / 'plain', 'grad_norm') <= 1e-4, (
+            name
+        )  # queries near 0 are normalised
 
 
 @pytest.mark.parametrize('arch', ['enoki', 'llama', 'qwen3'])
 def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
-    assert largest_difference(runs / f'{arch}_fsdp2', runs / arch) <= 1e-5
+    assert_agree(runs / f'{arch}_fsdp2', runs / arch)
 
 
 @pytest.mark.parametrize('optimizer', SCALED)
 def test_completep_is_the_same_under_every_strategy_and_another_run_than_standard(runs, two_ranks, optimizer):
     reference = runs / f'scaled_{optimizer}'
     for name in ('ddp', 'fsdp', 'manual', 'diloco'):
-        assert largest_difference(runs / f'scaled_{optimizer}_{name}', reference) <= 1e-5, name
+        assert_agree(runs / f'scaled_{optimizer}_{name}', reference)
     assert largest_difference(runs / 'enoki', reference) > 1e-3
 
 
 @pytest.mark.parametrize('strategy', NOISE)
 def test_dropout_is_for_training_alone_and_draws_anew_on_each_rank_in_each_step(runs, two_ranks, strategy):
     out_dir = runs / f'noise_{strategy}'
-    assert len(column(out_dir, 'val_loss')) == 3 and largest_difference(out_dir, runs / 'still', 'val_loss') <= 1e-5
+    assert len(column(out_dir, 'val_loss')) == 3 and largest_difference(out_dir, runs / 'still', 'val_loss') <= apart()
     for ours, without in zip(column(out_dir, 'loss'), column(runs / 'still', 'loss'), strict=True):
         assert abs(ours / without - 1) > 1e-3
     seeds = [json.loads((out_dir / f'seeds_{rank}.json').read_text()) for rank in range(2)]
@@ -210,15 +219,15 @@ def test_the_loss_falls(runs, one_process):
     ],
 )
 def test_an_option_changes_no_number(runs, two_ranks, option):
-    assert largest_difference(runs / option, runs / 'plain') <= 1e-5
-    assert largest_difference(runs / option, runs / 'plain', 'val_loss') <= 1e-5
+    assert_agree(runs / option, runs / 'plain')
+    assert_agree(runs / option, runs / 'plain', 'val_loss')
 
 
 @pytest.mark.parametrize('script', ['own_manual', 'own_diloco'])
 def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
     """And with an optimizer of its own; its only step is too small to be seen."""
     (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
-    assert ours == pytest.approx(theirs, rel=1e-6) and len(column(runs / script, 'loss')) == 1
+    assert ours == pytest.approx(theirs, rel=apart()) and len(column(runs / script, 'loss')) == 1
 
 
 def test_a_new_run_refuses_weights_that_know_the_tokens_of_another_tokenizer(runs, one_process, data_dir, tmp_path):
@@ -260,7 +269,7 @@ def test_without_replicas_the_shards_need_no_process_group_of_their_own(two_rank
 @pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
 def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
     for name in ('compile', 'compile_manual'):
-        assert largest_difference(runs / name, runs / 'plain') <= 1e-5
+        assert_agree(runs / name, runs / 'plain')
     assert two_ranks['compile']['compiled_graphs'] > 0 == two_ranks['count_hsdp']['compiled_graphs']
 
 
@@ -330,4 +339,4 @@ def test_three_and_four_ranks_with_uneven_shards_agree(runs, data_dir, one_proce
             cases.append(case('hsdp2x2', 'train_fsdp.py', data_dir, runs, *hsdp))
         run_many(cases, nproc, runs)
         for finished in cases:
-            assert largest_difference(runs / finished['name'], runs / 'plain') <= 1e-5, finished['name']
+            assert_agree(runs / finished['name'], runs / 'plain')

@@ -9,6 +9,7 @@ import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal, s3_server
+from precision import apart, assert_same_run
 
 from benchmarks import draw_pool, pool_storm
 from pool.store import open_store
@@ -26,11 +27,6 @@ def arguments(data_dir, out_dir, *more):
 def start(data_dir, folder, name, *more, nproc=1, fault=None):
     keys = [f'--exchange={folder / "pool"}', '--num_replicas=2', f'--grace_s={TOGETHER}', *more]
     return Job('train_pool.py', arguments(data_dir, folder / name, *keys), nproc, folder / f'{name}.log', fault)
-
-
-def largest_difference(ours, theirs):
-    assert len(ours) == len(theirs) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def finish(job):
@@ -72,11 +68,12 @@ def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, re
     reference = collectives(replicas, *[key for key in more if 'optimizer' in key])
     of_jobs = [column(tmp_path / f'{n}', 'loss') for n in range(replicas)]
     losses = [sum(of_step) / replicas for of_step in zip(*of_jobs, strict=True)]
-    assert largest_difference(losses, column(reference, 'loss')) <= 1e-6
+    assert_same_run(losses, column(reference, 'loss'))
     for n in range(replicas):
         out_dir = tmp_path / f'{n}'
         assert column(out_dir, 'step') == list(range(1, STEPS + 1))
-        assert largest_difference(column(out_dir, 'val_loss'), column(reference, 'val_loss')) <= 1e-6
+        val_losses = (column(path, 'val_loss') for path in (out_dir, reference))
+        assert_same_run(*val_losses, every=STEPS // len(column(reference, 'val_loss')))
         assert (out_dir / 'DONE').read_text().strip() == f'{STEPS}'
         rows = journal(out_dir)
         assert [len(row['deltas']) for row in rows] == [replicas] * 4
@@ -86,7 +83,7 @@ def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, re
         )
         ours, theirs = weights_of(out_dir, STEPS), weights_of(reference, STEPS)
         error = sum((ours[name] - value).square().sum() for name, value in theirs.items())
-        assert error <= 1e-5**2 * sum(value.square().sum() for value in theirs.values())
+        assert error <= apart(STEPS) ** 2 * sum(value.square().sum() for value in theirs.values())
 
 
 def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_its_round(data_dir, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from faults import children_of, is_alive, wait_until
 from launch import TINY_MODEL, TINY_RUN, free_ports, start_agent
 from outputs import metrics
+from precision import apart
 from prepared import only
 
 import data
@@ -97,6 +98,7 @@ def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     assert '2 sequences x 1 micro-step x 4 ranks = 8 sequences' in before
     assert '2 sequences x 2 micro-steps x 2 ranks = 8 sequences' in after
     loss = first_loss_after(str(saved / f'step_{step:08}'), step, data_dir)
-    assert abs(rows[step]['loss'] - loss) <= 1e-6 * loss  # the outer weights, and the next samples in the order of data
+    # Of the outer weights, and of the next samples in the order of data.
+    assert abs(rows[step]['loss'] - loss) <= apart() * loss
     losses = [row['loss'] for row in rows]
     assert sum(losses[-H:]) < sum(losses[step - H : step])  # and it goes on learning

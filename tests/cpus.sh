@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# The numerics as other CPUs compute them: which instructions PyTorch and oneDNN use decides in which order sums are taken, and
+# so the last digits of every loss. Then a few runs on the Python of Debian 12, in an environment of its own, which is kept
+# between runs in ~/.cache/train-versions.
+#
+#     bash tests/cpus.sh                                   # what CI runs
+#     bash tests/cpus.sh ONEDNN_MAX_CPU_ISA=AVX2           # one setting: variables, as they stand before a command
+#
+# A CPU that lacks what a setting asks for uses what it has.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source setup_env.sh || exit 1
+
+settings=(
+    ATEN_CPU_CAPABILITY=default
+    ATEN_CPU_CAPABILITY=avx2
+    ONEDNN_MAX_CPU_ISA=SSE41
+    'ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2'
+)
+(($#)) && settings=("$@")
+# The tests that look at numbers; in files whose ranks run all cases at once, others would cost nothing and show nothing.
+f=tests/test_fsdp_manual.py::test_
+numerics=(
+    tests/test_context_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
+    tests/test_context_manual.py::test_in_float64_loss_gradients_and_attention_are_exact
+    tests/test_context_manual.py::test_every_transformers_class_with_our_attention_can_share_sequences
+    tests/test_tensor_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
+    tests/test_tensor_manual.py::test_in_float64_losses_and_gradients_are_exact
+    tests/test_tensor_manual.py::test_scores_of_tasks_are_those_of_one_process
+    tests/test_pipeline.py::test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process
+    tests/test_pipeline.py::test_gradients_and_order_are_those_of_torchs_own_schedules
+    tests/test_layouts.py::test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process
+    "${f}the_numbers_are_those_of_fully_shard_and_of_one_process"
+    "${f}parameters_that_are_unused_in_some_steps_or_on_some_ranks[3]"
+    "${f}blocks_of_one_weight[3]"
+    "${f}a_transformers_model_trains_and_generates"
+    tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process
+    tests/test_diloco.py::test_every_step_without_momentum_is_data_parallel_sgd
+    tests/test_optim.py
+    tests/test_model.py
+    tests/evaluation/test_in_run.py::test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks
+)
+for ranks in 1 2 4; do # of its cases those on 3 ranks, where nothing divides evenly
+    numerics+=(--deselect "${f}the_numbers_are_those_of_fully_shard_and_of_one_process[$ranks-")
+done
+for ranks in 2 4; do # likewise
+    numerics+=(--deselect "tests/test_diloco.py::test_every_step_is_that_of_the_loop_in_one_process[$ranks-")
+done
+
+export OMP_NUM_THREADS=1 PET_LOCAL_ADDR=127.0.0.1 # as in run.sh
+failed=()
+check() { # what to call it, then a command
+    local name=$1 result=passed
+    shift
+    SECONDS=0
+    "$@" || result=FAILED
+    printf '%s: %s in %d:%02d minutes\n' "$result" "$name" $((SECONDS / 60)) $((SECONDS % 60))
+    [[ $result == passed ]] || failed+=("$name")
+}
+
+for setting in "${settings[@]}"; do
+    # What torch.compile has built is found again by its source, whatever instructions it was built for: each has its own.
+    cache=$(mktemp -d)
+    # shellcheck disable=SC2086 # a setting may be several variables
+    check "$setting" env $setting TORCHINDUCTOR_CACHE_DIR="$cache" \
+        "$PYTHON" -m pytest -q -rfEs -n 2 --dist loadfile "${numerics[@]}"
+    rm -rf "$cache"
+done
+
+debian=/usr/bin/python3.11 # 3.11.2
+if (($# == 0)) && [[ -x $debian ]]; then
+    environment=${XDG_CACHE_HOME:-$HOME/.cache}/train-versions/python3.11
+    python=$environment/bin/python
+    torch=$("$PYTHON" -c 'import torch; print(torch.__version__)')
+    if { [[ -x $python ]] || "$debian" -m venv "$environment"; } &&
+        "$python" -m pip install --quiet --progress-bar off "torch==$torch" &&
+        "$python" -m pip install --quiet --progress-bar off -r requirements.txt; then
+        check "$("$python" --version)" "$python" -m pytest -q -rfEs -n 2 --dist loadfile tests/test_smoke.py tests/test_resume.py
+    else
+        echo "left out: $("$debian" --version), for which pip cannot install requirements.txt"
+    fi
+fi
+exit $((${#failed[@]} > 0))
