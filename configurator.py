@@ -234,7 +234,7 @@ def find(key, knobs, script, given, advice=''):
     if key in knobs:
         return knobs[key]
     key = key.replace('-', '_')
-    owner = owner_of(key, script)
+    owner = None if key in knobs else owner_of(key, script)  # in knobs but for a hyphen: that is the closest name
     close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'

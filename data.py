@@ -30,6 +30,7 @@ from dataset.shuffle import sample_windows
 from dataset.windows import open_dataset
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
+MAX_EPOCHS = 4  # over a source of a mixture: until then repeated text is nearly as good as new (arXiv 2305.16264)
 BATCHES_AHEAD = 8  # that are made while the model computes
 SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
 
@@ -74,7 +75,7 @@ class Mixture:
             planned.append([step, {self.sources[number].fingerprint: str(by_number[number]) for number in numbers}])
         return planned
 
-    def lines(self, max_epochs):
+    def lines(self):
         """What the plan comes to, for the log."""
         lines = [source.line for source in self.sources if getattr(source, 'line', None)]
         if len(self.sources) == 1:
@@ -86,10 +87,10 @@ class Mixture:
         for name, source, count in zip(self.names, self.sources, self.counts(self.total), strict=True):
             passes = count / source.n_windows
             lines.append(f'{name}: {count:,} samples of {source.n_windows:,} windows, {passes:.2f} epochs')
-            if passes > max_epochs:
+            if passes > MAX_EPOCHS:
                 lines.append(
-                    f'WARNING: {name} is too small for its share: {passes:.1f} epochs, max_epochs={max_epochs:g}; give '
-                    'it a smaller share, more text, or fewer --max_iters'
+                    f'WARNING: {name} is too small for its share: {passes:.1f} epochs, and after {MAX_EPOCHS} '
+                    'text that is read again teaches little; give it a smaller share, more text, or fewer --max_iters'
                 )
         return lines
 

@@ -43,7 +43,6 @@ class Keys:
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
-    max_epochs = 4.0  # over a source of a mixture: more are a WARNING at the start (arXiv 2305.16264) [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
     data_dir = 'data'  # where datasets live [result, per job]
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]

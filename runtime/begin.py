@@ -293,7 +293,7 @@ def plan_data(run):
     config = run.config
     for split in (run.train_data, run.val_data):
         split.plan(config.max_iters, config.global_batch_size)
-    run.notes += run.train_data.lines(config.max_epochs)
+    run.notes += run.train_data.lines()
 
 
 def fill_model(run):

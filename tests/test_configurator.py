@@ -215,7 +215,7 @@ def test_names_of_other_trainers_are_those_of_the_table_in_docs():
     in_docs = {}
     for theirs, ours in rows:
         flags = [flag.split()[0].lstrip('-').replace('-', '_') for flag in re.findall(r'`(-?[a-z-][^`]*)`', theirs)]
-        if names := ' '.join(flag for flag in flags if flag not in keys):
+        if names := ' '.join(flag for flag in dict.fromkeys(flags) if flag not in keys):
             in_docs[names] = re.sub(r': \[chapter\]\(.*?\)', '', ours).replace('`', '')
     assert in_docs == OTHER_TRAINERS
 

@@ -232,13 +232,13 @@ def test_every_rank_reads_every_source_in_its_share(sources, dataset, world_size
 
 
 def test_the_plan_names_epochs_and_what_is_too_small(sources):
-    lines = open_planned(sources, 'web:0.7,code:0.3', STAGES).lines(max_epochs=4)
+    lines = open_planned(sources, 'web:0.7,code:0.3', STAGES).lines()
     assert lines[:3] == ['from step 0: web 0.7, code 0.3', 'from step 40: web 0.2, books 0.8', 'from step 90: code 1']
     assert '480 samples of 46 windows, 10.43 epochs' in lines[5]
-    assert lines[6].startswith('WARNING: books is too small for its share: 10.4 epochs, max_epochs=4; ')
-    assert not any('WARNING' in line for line in open_planned(sources, 'web:0.7,code:0.3').lines(max_epochs=4))
-    assert open_planned(sources, 'web').lines(max_epochs=4) == []
-    late = open_planned(sources, 'web', ((200, 'code'),)).lines(max_epochs=4)
+    assert lines[6].startswith('WARNING: books is too small for its share: 10.4 epochs, and after 4 ')
+    assert not any('WARNING' in line for line in open_planned(sources, 'web:0.7,code:0.3').lines())
+    assert open_planned(sources, 'web').lines() == []
+    late = open_planned(sources, 'web', ((200, 'code'),)).lines()
     assert late[1] == 'WARNING: the run ends before: from step 200: code 1'
 
 
