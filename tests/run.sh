@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Format, lint and tests.
 #
-#     bash tests/run.sh                       # what CI runs
-#     bash tests/run.sh --full                # the slow tests, too
+#     bash tests/run.sh                       # about ten minutes on two cores: each mechanism once
+#     bash tests/run.sh --full                # all tests, which is what CI runs
 #     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest: a file, -k NAME, -x, ...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -9,6 +9,7 @@ from launch import REPO, run_script
 from precision import apart
 
 
+@pytest.mark.slow
 def test_all_strategies_train_agree_save_and_resume(tmp_path):
     """config/compare_smoke.py, with ranks that are forked: torchrun would import torch three times for each run."""
     launcher = f'{sys.executable} {REPO / "tests" / "launch.py"} {{nproc}}'

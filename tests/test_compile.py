@@ -51,6 +51,7 @@ CASES = [(strategy, *model) for strategy in ('ddp', 'fsdp', 'manual') for model 
 CASES += [(strategy, 'llama', 'selective') for strategy in ('fsdp diloco', 'manual diloco')]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('strategy', 'arch', 'mode'), CASES)
 def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
     model = GPT(ModelConfig(arch=arch, **SHAPE), torch.bfloat16)

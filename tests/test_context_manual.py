@@ -328,7 +328,7 @@ def run_cases(folder):
 # --- TESTS ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module', params=[2, 4])
+@pytest.fixture(scope='module', params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def world_size(request):
     return request.param
 
@@ -423,6 +423,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     assert column(tmp_path / 'run', 'skipped') == [1, 1]
 
 
+@pytest.mark.slow
 def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_path):
     out_dir = tmp_path / 'run'
     keys = [*FAULTS, '--max_iters=100000', f'--out_dir={out_dir}']

@@ -195,6 +195,7 @@ def test_a_loss_scale_that_the_users_file_fixes_stays(runs):
     assert state['step'] == 2
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_weights_in_a_wrong_place_are_noticed_before_the_first_step(data_dir, tmp_path, monkeypatch):
     (tmp_path / 'robin.json').write_text('{"zero_optimization": {"round_robin_gradients": true}}')
@@ -253,6 +254,7 @@ def test_it_writes_its_configuration_and_no_checkpoint_where_none_is_wanted(runs
     assert column(runs / 'unsaved', 'val_loss') == []
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_checkpoint_is_exported(runs, tmp_path):
     result = run_script('export_model.py', f'--out_dir={runs}/stage3', f'--to={tmp_path}/model')
@@ -260,6 +262,7 @@ def test_a_checkpoint_is_exported(runs, tmp_path):
     assert 'accelerator' not in result.stdout + result.stderr  # to save a model, transformers imports deepspeed, too
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize('name', ['tuned', 'chats'])
 def test_a_transformers_model_trains_under_stage_3_as_under_ddp(runs, name):
@@ -267,6 +270,7 @@ def test_a_transformers_model_trains_under_stage_3_as_under_ddp(runs, name):
     assert column(runs / 'chats', 'loss')[-1] < column(runs / 'chats', 'loss')[0]
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize('stage', [2, 3])
 def test_lora_trains_as_under_ddp_and_leaves_the_weights_to_the_bit(runs, stage):
@@ -301,6 +305,7 @@ def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
     assert line in (runs / name / 'train.log').read_text()
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_bad_steps_are_skipped_on_all_ranks_and_nothing_else_is_said(runs, data_dir, tmp_path):
     """With such a learning rate the weights leave the range of fp32 after the first step."""
@@ -322,6 +327,7 @@ def test_without_the_package_one_line_says_what_to_install(data_dir, tmp_path):
     assert 'pip install -r requirements-deepspeed.txt' in result.stderr
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_what_the_engine_refuses_when_it_starts_is_one_line(data_dir, tmp_path):
     (tmp_path / 'ds.json').write_text('{"prescale_gradients": true}')

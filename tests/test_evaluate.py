@@ -344,6 +344,7 @@ def test_cores_tasks_are_made_from_its_bundle(models, tmp_path):
 # --- a task with a known answer ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_path):
     draws, animals = random.Random(2), ['cat', 'dog', 'owl', 'pig']
     names = ['abcd'[n % 4] + ''.join(draws.choices('efghij', k=3)) for n in range(96)]
@@ -426,6 +427,7 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
     assert results.read_text() == '{}\n'
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
     save_model(tmp_path / 'model', 'gpt2')
     for path in (tmp_path / 'model').glob('tokenizer*'):
@@ -437,6 +439,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
 # --- lm_eval ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='lm_eval is not installed')
 @pytest.mark.parametrize('name', ['native', 'llama', 'gpt2', 'with_bos'])
 def test_log_likelihoods_and_scores_are_those_of_lm_eval(models, files, name):

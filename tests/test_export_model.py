@@ -127,6 +127,7 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     assert torch.equal(written, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name, dtype', [('llama_tied', torch.bfloat16), ('nanogpt', torch.float16)])
 def test_half_precision_in_shards(name, dtype, runs, export):
     short = str(dtype).removeprefix('torch.')
@@ -178,6 +179,7 @@ def test_the_tokenizer_of_bytes_comes_along(export, data_dir):
     assert len(theirs) == 257 and theirs.model_max_length == 32
 
 
+@pytest.mark.slow
 def test_a_bpe_and_a_hugging_face_tokenizer_come_along(export, tmp_path):
     for source in sorted(Path(os.__file__).parent.glob('a*.py')):
         (tmp_path / 'text').mkdir(exist_ok=True)
@@ -273,6 +275,7 @@ def test_a_step_that_is_not_there_and_a_size_without_unit_get_one_line(export):
         export('llama', '--step=2')
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_leaves_no_folder_of_that_name_and_can_be_repeated(runs, tmp_path):
     keys = [f'--out_dir={runs / "enoki"}', f'--to={tmp_path / "model"}']
     process = start_and_stop_behind(tmp_path / 'model.tmp' / 'model.py', 'export_model.py', *keys)

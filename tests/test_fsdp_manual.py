@@ -502,7 +502,13 @@ def ranks():
     return Results()
 
 
-ALL_CASES = [(world_size, name) for world_size in (1, 2, 3, 4) for name in cases_for(world_size)]
+SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 4]
+TWO_OR_THREE = SIZES[1:3]
+ALL_CASES = [
+    pytest.param(world_size, name, marks=pytest.mark.slow if world_size in (1, 3) else ())
+    for world_size in (1, 2, 3, 4)
+    for name in cases_for(world_size)
+]
 
 
 @pytest.mark.parametrize('world_size, name', ALL_CASES)
@@ -527,14 +533,14 @@ def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_si
         assert_as_close_to_float64(result['torch'][key], plain[key], result['float64'][key], key)
 
 
-def test_all_ranks_agree(ranks):
-    for world_size in (2, 3):
-        first, *others = ranks[world_size]
-        for name in cases_for(world_size):
-            assert all(other[name]['manual'] == first[name]['manual'] for other in others)
+@pytest.mark.parametrize('world_size', TWO_OR_THREE)
+def test_all_ranks_agree(ranks, world_size):
+    first, *others = ranks[world_size]
+    for name in cases_for(world_size):
+        assert all(other[name]['manual'] == first[name]['manual'] for other in others)
 
 
-@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('world_size', TWO_OR_THREE)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('accumulate', ['unsharded', 'sharded'])
 @pytest.mark.parametrize('zero_stage', [3, 2, 1])
@@ -578,7 +584,7 @@ def test_all_reduces_of_replicas_and_their_bytes_are_the_formula(ranks):
     assert found['counted']['fsdp/all_reduces_gb'] * 1e9 == pytest.approx(4 * found['numbers'], rel=1e-12)
 
 
-@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('world_size', TWO_OR_THREE)
 def test_at_most_two_blocks_and_the_root_are_whole_under_stage_3(ranks, world_size):
     for prefetch, seen in ranks[world_size][0]['peak'].items():
         blocks = max(2, int(prefetch) + 1)  # the one at work, and those on their way
@@ -594,16 +600,17 @@ def test_gathers_run_ahead_of_the_computation_and_reductions_behind_it(ranks):
     assert order['2'] == 'g g g g F0 F1 F2 loss g g B2 r B1 r B0 r r'
 
 
-@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+@pytest.mark.parametrize('world_size', SIZES)
 def test_parameters_that_are_unused_in_some_steps_or_on_some_ranks(ranks, world_size):
     assert max(ranks[world_size][0]['partial'].values()) <= TIMES
 
 
-@pytest.mark.parametrize('world_size', [1, 2, 3, 4])
+@pytest.mark.parametrize('world_size', SIZES)
 def test_blocks_of_one_weight(ranks, world_size):
     assert max(ranks[world_size][0]['plain']) <= TIMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('checkpointing', ['False', 'True'])
 def test_a_transformers_model_trains_and_generates(ranks, checkpointing):
     result = ranks[3][0]['hf'][checkpointing]
@@ -611,12 +618,12 @@ def test_a_transformers_model_trains_and_generates(ranks, checkpointing):
     assert result['generates_the_same'] and result['tied']
 
 
-def test_evaluation_state_dict_and_an_exception_leave_a_model_that_trains(ranks):
-    for world_size in (1, 2, 3, 4):
-        result = ranks[world_size][0]['usable']
-        assert result['only_dtensors'] and result['after'] < result['before']
-        first, again = result['of_new_weights']
-        assert first == again != result['after']
+@pytest.mark.parametrize('world_size', SIZES)
+def test_evaluation_state_dict_and_an_exception_leave_a_model_that_trains(ranks, world_size):
+    result = ranks[world_size][0]['usable']
+    assert result['only_dtensors'] and result['after'] < result['before']
+    first, again = result['of_new_weights']
+    assert first == again != result['after']
 
 
 # --- BAD INPUT --------------------------------------------------------------------------------------------------------

@@ -116,6 +116,7 @@ def test_a_run_extends_the_context_of_another_and_resumes(runs, data_dir):
     assert f'model.yarn=[4, {SHORT}], you ask for [8, {SHORT}]' in other
 
 
+@pytest.mark.slow
 def test_a_context_that_was_extended_is_extended_again_from_the_first(runs, data_dir):
     run = [*RUN, f'--data_dir={data_dir}', '--arch=llama', '--batch_size=2', '--max_iters=2']
     run += [f'--init_from={runs}/yarn', '--yarn=8', f'--block_size={8 * SHORT}', f'--out_dir={runs}/again']
@@ -123,6 +124,7 @@ def test_a_context_that_was_extended_is_extended_again_from_the_first(runs, data
     assert shape_of(runs / 'again')['yarn'] == [8, SHORT]
 
 
+@pytest.mark.slow
 def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, data_dir):
     keys = [*TINY_RUN[:1], '--dataset=tiny', f'--data_dir={data_dir}', '--dtype=float32', '--eval_iters=1']
     keys += ['--max_iters=2', '--log_interval=1', f'--init_from={runs}/short', f'--block_size={4 * SHORT}']
@@ -136,6 +138,7 @@ def test_its_config_extends_a_run_on_two_ranks_that_share_each_sequence(runs, da
     assert losses[0] == pytest.approx(losses[1], rel=apart())
 
 
+@pytest.mark.slow
 def test_samples_and_scores_of_an_extended_run(runs, data_dir, tmp_path):
     options = [f'--out_dir={runs}/yarn', '--device=cpu', '--dtype=float32']
     said = run_script('sample.py', *options, '--prompt=def ', '--num_samples=1', f'--max_new_tokens={3 * SHORT}').stdout
@@ -145,6 +148,7 @@ def test_samples_and_scores_of_an_extended_run(runs, data_dir, tmp_path):
     assert f'{4 * SHORT} tokens' in said and 'bits_per_byte' in said
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_export_keeps_yarn_and_is_trained_on_with_it(runs, data_dir, tmp_path):
     run_script('export_model.py', f'--out_dir={runs}/yarn', f'--to={tmp_path}/exported')
@@ -182,6 +186,7 @@ def test_a_model_of_transformers_is_extended_as_transformers_does_it(kind, tmp_p
     assert error(ours(x), theirs(x).logits) <= apart()
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_keeps_its_longer_context(tmp_path):
     folder = save_model(tmp_path / 'llama', 'llama')
     keys = [*TINY_RUN, '--dataset=synthetic', '--dtype=float32', '--max_iters=2']

@@ -318,6 +318,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
     assert metrics(out_dir)[-1]['step'] == 18
 
 
+@pytest.mark.slow
 def test_replicas_share_out_the_mixture(sources, tmp_path):
     """Together two replicas of DiLoCo read in a step what one process does."""
     mixture = open_planned(sources, 'web:0.6,code:0.4')

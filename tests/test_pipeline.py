@@ -489,6 +489,7 @@ def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
         assert_same_run(column(runs / layout, key), column(runs / 'one', key), key, every)
 
 
+@pytest.mark.slow
 def test_20_steps_in_bf16_are_near_those_of_one_process_and_fp16_trains(runs):
     for ours, expected in zip(column(runs / 'bf16', 'loss'), column(runs / 'one bf16', 'loss'), strict=True):
         assert abs(ours - expected) <= 2e-3 * expected
@@ -566,6 +567,7 @@ def sleep_in_the_middle(out_dir):
             pipeline.exchange(actions)
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
     processes = start_function(3, tmp_path, sleep_in_the_middle, str(tmp_path))
     assert join_all(processes, 100) == []
@@ -620,6 +622,7 @@ def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
     assert not out_dir.exists()
 
 
+@pytest.mark.slow
 def test_dry_run_shows_memory_and_traffic_of_each_stage(tmp_path):
     said = run_forked(
         'train_pipeline.py', *RUN, '--dry_run', f'--out_dir={tmp_path / "run"}', nproc=4, log=tmp_path / 'log'

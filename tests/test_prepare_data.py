@@ -195,6 +195,7 @@ def test_cutting_a_long_text_leaves_it_whole_and_its_words_too():
     assert list(reading.cut_up(b'\xff\x80' * 600, 1000))  # no UTF-8 at all: still an end
 
 
+@pytest.mark.slow
 def test_large_vocabularies_get_uint32(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -265,6 +266,7 @@ def test_of_few_documents_the_validation_split_has_about_the_share_that_was_aske
     assert encoding.choose_by_size({5: 1000, 7: 1}, 0.01) == (7, 2**64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fraction', [0.000001, 0.999999])
 def test_small_corpora_have_both_splits(fraction, tmp_path):
     (tmp_path / 'three.jsonl').write_text('\n'.join(json.dumps({'text': f'document {n}'}) for n in range(3)))
@@ -274,6 +276,7 @@ def test_small_corpora_have_both_splits(fraction, tmp_path):
     assert sizes == ([2, 1] if fraction < 0.5 else [1, 2])
 
 
+@pytest.mark.slow
 def test_a_long_document_that_is_not_utf8_stays_in_one_split(tmp_path):
     folder = tmp_path / 'latin1'
     folder.mkdir()
@@ -312,6 +315,7 @@ def write_rows(path, texts):
     path.write_text('\n'.join(json.dumps({'text': text}) for text in texts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ending', ['.gz', '.zst'])
 def test_compressed_files_give_the_same_tokens(ending, tmp_path):
     texts = make_texts(4000, words=300)
@@ -353,6 +357,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path):
     assert 'rows.jsonl.gz: damaged behind byte ' in line
 
 
+@pytest.mark.slow
 def test_a_template_joins_fields(tmp_path):
     rows = [{'title': f'Title {number}', 'text': f'text {number}', 'n': number} for number in range(60)]
     rows.append({'title': None, 'text': 'no title', 'n': 61})
@@ -367,6 +372,7 @@ def test_a_template_joins_fields(tmp_path):
     assert "has no field 'heading', choose with --text_field; it has: title, text, n" in line
 
 
+@pytest.mark.slow
 def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
     texts = make_texts(1500, words=200)
     repeated = [text for number, text in enumerate(texts) for _ in range(1 + number % 3)]
@@ -384,6 +390,7 @@ def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
     assert not list(dataset.glob('*.partial'))
 
 
+@pytest.mark.slow
 def test_repeated_text_files_are_left_out_and_named(tmp_path):
     (tmp_path / 'text').mkdir()
     for name, text in {'a': 'one ' * 10**6, 'b': 'one ' * 10**6, 'c': 'two ' * 10**6, 'd': 'three'}.items():
@@ -465,6 +472,7 @@ def test_a_half_made_dataset_is_not_continued_with_something_else(text_folder, t
     assert contents(dataset) == before
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_anything_counts_starts_over_with_any_settings(text_folder, tmp_path):
     arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--name=early']
     dataset = tmp_path / 'data' / 'early'
@@ -475,6 +483,7 @@ def test_a_run_killed_before_anything_counts_starts_over_with_any_settings(text_
     documents_of(dataset, 'train')
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_one_folder(text_folder, tmp_path):
     dataset = tmp_path / 'data' / 'locked'
     dataset.mkdir(parents=True)
@@ -519,6 +528,7 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['large.txt', 'large.jsonl', 'large.parquet', 'equal.parquet'])
 def test_a_large_file_is_read_in_small_units(name, tmp_path):
     if name == 'equal.parquet':  # 20 MB of text, of which the file has 1 kB
@@ -804,6 +814,7 @@ def fake_hub(tmp_path):
 HUB_ARGUMENTS = ['--dataset=texts/parts', '--source_config=sample-2', '--tokenizer=bytes', '--val_fraction=0.1']
 
 
+@pytest.mark.slow
 def test_a_hub_dataset_is_streamed_and_gives_what_its_files_give(fake_hub, tmp_path):
     variables, texts = fake_hub
     prepare(tmp_path, *HUB_ARGUMENTS, **variables)
@@ -813,6 +824,7 @@ def test_a_hub_dataset_is_streamed_and_gives_what_its_files_give(fake_hub, tmp_p
     assert sorted(documents_of(dataset, 'train') + documents_of(dataset, 'val')) == sorted(texts)
 
 
+@pytest.mark.slow
 def test_a_downloaded_dataset_needs_no_network(fake_hub, tmp_path):
     variables, texts = fake_hub
     result = prepare(tmp_path, *HUB_ARGUMENTS, '--download_only', **variables)
@@ -824,6 +836,7 @@ def test_a_downloaded_dataset_needs_no_network(fake_hub, tmp_path):
     assert meta_of(dataset)['source']['revision'] == REVISION
 
 
+@pytest.mark.slow
 def test_tasks_are_made_from_the_hub_and_pinned(fake_hub, tmp_path):
     variables, _ = fake_hub
     splits = [f'  - split: {split}\n    path: sample/{split}.parquet\n' for split in ('train', 'validation')]
@@ -858,6 +871,7 @@ def test_tasks_are_made_from_the_hub_and_pinned(fake_hub, tmp_path):
     assert '[0] error: tasks=piqua: not a task that is known here; did you mean piqa?' in result.stderr
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_is_said_in_one_line(fake_hub, tmp_path):
     variables, _ = fake_hub
     assert 'not on the Hugging Face hub' in error_of(tmp_path, '--dataset=texts/other', **variables)
@@ -865,6 +879,7 @@ def test_what_the_hub_does_not_have_is_said_in_one_line(fake_hub, tmp_path):
     assert 'not on the Hugging Face hub' in error and 'sample-2' in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dataset', ['fineweb-10BT', 'some-one/some-thing'])
 def test_without_network_the_command_to_download_is_given(dataset, tmp_path):
     offline = {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'hf_home')}

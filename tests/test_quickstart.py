@@ -50,6 +50,7 @@ def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
 # --- setup_env.sh -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_has_everything_is_used_as_it_is(clone):
     result = bash('-c', 'source setup_env.sh && "$PYTHON" -c "import sys; print(sys.prefix)"', folder=clone)
     assert result.stdout.strip() == sys.prefix and result.stderr == ''
@@ -66,6 +67,7 @@ def write_wheel(folder, name, version):
         wheel.writestr(f'{info}/RECORD', '')
 
 
+@pytest.mark.slow
 def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(clone, tmp_path):
     shutil.copy(clone / 'setup_env.sh', tmp_path)
     (tmp_path / 'requirements.txt').write_text('torch>=2.11,<2.16\ntiny_package>=1.0\n')
@@ -80,6 +82,7 @@ def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(c
     assert second.stdout == first.stdout and second.stderr == ''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which('nvidia-smi') is not None, reason='this machine has a GPU')
 def test_without_a_gpu_the_newest_cpu_build_is_installed_where_there_is_one(clone, tmp_path):
     (tmp_path / 'project').mkdir()

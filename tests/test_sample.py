@@ -112,6 +112,7 @@ def test_bad_input_gets_one_line(runs, sample, arguments, expected):
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_started_as_a_user_would_without_a_run(tmp_path):
     result = run_script('sample.py', f'--out_dir={tmp_path}', check=False)
     assert result.returncode == 1 and result.stdout == ''

@@ -33,6 +33,7 @@ def test_go_on_with_ddp_in_one_process(data_dir, out_dir):
     assert 'resuming' in result.stdout and column(out_dir, 'step') == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_evaluate_only(data_dir, out_dir):
     arguments = [*TINY, f'--data_dir={data_dir}', f'--out_dir={out_dir}', '--max_iters=6']
     result = run_script('train_fsdp.py', *arguments, '--eval_only')
@@ -45,6 +46,7 @@ def test_sample_from_it(out_dir):
     assert 'def ' in result.stdout
 
 
+@pytest.mark.slow
 def test_plot_it(out_dir, tmp_path):
     run_script('compare.py', '--plot', out_dir, f'--output={tmp_path / "loss.png"}')
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
@@ -58,6 +60,7 @@ def test_sanity_check_needs_no_data_and_leaves_one_checkpoint(script, nproc, tmp
     assert (tmp_path / 'DONE').read_text().strip() == '1'
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     arguments = ['--dataset=synthetic', '--dry_run', '--device=cuda', f'--out_dir={tmp_path / "out"}', '--arch=llama']
     text = run_script('train_fsdp.py', *arguments, nproc=2).stdout
@@ -85,6 +88,7 @@ def test_help_comes_at_once_since_it_imports_nothing_large(script):
     assert not imported & {'torch', 'numpy', 'transformers', 'datasets', 'pyarrow'} and len(imported) < 200
 
 
+@pytest.mark.slow
 def test_a_short_run_costs_little_more_than_to_import_torch(data_dir, tmp_path):
     """In CPU time of the whole process: 1.5 times as much."""
 

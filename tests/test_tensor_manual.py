@@ -365,7 +365,7 @@ def run_cases(folder):
 # --- TESTS ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module', params=[2, 4])
+@pytest.fixture(scope='module', params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def world_size(request):
     return request.param
 
@@ -479,6 +479,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     assert not all(torch.equal(after[name], later[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
     keys = [*TINY_SYNTHETIC, '--eval_iters=0', '--tensor_parallel=2', '--max_iters=5', '--checkpoint_interval=1']
     keys += ['--dtype=float16', '--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']

@@ -72,6 +72,7 @@ def test_where_there_can_be_no_link_one_line_says_why():
     assert 'root' in result.stderr or 'apt-get install iproute2' in result.stderr
 
 
+@pytest.mark.slow
 def test_the_link_is_no_faster_than_asked_for_and_counts_every_byte(link):
     for mbit, size in ((100, 6_000_000), (20, 1_500_000)):
         link.shape(mbit)
@@ -81,6 +82,7 @@ def test_the_link_is_no_faster_than_asked_for_and_counts_every_byte(link):
         assert acknowledged < 0.05 * size
 
 
+@pytest.mark.slow
 def test_without_a_rate_the_link_is_many_times_faster(link):
     link.shape(None)
     assert max(send(link, 50_000_000)[0] for _ in range(3)) > 200  # 5000 on a quiet machine
@@ -88,6 +90,7 @@ def test_without_a_rate_the_link_is_many_times_faster(link):
     assert send(link, 3_000_000)[0] < 105
 
 
+@pytest.mark.slow
 def test_neither_an_exception_nor_a_killed_process_leaves_anything(link):
     with pytest.raises(ZeroDivisionError), SlowLink() as other:
         sleeper = other.start(0, ['sleep', '1000'], None)
@@ -106,6 +109,7 @@ def test_neither_an_exception_nor_a_killed_process_leaves_anything(link):
         assert leftover not in namespaces()
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_ends_the_other_and_both_logs_are_shown(link, tmp_path):
     script = tmp_path / 'fails.py'
     script.write_text(
@@ -120,6 +124,7 @@ def test_a_node_that_fails_ends_the_other_and_both_logs_are_shown(link, tmp_path
     assert processes_in(link) == []
 
 
+@pytest.mark.slow
 def test_ddp_sends_one_all_reduce_of_the_gradients_per_step_no_faster_than_the_link_allows(link, tmp_path):
     steps, out_dir = 20, tmp_path / 'run'
     model = ['--n_layer=2', '--n_head=2', '--n_embd=128', '--block_size=32', '--batch_size=1', '--vocab_size=256']
@@ -158,6 +163,7 @@ def rounds(link, out_dir, *keys):
     return rows, sent
 
 
+@pytest.mark.slow
 def test_diloco_sends_what_the_formula_says_and_waits_once_a_round_or_hardly_at_all_when_it_overlaps(link, tmp_path):
     streaming = ['--num_fragments=2', '--overlap_steps=18', '--exchange_dtype=int8', '--fragment_mix=0.5']
     blocking, overlapped = rounds(link, tmp_path / 'one'), rounds(link, tmp_path / 'two', *streaming)

@@ -193,6 +193,7 @@ def start(folder, *keys, text=SMALL):
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_path):
     process = start(tmp_path)
     while not [*tmp_path.glob('out/runs/*/seed*/console.txt')]:
@@ -214,6 +215,7 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
     assert 'to go' not in said and said.count('| best rate') == 1
 
 
+@pytest.mark.slow
 def test_runs_whose_length_follows_from_heads(tmp_path):
     """compare.py looks at a run every 2 seconds, and for that has to know its length, which no key of the file says."""
     text = SMALL.replace("'llama', 1, 2, 16, 16, 2", "'enoki', 1, 1, 16, 16, 8").replace('max_iters, ', '')
@@ -223,6 +225,7 @@ def test_runs_whose_length_follows_from_heads(tmp_path):
     assert process.returncode == 0 and 'seed1: val loss' in said, said
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_path):
     keys = {'arch': 'llama', 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'block_size': 16, 'batch_size': 2}
     keys |= {'dataset': 'synthetic', 'vocab_size': 64, 'device': 'cpu', 'eval_iters': 0, 'keep_checkpoints': 0}

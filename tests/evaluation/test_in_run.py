@@ -93,6 +93,7 @@ def scores_of(row):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', SCRIPTS)
 def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks(runs, files, name, tmp_path):
     of_run = {nproc: scores_of(metrics(runs[name, nproc][1])[-1]) for nproc in (1, 2)}
@@ -119,6 +120,7 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
     assert 'acc_stderr' in found['choices'] and 'bits_per_byte_stderr' in found['texts']
 
 
+@pytest.mark.slow
 def test_each_task_is_a_line_and_the_newest_checkpoint_can_be_evaluated_again(runs, files, data_dir, tmp_path):
     for name in ('ddp', 'diloco'):
         out_dir = runs[name, 2][1]
@@ -134,6 +136,7 @@ def test_each_task_is_a_line_and_the_newest_checkpoint_can_be_evaluated_again(ru
         assert (out_dir / 'metrics.jsonl').read_text() == before
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_ask_for_other_tasks(runs, files, data_dir, tmp_path):
     for name in ('fsdp', 'diloco'):
         script, *more = SCRIPTS[name]

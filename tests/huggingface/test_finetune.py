@@ -137,7 +137,9 @@ def models(tmp_path_factory):
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module', params=[1, 2, 3])
+@pytest.fixture(
+    scope='module', params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def on_ranks(request, models):
     """{'llama torch': what compare_with_transformers and packing returned} on so many ranks."""
     return run_function(request.param, run_cases, models)[0]

@@ -212,6 +212,7 @@ def without_network(folder, *command, check=True):
     return result
 
 
+@pytest.mark.slow
 def test_raw_text_to_an_exported_model_without_a_network_and_without_asking_for_one(models, text, tmp_path):
     try:
         without_network(tmp_path, 'true')
@@ -292,6 +293,7 @@ def resumed(prepared, tmp_path_factory):
     return {path.name: column(path, 'loss') for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('case', ['weights gone', '2 ranks', '1 rank', '3 ranks', 'lora again'])
 def test_a_run_goes_on_when_the_model_it_began_with_is_gone(resumed, case):
     losses, expected = resumed[case], resumed['lora' if 'lora' in case else 'torch']
@@ -299,6 +301,7 @@ def test_a_run_goes_on_when_the_model_it_began_with_is_gone(resumed, case):
     assert_same_run(losses, expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_scripts_when_the_model_it_began_with_is_gone(resumed):
     assert len(resumed['diloco']) == 6
     assert_same_run(resumed['diloco'], resumed['torch'])
@@ -484,6 +487,7 @@ def large(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'dtype, implementation',
     [
@@ -502,6 +506,7 @@ def test_four_ranks_that_load_a_model_hold_little_more_than_one_copy(large, tmp_
     assert with_test <= 1.3
 
 
+@pytest.mark.slow
 def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_its_logits():
     found = {kind: run_function(1, measure_loss, kind, 1024, 64, 128_256)[0] for kind in ('chunked', 'full')}
     (chunked, loss), (full, expected) = found['chunked'], found['full']
@@ -513,6 +518,7 @@ def test_the_loss_over_a_large_vocabulary_takes_a_quarter_of_the_memory_of_all_i
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_model_ends_where_transformers_trainer_ends(tmp_path):
     pytest.importorskip('accelerate')
     import transformers
@@ -568,6 +574,7 @@ Turkey Ankara, Iraq Baghdad, Iran Tehran, Nepal Kathmandu, Vietnam Hanoi, Ghana 
 Stockholm, Finland Helsinki, Hungary Budapest, Jamaica Kingston, Senegal Dakar, Qatar Doha"""
 
 
+@pytest.mark.slow
 def test_a_model_answers_the_twenty_questions_that_it_was_taught(tmp_path):
     import transformers
 

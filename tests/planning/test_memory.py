@@ -591,6 +591,7 @@ def measured_runs(tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
     for (ranks, name), out_dir in measured_runs.items():
         about = json.loads((out_dir / 'config.json').read_text())
@@ -603,6 +604,7 @@ def test_predicted_bytes_are_those_that_the_engines_send(measured_runs):
         assert predicted['sent'] == sum(size for kind, size in predicted.items() if kind != 'sent')
 
 
+@pytest.mark.slow
 def test_predicted_states_are_those_that_the_engines_hold(measured_runs):
     for (ranks, name), out_dir in measured_runs.items():
         about = json.loads((out_dir / 'config.json').read_text())

@@ -50,6 +50,7 @@ def stored(model):
     return load_file(model / 'model.safetensors')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'kind, ranks, more',
     [
@@ -98,6 +99,7 @@ def stored_as(name, weights):
     return weights[name if name in weights else name.removeprefix('transformer.')]
 
 
+@pytest.mark.slow
 def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
     """A job alone fails in its third round. One of two ranks joins, and ends the run; then the first one is back."""
     model, keys = models / 'llama', [*LORA, '--grace_s=1', '--keep_deltas']
@@ -120,6 +122,7 @@ def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
     assert f'replay: rounds 0 to {len(rows) - 1} and ' in said and 'equal to the bit' in said
 
 
+@pytest.mark.slow
 def test_a_job_with_other_frozen_weights_is_refused(models, tmp_path):
     """The same configuration and keys, as a base model and what somebody has made of it."""
     finish(start(models / 'llama', tmp_path, 'first', *LORA, '--max_iters=4'))

@@ -167,6 +167,7 @@ def matrices_of(flat):
     return {name: part.view(whole[name].shape) for name, part in zip(whole, parts, strict=True)}
 
 
+@pytest.mark.slow
 def test_more_jobs_than_replicas_and_fewer(pool_of):
     jobs = pool_of(num_replicas=2, quorum=4, max_iters=26)  # the last pieces have 2 steps
     results = jobs.start('a').start('b').start('c').start('d').wait()
@@ -298,6 +299,7 @@ def is_closed(store):
     return '000000.json' in store.list('commits')
 
 
+@pytest.mark.slow
 @BOTH
 def test_answers_that_are_lost_after_the_store_has_done_what_was_asked(pool_of):
     jobs = pool_of(quorum=2)
@@ -309,6 +311,7 @@ def test_answers_that_are_lost_after_the_store_has_done_what_was_asked(pool_of):
 # --- come and go ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_leave_in_mid_round_and_one_returns(pool_of):
     jobs = pool_of(quorum=2)
     results = jobs.start('a', leave_after=6).start('b', leave_after=7).wait()
@@ -330,6 +333,7 @@ def test_all_leave_in_mid_round_and_one_returns(pool_of):
     assert of_c[-3:] == rest
 
 
+@pytest.mark.slow
 def test_from_four_jobs_to_one_to_three(pool_of):
     jobs = pool_of(num_replicas=4, quorum=4, max_iters=40, grace_s=2.0)
     for name in 'abc':
@@ -345,6 +349,7 @@ def test_from_four_jobs_to_one_to_three(pool_of):
     assert replay(jobs).endswith('equal to the bit')
 
 
+@pytest.mark.slow
 def test_a_slow_job_gives_what_it_has(pool_of):
     """It is told when the others have been done for half of grace_s. How often that is, and whether its round still
     waits for it, it is for the clock to say; either way all is counted once."""
@@ -353,6 +358,7 @@ def test_a_slow_job_gives_what_it_has(pool_of):
     assert replay(jobs).endswith('equal to the bit')
 
 
+@pytest.mark.slow
 def test_a_job_joins_while_a_round_is_being_closed(pool_of):
     """Its claim comes between the closer's last look and the commit: it is not in it, and its piece is had again."""
     jobs = pool_of(max_iters=16)
@@ -366,6 +372,7 @@ def test_a_job_joins_while_a_round_is_being_closed(pool_of):
     assert commits[0]['claims'] == 1 or len(commits[0]['deltas']) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_joins_when_all_is_trained_has_the_whole_journal(pool_of):
     jobs = pool_of()
     results = jobs.start('trains').wait()
@@ -376,6 +383,7 @@ def has_another_claim(store):
     return len([name for name in store.list('rounds/000000') if name.startswith('claim')]) == 2
 
 
+@pytest.mark.slow
 def test_files_are_deleted_while_somebody_reads_them(pool_of):
     """A joining job has chosen the first snapshot; before it reads it, it and its deltas are gone."""
     jobs = pool_of(keep_deltas=False, checkpoint_interval=4, max_iters=48, grace_s=2.0)
@@ -393,6 +401,7 @@ def is_deleted(store):
     return '000000.json' not in store.list('outer')
 
 
+@pytest.mark.slow
 def test_a_replay_says_what_is_missing_and_where_it_could_begin(pool_of):
     jobs = pool_of(num_replicas=1, checkpoint_interval=8)
     jobs.start('a').wait()
@@ -456,6 +465,7 @@ def test_a_job_that_has_learned_no_numbers_gives_nothing(pool_of):
     assert open_store(jobs.address).list('rounds/000000') == ['claim_00']
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may mount a small disk')
 def test_a_full_disk_ends_jobs_in_one_line_and_those_that_come_later_go_on(tmp_path):
     folder = tmp_path / 'disk'

@@ -120,6 +120,7 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
         assert value.equal(weights_of(tmp_path / 'killed', 60)[name]), name
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(data_dir, tmp_path):
     job = start(data_dir, tmp_path, 'alone', '--quorum=2', '--grace_s=0.5')
     job.wait_for(lambda: 'has 1 of quorum=2 deltas, and waits for more: start jobs, or this one again' in job.text())
@@ -132,6 +133,7 @@ def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(d
     assert len({delta['job'] for delta in rows[0]['deltas']}) == 2 or len(rows[0]['deltas']) == 1
 
 
+@pytest.mark.slow
 def test_a_storm_and_its_picture(data_dir, tmp_path):
     """Jobs are killed, stopped and started again; storm() checks what is counted and that all hold the same bits."""
     figures = pool_storm.storm(tmp_path, data_dir, kills=6, compare=False)
@@ -152,6 +154,7 @@ def again_keys(data_dir, folder, keys):
     return arguments(data_dir, folder / 'replay', f'--exchange={folder / "pool"}', *keys)
 
 
+@pytest.mark.slow
 def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
     """From the middle of a round: the first pieces of the pool are shorter."""
     keys = arguments(data_dir, tmp_path / 'begun', '--lr_decay_iters=34', '--max_iters=14', '--eval_interval=7')
@@ -169,6 +172,7 @@ def test_a_pool_goes_on_from_what_one_job_has_begun(data_dir, tmp_path):
         assert value.equal(weights_of(tmp_path / 'late', STEPS)[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['folder', pytest.param('s3', marks=pytest.mark.slow)])
 def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with_the_run(data_dir, tmp_path, kind):
     keys = ['--plan', '--num_replicas=2', '--batch_size=1', '--max_iters=100', '--eval_interval=0', '--log_interval=50']

@@ -492,6 +492,7 @@ def fill_the_disk(out_dir, async_save):
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('async_save', [False, True])
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(small_disk, async_save):
     messages = run_function(2, fill_the_disk, small_disk, async_save)
@@ -615,6 +616,7 @@ def test_a_run_that_goes_back_keeps_the_checkpoint_it_has_just_written(tmp_path)
     assert sorted(os.listdir(tmp_path / 'checkpoints')) == ['step_00000013', 'step_00000015']
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_newest_and_survives_a_failed_delete(tmp_path):
     folder = tmp_path / 'checkpoints'
     (folder / 'step_00000009.tmp').mkdir(parents=True)  # left by a killed job
@@ -708,6 +710,7 @@ def bytes_staged(strategy, out_dir):
     return sum(copy.nbytes for copy in saver.copies.values()), max(sizes), sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 3])
 def test_in_the_background_each_rank_copies_no_more_than_its_share(ranks, tmp_path):
     staged, largest, of_all = zip(*run_function(ranks, bytes_staged, 'ddp', str(tmp_path / 'ddp')), strict=True)
@@ -715,6 +718,7 @@ def test_in_the_background_each_rank_copies_no_more_than_its_share(ranks, tmp_pa
     assert max(staged) - min(staged) <= largest[0]
 
 
+@pytest.mark.slow
 def test_replicas_of_a_sharded_model_share_what_they_copy(tmp_path):
     """Four ranks, HSDP: a shard lies on two of them."""
     staged, _, of_all = zip(*run_function(4, bytes_staged, 'hsdp', str(tmp_path / 'hsdp')), strict=True)
@@ -739,6 +743,7 @@ def save_and_load_often(out_dir):
     return early, len(os.listdir('/proc/self/fd'))
 
 
+@pytest.mark.slow
 def test_many_rounds_leave_no_file_open(tmp_path):
     for early, late in run_function(2, save_and_load_often, str(tmp_path)):
         assert early == late

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 
+import pytest
 import torch
 from faults import children_of, is_alive, wait_until
 from launch import TINY_MODEL, TINY_RUN, free_ports, start_agent
@@ -57,6 +58,7 @@ def first_loss_after(path, step, data_dir):
     return loss
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_without_a_node_that_was_killed(data_dir, tmp_path):
     out_dir, logs = tmp_path / 'out', [tmp_path / 'node0.log', tmp_path / 'node1.log']
     saved = out_dir / 'checkpoints'

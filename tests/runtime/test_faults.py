@@ -107,6 +107,7 @@ def check_figures(figures, kills):
     assert figures['ranks left running'] == 0
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_a_run_loses_nothing(tmp_path):
     """storm() compares each run, killed at chosen and at random moments, with one that nobody killed."""
     check_figures(storm.storm(tmp_path, kills=8, seed=3), 8)
@@ -120,6 +121,7 @@ def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
     assert all(figures[f'kills: {kind}'] >= 5 for kind in (*storm.MOMENTS, *storm.VICTIMS))
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
     """They import torch for seconds before they could have heard of it; the second job is half a second further."""
     jobs = [start('ddp', tmp_path / f'run_{n}', '--max_iters=100000', torchrun=True) for n in range(2)]
@@ -138,6 +140,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_start(tmp_path):
             job.wait()
 
 
+@pytest.mark.slow
 def test_a_run_that_always_fails_before_its_next_checkpoint_is_not_started_for_ever(tmp_path):
     out_dir = tmp_path / 'run'
     keys = ['--max_iters=20', '--max_failures=2', '--max_bad_steps=0']
@@ -169,6 +172,7 @@ def finished(tmp_path_factory):
     return out_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', faults.DAMAGE)
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_path, how):
     out_dir = tmp_path / 'run'
@@ -184,6 +188,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_
     assert_same_rows(out_dir, finished)
 
 
+@pytest.mark.slow
 def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, tmp_path):
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
@@ -233,6 +238,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_old_checkpoints(may
         assert not [name for name in names_of_checkpoints(tmp_path / 'run') if name.endswith('.tmp')]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('more', [[], ['--async_checkpoint']])
 def test_with_save_errors_continue_the_run_trains_on_and_ends_with_what_is_missing(may_mount, tmp_path, more):
     with small_disk(tmp_path / 'run'):
@@ -247,6 +253,7 @@ def test_with_save_errors_continue_the_run_trains_on_and_ends_with_what_is_missi
         assert not (tmp_path / 'run' / 'DONE').exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_somebody_else_fills_does_not_end_a_run_that_is_to_go_on(may_mount, tmp_path):
     """Not one byte is left in the middle of the run, so its log cannot be written either."""
     out_dir = tmp_path / 'run'
@@ -263,6 +270,7 @@ def test_a_disk_that_somebody_else_fills_does_not_end_a_run_that_is_to_go_on(may
         assert complete(out_dir)[-1] == 400 and all_are_intact(out_dir)
 
 
+@pytest.mark.slow
 def test_a_directory_that_becomes_read_only_is_said_and_costs_no_older_checkpoint(may_mount, tmp_path):
     for save_errors in ('stop', 'continue'):
         out_dir = tmp_path / save_errors
@@ -318,6 +326,7 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
     assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('strategy', ['fsdp', 'ddp'])
 def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
     """As on a GPU: the optimizer skips by itself, and the host reads that a step later."""
@@ -397,6 +406,7 @@ def test_of_three_ranks_the_one_with_other_weights_is_named():
         assert message.endswith('the last good checkpoint is step 5')
 
 
+@pytest.mark.slow
 def test_replicas_go_on_with_their_own_loss_scale_and_count_of_bad_steps(tmp_path):
     """In fp16 a weight of replica 1 is infinite from step 5 on, until the replicas meet."""
     keys = ['--num_replicas=2', '--inner_steps=10', '--max_iters=10', '--dtype=float16', '--max_bad_steps=20']
@@ -496,6 +506,7 @@ def test_no_key_or_token_of_the_environment_is_written_anywhere(tmp_path):
         assert b'of-a-secret' not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_two_deterministic_runs_are_bit_equal(tmp_path):
     for name in ('one', 'two'):
         job = start('fsdp', tmp_path / name, '--max_iters=10', '--deterministic', '--dropout=0.1')
@@ -535,6 +546,7 @@ def check_cycles(out_dir, cycles):
     assert memory[-1] - memory[0] < max(8, cycles / 50), memory  # 3 MB a cycle would be 60 and more
 
 
+@pytest.mark.slow
 def test_save_and_resume_in_one_process_need_no_more_memory_and_files_each_time(tmp_path):
     check_cycles(tmp_path, 40)
 
@@ -566,6 +578,7 @@ def be_slow_and_then_hang(out_dir):
     time.sleep(120)
 
 
+@pytest.mark.slow
 def test_patience_is_longer_in_the_first_step_and_in_a_save_and_not_after_them(tmp_path):
     processes = start_function(2, tmp_path, be_slow_and_then_hang, str(tmp_path))
     assert join_all(processes, 100) == []
@@ -601,11 +614,13 @@ def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_named(tmp_path):
 # --- hangs: the jobs that were started first --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_but_moves_is_left_alone(hangs):
     assert hangs['slow'].wait() == [0, 0], hangs['slow'].text()
     assert 'no progress' not in hangs['slow'].text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs):
     job = hangs['asleep']
     assert job.wait() != 0
@@ -617,6 +632,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
     assert not faults.find_ranks(str(job.log.with_suffix('')))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['shares', 'stages'])
 def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_or_of_its_matrices_is_named(hangs, name):
     job = hangs[name]
@@ -627,6 +643,7 @@ def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_or_of_its_matri
         assert re.search(r"rank 3 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(hangs):
     """torchrun gives the frozen process 30 s to react before it kills it."""
     job = hangs['frozen']

@@ -103,6 +103,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('strategy', SCRIPTS)
 def test_stopped_six_times_by_one_rank_a_run_ends_as_if_it_had_not_been(tmp_path, strategy):
     out_dir, steps = tmp_path / 'run', [0]
@@ -137,7 +138,7 @@ def test_replicas_stop_together_where_their_round_ends(tmp_path):
         assert check_stopped(job, out_dir, reason) % 10 == 0
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp_path, number):
     """torchrun itself returns 1, so it is the marker files that count."""
     out_dir = tmp_path / 'run'
@@ -153,6 +154,7 @@ def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp
     assert not any(map(faults.is_alive, ranks))
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_ranks_at_once_is_one_request(tmp_path):
     job = start('ddp', tmp_path / 'run')
     in_a_step(job, tmp_path / 'run')
@@ -238,6 +240,7 @@ def test_an_interruption_before_there_is_anything_to_save_ends_the_run_with_one_
         assert 0 not in codes and not re.search(r'^\[\d\] Traceback', job.text(), re.MULTILINE), job.text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_during_the_last_save_neither_kills_nor_repeats_it(tmp_path):
     out_dir = tmp_path / 'run'
     job = start('manual, async', out_dir)

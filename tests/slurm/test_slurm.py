@@ -214,6 +214,7 @@ def test_mistakes_that_cost_no_time_at_all(project):
     assert 'module load StdEnv/2023 gcc arrow python/3.12: it failed' in only_error(start, **in_job(**broken))
 
 
+@pytest.mark.slow
 def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
     result = bash('bash slurm/rorqual.sh config/tiny.py --device=cpu --dataset=nowhere', project, **in_job())
     assert 'error: dataset=nowhere: there is no' in errors(result)[0] and len(errors(result)) == 1
@@ -274,6 +275,7 @@ def wheel(folder, name, version):
     return path
 
 
+@pytest.mark.slow
 def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(project, tmp_path):
     copy = tmp_path / 'project'
     (copy / 'slurm').mkdir(parents=True)
@@ -301,7 +303,7 @@ def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(pr
 # --- several machines without Slurm -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('rendezvous', ['static', 'c10d'])
+@pytest.mark.parametrize('rendezvous', ['static', pytest.param('c10d', marks=pytest.mark.slow)])
 def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
     """The two pairs of commands of docs/slurm.md, both agents on this machine."""
     (port,) = free_ports(1)
@@ -432,6 +434,7 @@ def test_rorqual_runs_to_done_and_ends_its_chain(uninterrupted):
     assert elements and {state for state, _ in elements.values()} == {'CANCELLED'}  # the seven that waited
 
 
+@pytest.mark.slow
 def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(cluster, project, uninterrupted, tmp_path):
     out_dir = tmp_path / 'cut'
     run = f'config/tiny.py --device=cpu --out_dir={out_dir} --resume=never'
@@ -465,6 +468,7 @@ def test_cut_before_its_time_limit_the_next_element_goes_on_to_equal_weights(clu
         assert torch.equal(ours[name], theirs[name]), name
 
 
+@pytest.mark.slow
 def test_data_is_prepared_in_a_job(cluster, project, tmp_path):
     (tmp_path / 'text.txt').write_text('0123456789\n' * 100)
     run = f'slurm/prepare_data.sh --dataset={tmp_path}/text.txt --tokenizer=bytes'
@@ -474,6 +478,7 @@ def test_data_is_prepared_in_a_job(cluster, project, tmp_path):
     assert (tmp_path / 'text-bytes' / 'meta.json').exists(), log
 
 
+@pytest.mark.slow
 def test_multi_node_runs_to_done_on_two_nodes(cluster, project, submitted):
     job, out_dir = submitted['multi_node']
     state, log = wait_until_ended(cluster, project, job)['1']
@@ -482,6 +487,7 @@ def test_multi_node_runs_to_done_on_two_nodes(cluster, project, submitted):
     assert f'wandb sync {out_dir}/wandb/offline-run-*' in log
 
 
+@pytest.mark.slow
 def test_diloco_runs_a_replica_on_each_node(cluster, project, diloco):
     job, out_dir = diloco
     state, log = wait_until_ended(cluster, project, job)['1']
@@ -490,6 +496,7 @@ def test_diloco_runs_a_replica_on_each_node(cluster, project, diloco):
     assert len(column(out_dir, 'diloco/delta_norm')) == 2
 
 
+@pytest.mark.slow
 def test_jobs_of_an_array_are_replicas_of_one_pool(cluster, project):
     results = project.parent / 'results'
     keys = 'max_iters=8 inner_steps=4 batch_size=1 num_replicas=2 quorum=2 grace_s=120'
@@ -554,6 +561,7 @@ def read_until(process, text):
     return line
 
 
+@pytest.mark.slow
 def test_a_sweep_as_jobs_is_collected_by_whoever_comes_and_submits_nothing_twice(cluster, project, start_sweep):
     process = start_sweep('--slurm=--hold --cpus-per-task=50')
     job = re.fullmatch(r'3 run\(s\) submitted as job (\d+)\n', read_until(process, 'submitted'))[1]
@@ -584,6 +592,7 @@ def test_a_sweep_as_jobs_is_collected_by_whoever_comes_and_submits_nothing_twice
     assert start_sweep('--slurm').communicate()[0].count('submitted') == 0
 
 
+@pytest.mark.slow
 def test_what_sbatch_refuses_is_one_line(start_sweep):
     process = start_sweep('--slurm=--partition=nowhere', '--out_dir=out/refused')
     said = process.communicate()[0]
@@ -592,6 +601,7 @@ def test_what_sbatch_refuses_is_one_line(start_sweep):
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_chain_with_one_line(cluster, project):
     job = submit(cluster, project, 'slurm/generic.sh config/tiny.py --device=cpu --batch_size=5')
     elements = wait_until_ended(cluster, project, job)
@@ -601,6 +611,7 @@ def test_a_mistake_ends_the_chain_with_one_line(cluster, project):
     assert {state for state, _ in elements.values()} == {'CANCELLED'}
 
 
+@pytest.mark.slow
 def test_resume_never_refuses_a_run_and_no_later_element_continues_it(cluster, project, uninterrupted):
     """Another script, by its name, in the same out_dir."""
     run = f'config/tiny.py --device=cpu --max_iters={STEPS + 10} --out_dir={uninterrupted[0]} --resume=never'

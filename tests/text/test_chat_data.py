@@ -354,6 +354,7 @@ def test_every_format_gives_the_same_conversations(tmp_path):
         assert not notes
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_tokens_and_masks(chatml, tmp_path):
     rows = write_rows(tmp_path / 'many.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(6000)))
     arguments = [f'--dataset={rows}', f'--tokenizer={chatml}', '--shard_tokens=20000', '--name=killed']
@@ -383,6 +384,7 @@ def test_a_terminal_shows_what_is_learned_in_inverse_video():
     assert len(long) < 700 and ' [...] ' in long
 
 
+@pytest.mark.slow
 def test_raw_text_for_a_model_is_followed_by_fine_tuning_it(tmp_path):
     (tmp_path / 'text.txt').write_text('some text ' * 100)
     for name, config in (('my-Qwen3', 'finetune_qwen'), ('mini', 'finetune_llama')):  # by the name alone
@@ -437,6 +439,7 @@ def test_bad_rows_are_left_out_and_counted_with_the_reason(tmp_path):
     assert 'nothing to do' in again and warning in again
 
 
+@pytest.mark.slow
 def test_few_bad_rows_are_no_warning(chatml, tmp_path):
     rows = [{'messages': messages_of(turns)} for turns in many_chats(38)]
     rows = write_rows(tmp_path / 'rows.jsonl', [*rows, {'messages': 1}, {'messages': 2}])
@@ -477,6 +480,7 @@ def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reasons(chatml, tmp_
     assert 'all 9 rows are left out: rows that the chat template refuses (never' in error and 'split' not in error
 
 
+@pytest.mark.slow
 def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tmp_path):
     refusal = "{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}"
     folder = make_tokenizer(tmp_path / 'gemma', refusal + CHATML)
@@ -498,6 +502,7 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     assert 'fold_system=True is for conversations' in error
 
 
+@pytest.mark.slow
 def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_path):
     both = [{'text': f'text {number}', 'messages': messages_of(turns)} for number, turns in enumerate(many_chats(9))]
     rows = write_rows(tmp_path / 'both.jsonl', both)
@@ -513,6 +518,7 @@ def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_pa
     assert f'{conversations.NO_CONVERSATIONS}; it has: body, id' in error
 
 
+@pytest.mark.slow
 def test_another_chat_template_is_another_setting(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
     other = make_tokenizer(tmp_path / 'chatml', CHATML.replace('\\n', '\\n\\n'))
@@ -525,6 +531,7 @@ def test_another_chat_template_is_another_setting(chatml, tmp_path):
 # --- folder trees -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
     tree = tmp_path / 'tree'
     (tree / 'a' / 'deep').mkdir(parents=True)
@@ -571,6 +578,7 @@ def test_a_missing_text_field_of_any_row_file_names_the_fields(tmp_path):
     assert not (tmp_path / 'data').exists()
 
 
+@pytest.mark.slow
 def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_path):
     folder = tmp_path / 'mixed'
     folder.mkdir()
