@@ -31,7 +31,9 @@ from planning.sizes import (
 )
 
 # fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
-OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update.moments) for name, update in optim.UPDATES.items()}
+OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {
+    name: len(update.moments) for name, update in optim.UPDATES.items()
+}
 DEEPSPEED_BUCKET = 2**25  # numbers that are reduced together: deepspeed_engine.py asks for it
 
 
