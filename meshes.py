@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from huggingface import finetune
 from model import ModelConfig
-from runtime.scaling import accumulation_steps, counted
+from runtime.batches import accumulation_steps, counted
 
 
 def fsdp_axes(config, world_size):

@@ -11,7 +11,7 @@ from planning.memory import memory_bytes, moments, stage_memory, totals
 from planning.rules import rule_rows
 from planning.sizes import FP32, counts_of, empty_model, part_of_rank
 from planning.traffic import communication_bytes, stage_traffic
-from runtime.scaling import batch_line, counted
+from runtime.batches import batch_line, counted
 
 
 def dry_run(config, shape, world_size, strategy='ddp'):

@@ -28,7 +28,7 @@ from huggingface import finetune
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
-from runtime import checkpoint, errors, health, offload, processes, scaling, stopping
+from runtime import batches, checkpoint, errors, health, offload, processes, stopping
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
 
@@ -221,12 +221,12 @@ def fill_batch(run):
     ranks = run.ranks // stages  # by default one micro-step per stage, which fills a pipeline just once
     reading = meshes.ranks_for_batches(vars(config), ranks)  # different sequences
     config.global_batch_size = config.global_batch_size or config.batch_size * stages * reading
-    run.accumulation_steps = scaling.accumulation_steps(config.global_batch_size, config.batch_size, reading)
+    run.accumulation_steps = batches.accumulation_steps(config.global_batch_size, config.batch_size, reading)
     run.tokens_per_step = config.global_batch_size * config.block_size
     train, val = run.train_data, run.val_data
     run.notes += [
         f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens',
-        scaling.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
+        batches.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
     ]
 
 
@@ -270,7 +270,7 @@ def fill_length(run):
             f'num_epochs={config.num_epochs}: sources of a mixture have epochs of their own; use --max_iters'
         )
     else:
-        config.max_iters = scaling.iterations_of_epochs(
+        config.max_iters = batches.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
 
@@ -282,7 +282,7 @@ def fill_rates(run):
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
     filled, of_rules = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
-    run.notes += of_rules + scaling.cautions(vars(config), run.train_data.n_windows)
+    run.notes += of_rules + batches.cautions(vars(config), run.train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10

@@ -1,28 +1,28 @@
-"""scaling.py: batches that divide and those that do not, epochs, and what is legal but hardly meant."""
+"""batches.py: batches that divide and those that do not, epochs, and what is legal but hardly meant."""
 
 import pytest
 
 import meshes
 from optim import learning_rate_at
-from runtime import scaling
+from runtime import batches
 
 
 def test_accumulation_steps_complete_the_global_batch():
-    assert scaling.accumulation_steps(512, 8, 4) == 16
-    assert scaling.accumulation_steps(8, 8, 1) == 1
+    assert batches.accumulation_steps(512, 8, 4) == 16
+    assert batches.accumulation_steps(8, 8, 1) == 1
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_and_the_nearest_that_do():
     with pytest.raises(ValueError, match='global_batch_size=100 .*batch_size=8 x 4 ranks.*global_batch_size=96 or 128'):
-        scaling.accumulation_steps(100, 8, 4)
+        batches.accumulation_steps(100, 8, 4)
     with pytest.raises(ValueError, match='--global_batch_size=32,'):
-        scaling.accumulation_steps(8, 8, 4)
+        batches.accumulation_steps(8, 8, 4)
     with pytest.raises(ValueError, match='batch_size=0'):
-        scaling.accumulation_steps(8, 0, 4)
+        batches.accumulation_steps(8, 0, 4)
 
 
 def test_the_batch_line_multiplies_out():
-    line = scaling.batch_line(batch_size=8, accumulation_steps=16, world_size=4, block_size=2048)
+    line = batches.batch_line(batch_size=8, accumulation_steps=16, world_size=4, block_size=2048)
     assert '8 sequences x 16 micro-steps x 4 ranks = 512 sequences' in line and '1,048,576 tokens per step' in line
 
 
@@ -30,23 +30,23 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config = {'max_iters': 1000, 'warmup_iters': 100, 'global_batch_size': 32}
     config |= {'eval_iters': 20, 'eval_only': False, 'trace_step': 0}
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
-    assert scaling.cautions(config, n_windows=1000) == []
+    assert batches.cautions(config, n_windows=1000) == []
     for changes, said in (
         ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
         ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: expected 1 or more'),
         ({'trace_step': -3}, 'trace_step=-3: expected 1 to max_iters=1000, or 0'),
     ):
         with pytest.raises(ValueError, match=said):
-            scaling.cautions({**config, **changes}, n_windows=1000)
-    assert scaling.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
-    (line,) = scaling.cautions({**config, 'trace_step': 1001}, n_windows=1000)
+            batches.cautions({**config, **changes}, n_windows=1000)
+    assert batches.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
+    (line,) = batches.cautions({**config, 'trace_step': 1001}, n_windows=1000)
     assert 'trace_step=1001 of max_iters=1000 steps: nothing is recorded' in line
-    (line,) = scaling.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
+    (line,) = batches.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
     assert 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is learned' in line
     for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
-        assert scaling.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
-    assert scaling.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
-    (line,) = scaling.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
+        assert batches.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
+    assert batches.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
+    (line,) = batches.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
     assert 'warmup_iters=1000 of max_iters=1000 steps: the learning rate never reaches its peak' in line
     assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
 
@@ -64,10 +64,10 @@ def test_replicas_must_divide_the_ranks():
 
 
 def test_epochs_are_rounded_up_to_whole_steps():
-    assert scaling.iterations_of_epochs(3, n_windows=100, global_batch_size=8) == 38
-    assert scaling.iterations_of_epochs(2.0, 100, 8) == 25
-    assert scaling.iterations_of_epochs(0.07, 100, 1) == 7  # 0.07 * 100 is 7.000000000000001
-    assert scaling.iterations_of_epochs(0.001, 30, 64) == 1
+    assert batches.iterations_of_epochs(3, n_windows=100, global_batch_size=8) == 38
+    assert batches.iterations_of_epochs(2.0, 100, 8) == 25
+    assert batches.iterations_of_epochs(0.07, 100, 1) == 7  # 0.07 * 100 is 7.000000000000001
+    assert batches.iterations_of_epochs(0.001, 30, 64) == 1
     for wrong in (0, -1, float('nan'), float('inf')):
         with pytest.raises(ValueError, match=f'num_epochs={wrong}: expected a number above 0'):
-            scaling.iterations_of_epochs(wrong, 30, 8)
+            batches.iterations_of_epochs(wrong, 30, 8)

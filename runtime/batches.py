@@ -1,7 +1,7 @@
 """
 The arithmetic of batches: micro-steps, epochs, and what is legal but hardly meant.
 
-    scaling.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
+    batches.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
 
 `config` is a script's config as a dict.
 """
