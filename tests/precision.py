@@ -36,7 +36,10 @@ def error(found, exact):
     """The norm of the difference over the norm, in float64; of numbers, lists of them and tensors."""
     found, exact = (torch.as_tensor(value, dtype=torch.float64).detach() for value in (found, exact))
     assert found.shape == exact.shape, (found.shape, exact.shape)
-    return (torch.linalg.vector_norm(found - exact) / torch.linalg.vector_norm(exact)).item()
+    difference, size = torch.linalg.vector_norm(found - exact).item(), torch.linalg.vector_norm(exact).item()
+    if difference == 0:  # of a slice that is empty, or of moments of what had no gradient
+        return 0.0
+    return difference / size if size else math.inf
 
 
 def times_further(found, one_process, float64, floor=FLOOR):
