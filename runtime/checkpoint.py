@@ -31,8 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from runtime.checkpoint_parts import CutTensor, LoadPlanner, SavePlanner, local_piece
 from runtime.files import rename_durably, sha256_of, write_file
-from runtime.ranges import LoadPlanner, Ranges, SavePlanner, local_piece
 
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
 
@@ -395,7 +395,7 @@ class FileWriter(dcp.FileSystemWriter):
 
 def name_of_copies(key, tensor):
     """A name that this rank's piece has on every rank that holds the same one; None if no other rank may."""
-    if isinstance(tensor, Ranges):
+    if isinstance(tensor, CutTensor):
         return f'{key} {[tuple(begin) for begin in tensor.rows]}'
     if not isinstance(tensor, DTensor):
         return key
@@ -434,7 +434,7 @@ def names_of_tensors(model):
 def in_whole(model, name, tensor):
     """A parameter of this name, or a moment of it: where tensor_manual.py has cut the model, as part of the whole."""
     slices = getattr(model, 'slices', {})
-    return Ranges(tensor, slices[name]) if name in slices and tensor.dim() else tensor
+    return CutTensor(tensor, slices[name]) if name in slices and tensor.dim() else tensor
 
 
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
@@ -446,7 +446,7 @@ def tensors_to_save(model, optimizer, optimizer_key='optim'):
         tensors.update(
             {f'{optimizer_key}.{name}.{slot}': in_whole(model, name, value) for slot, value in slots.items()}
         )
-    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | Ranges)]
+    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | CutTensor)]
     assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
     return tensors
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-class Ranges:
+class CutTensor:
     """What this rank has of a tensor that tensor_manual.py has cut, as DCP asks for it."""
 
     def __init__(self, tensor, part):
@@ -52,23 +52,25 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index):
         tensor, piece = self.state_dict[index.fqn], self.pieces[index.fqn]
-        return piece[tensor.rows[index.offset]] if isinstance(tensor, Ranges) else piece
+        return piece[tensor.rows[index.offset]] if isinstance(tensor, CutTensor) else piece
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into Ranges, too."""
+    """Reads into the parts of a CutTensor, too."""
 
     def set_up_planner(self, state_dict, *args, **kwargs):
-        cut = {key: value for key, value in state_dict.items() if isinstance(value, Ranges)}
+        cut = {key: value for key, value in state_dict.items() if isinstance(value, CutTensor)}
         super().set_up_planner({key: value for key, value in state_dict.items() if key not in cut}, *args, **kwargs)
         self.state_dict = {**self.state_dict, **cut}  # super() puts None where there is no tensor
 
     def lookup_tensor(self, index):
         tensor = self.state_dict[index.fqn]
-        return tensor.local[tensor.rows[index.offset]] if isinstance(tensor, Ranges) else super().lookup_tensor(index)
+        return (
+            tensor.local[tensor.rows[index.offset]] if isinstance(tensor, CutTensor) else super().lookup_tensor(index)
+        )
 
 
 def local_piece(tensor):
-    if isinstance(tensor, Ranges):
+    if isinstance(tensor, CutTensor):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
