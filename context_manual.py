@@ -57,12 +57,9 @@ class Context:
     """The ranks that work on the same sequences, N consecutive ones, and what this one has of a batch."""
 
     def __init__(self, ranks, impl, device, timeout_s, tensor=1):
-        """ranks: N. tensor: of tensor_manual.py, ranks that have the same tokens; N * tensor divides the world's.
-        Collective over the world: a group of its own, beside those of FSDP."""
+        """ranks: N, 2 or more. tensor: of tensor_manual.py, ranks that have the same tokens; N * tensor divides the
+        world's. Collective over the world: a group of its own, beside those of FSDP."""
         self.ranks, self.impl = ranks, impl
-        if ranks == 1:
-            self.part = tuple  # all of it, as it is
-            return
         axes = {'batch': dist.get_world_size() // (ranks * tensor), 'context': ranks, 'tensor': tensor}
         mesh = meshes.make(axes, device, timeout_s)
         self.group = mesh.get_group('context')

@@ -679,16 +679,23 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, *spread):
-    """Scale all gradients in place to a global L2 norm of max_norm at most. Returns that before, 0-d, on the device.
-    Collective if sharded, or spread: (group of ranks with other parameters each, but for copies, {parameter: how many
-    of them hold it}). torch's own sends DTensors through their dispatcher: three times the work."""
+def clip_grad_norm_(parameters, max_norm, *norm_groups):
+    """Scale all gradients in place, so that their global L2 norm is max_norm at most. Returns the norm before that, 0-d
+    on the device. Collective if the parameters are sharded, or if there are norm_groups.
+
+    norm_groups: (group, copies) of ranks that hold different parameters and whose squares therefore add up. A parameter
+        that several of these ranks hold must not count several times: copies is {parameter: how many hold it}.
+
+    torch's own sends each DTensor through its dispatcher, which is three times the work.
+    """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters]
     norms = zip(torch._foreach_norm(gradients), parameters, strict=True)
-    held_by = {p: n for _, copies in spread for p, n in copies.items()}
+    held_by = {p: n for _, copies in norm_groups for p, n in copies.items()}
     norm = torch.stack([norm * held_by[p] ** -0.5 if p in held_by else norm for norm, p in norms]).norm()
-    groups = [group for group in (shard_group(parameters[:1]), *(group for group, _ in spread)) if group is not None]
+    groups = [
+        group for group in (shard_group(parameters[:1]), *(group for group, _ in norm_groups)) if group is not None
+    ]
     if groups:
         square = norm.double().square()
         for group in groups:

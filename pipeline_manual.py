@@ -273,6 +273,6 @@ class Pipeline:
                 work.wait()
             mine.add_(theirs)  # a + b on one, b + a on the other: the same bits
 
-    def of_norm(self):
-        """As of tensor_manual.Split: a tied embedding is on two stages."""
+    def norm_groups(self):
+        """As tensor_manual.Split.norm_groups(): the stages, of which two hold a tied embedding."""
         return [(self.group, {self.module.embed.weight: 2} if self.module.holds_tied and self.stages > 1 else {})]

@@ -61,8 +61,8 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of(cls, mesh):
-        """From a DeviceMesh of one dimension; None: this rank alone."""
-        return cls(0, 1, '') if mesh is None else cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+        """From a DeviceMesh of one dimension."""
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
 
 
 class Slice(NamedTuple):
@@ -91,12 +91,9 @@ class Split:
         model on the meta device stays there.
 
         Query and key/value heads, mlp_hidden_dim and rows of the embedding divide by ranks.size, and so do tokens of a
-        sequence: runtime/begin.py refuses others. One rank: nothing changes.
+        sequence: meshes.check_tensor_parallel() refuses others.
         """
         self.model, self.ranks = model, ranks
-        if ranks.size == 1:
-            self.sum_partial_gradients = self.of_norm = tuple  # there is nothing to do, and nothing to know
-            return
         model.slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
         for name, parameter in [*model.named_parameters()]:
             module_name, _, own_name = name.rpartition('.')
@@ -108,10 +105,9 @@ class Split:
             attn.n_head, attn.n_kv_head = attn.n_head // ranks.size, attn.n_kv_head // ranks.size
             attn.heads_of_qkv = tuple(heads // ranks.size for heads in attn.heads_of_qkv)
             attn.proj, mlp.down = SummedLinear(attn.proj, ranks), SummedLinear(mlp.down, ranks)
+        # What follows a norm is cut, and needs the tokens of all ranks. (Only the last stage has a final norm.)
         norms = [norm for block in blocks for norm in (block.attn_norm, block.mlp_norm)]
-        for norm in filter(
-            None, [*norms, model.final_norm]
-        ):  # what comes next is cut: it needs the tokens of all ranks
+        for norm in filter(None, [*norms, model.final_norm]):
             norm.register_forward_hook(lambda module, args, output: all_gather(output, ranks.size, ranks.group))
         if model.embed is not None:
             model.embed = VocabularyEmbedding(model.embed, ranks, model.compute_dtype)
@@ -142,8 +138,8 @@ class Split:
             parts = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
-    def of_norm(self):
-        """What optim.clip_grad_norm_() has to know: [(the group, how many of its ranks hold a parameter)]."""
+    def norm_groups(self):
+        """For optim.clip_grad_norm_(): [(the group, {parameter that all its ranks hold: how many these are})]."""
         return [(_resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size))]
 
 

@@ -159,8 +159,8 @@ while step < config.max_iters and not watch.must_stop:
     scaler.unscale_(opt)
     if tensor and scaler.is_enabled():
         health.share_overflow(scaler, opt)
-    parts = tensor.of_norm() if tensor else ()
-    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *parts)
+    norm_groups = tensor.norm_groups() if tensor else ()
+    grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
     # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)

@@ -268,7 +268,8 @@ def part_of_rank(config, device='meta'):
     """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
     model = empty_model(config, device)
     model.compute_dtype = getattr(torch, config['dtype'])
-    tensor_manual.Split(model, tensor_manual.Ranks(0, config.get('tensor_parallel', 1), group=''))
+    if (ranks := config.get('tensor_parallel', 1)) > 1:
+        tensor_manual.Split(model, tensor_manual.Ranks(0, ranks, group=''))
     return model
 
 

@@ -246,17 +246,19 @@ def run_case(stages, micro_steps, model, chunks=1, dtype='float32', documents=Fa
         whole = GPT(config, dtype)
     whole.checkpoint_activations(checkpointing)
     module = pipeline_manual.Stage(whole, stage, stages, chunks)
-    split = tensor_manual.Split(module, tensor_manual.Ranks.of(mesh['tensor']))
+    split = tensor_manual.Split(module, tensor_manual.Ranks.of(mesh['tensor'])) if tensor > 1 else None
     module.to_empty(device='cpu')
     pipeline = pipeline_manual.Pipeline(filled(module), mesh, batch_size=2)
     timetable = pipeline_manual.timetable(stages, chunks, micro_steps)
     with Sent() as sent:
         loss, kept = one_step(stage, pipeline, timetable, batches[copy], factor)
-        split.sum_partial_gradients()
+        if split:
+            split.sum_partial_gradients()
     total = torch.tensor(loss / tensor, dtype=torch.float64)
     dist.all_reduce(total)
     gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
-    norm = optim.clip_grad_norm_(module.parameters(), 0.1, *pipeline.of_norm(), *split.of_norm())
+    norm_groups = [*pipeline.norm_groups(), *(split.norm_groups() if split else ())]
+    norm = optim.clip_grad_norm_(module.parameters(), 0.1, *norm_groups)
     keys = {**config.to_dict(), 'batch_size': 2, 'global_batch_size': 2 * micro_steps * copies, 'dtype': str(dtype)[6:]}
     keys |= {'pipeline_stages': stages, 'pipeline_chunks': chunks, 'tensor_parallel': tensor}
     keys |= {'activation_checkpointing': checkpointing}

@@ -89,13 +89,14 @@ class Layout:
         self.raw.checkpoint_activations(case['checkpointing'])
         sizes = {'replicate_size': case['replicate'], 'tensor_parallel': case['tensor'], 'timeout_s': 60}
         self.ranks = 1 if alone else dist.get_world_size()
-        tensor_mesh, self.context = None, None
+        self.tensor = self.context = None
         if not alone:
             self.mesh = meshes.make(meshes.fsdp_axes(sizes, dist.get_world_size()), CPU, 60)
             if case['tensor'] > 1:
-                tensor_mesh, self.mesh = self.mesh['tensor'], self.mesh[self.mesh.mesh_dim_names[:-1]]
-            self.context = context_manual.Context(case['context'], 'ring', CPU, 60, case['tensor'])
-        self.tensor = tensor_manual.Split(self.raw, tensor_manual.Ranks.of(tensor_mesh))
+                self.tensor = tensor_manual.Split(self.raw, tensor_manual.Ranks.of(self.mesh['tensor']))
+                self.mesh = self.mesh[self.mesh.mesh_dim_names[:-1]]
+            if case['context'] > 1:
+                self.context = context_manual.Context(case['context'], 'ring', CPU, 60, case['tensor'])
         with torch.no_grad():
             for name, parameter in self.raw.named_parameters():
                 parameter.copy_(self.raw.initial_value(name, parameter, 7, 'cpu'))
@@ -128,10 +129,12 @@ class Layout:
             batch = [part[first : first + rows] for part in batch]
             loss, ce = self.model(*(self.context.part(batch) if self.context else batch))
             (loss * self.ranks / targets).backward()
-            self.tensor.sum_partial_gradients()
+            if self.tensor:
+                self.tensor.sum_partial_gradients()
             if gradients is not None and not gradients:
                 gradients |= self.whole({name: p.grad for name, p in self.raw.named_parameters()})
-            norm = optim.clip_grad_norm_(self.raw.parameters(), 1.0, *self.tensor.of_norm())
+            norm_groups = self.tensor.norm_groups() if self.tensor else ()
+            norm = optim.clip_grad_norm_(self.raw.parameters(), 1.0, *norm_groups)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if not self.alone:
@@ -142,7 +145,7 @@ class Layout:
     def whole(self, tensors):
         """{name: whole tensor}, put together from what all ranks hold; collective."""
         full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
-        if self.alone or self.tensor.ranks.size == 1:
+        if self.tensor is None:
             return {name: tensor.clone() for name, tensor in full.items()}
         everybodys = [None] * self.ranks
         dist.all_gather_object(everybodys, (self.raw.slices, full))
