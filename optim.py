@@ -20,6 +20,8 @@ update whatever strategy trains it. All but muon are elementwise, so a rank upda
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -154,20 +156,24 @@ def compiling_repays(steps, parameters, device):
 
 
 # --- elementwise updates ----------------------------------------------------------------------------------------------
-# An update is a function of (scalars, theta, g, *state), made of tensor methods. The same function runs on chunks of a
-# tensor (CPU), on lists of tensors (GPU, see Each) and under torch.compile. That would compile a float in, so scalars
-# are 0-dim tensors, but with lists; hence x.addcmul_(y, scalar), which is x += y * scalar in one pass. Decay is
-# theta += -decay * theta: 1 - decay, rounded to fp32, would be wrong by the same 3e-8 in every step.
+# Each optimizer is a kernel, which updates tensors in place, and a function that computes the kernel's scalars for step
+# t = 1, 2, ... from the hyperparameters of a group. A kernel's tensors all have one shape: theta, the gradient g, and
+# the moments, as UPDATES below lists them. Its scalars come by name. To add an optimizer, write its kernel (and its
+# scalars, unless they are those of another one), and add a line to UPDATES.
+#
+# A kernel calls methods of tensors and nothing else, so that the same function runs on chunks of a tensor (CPU), on
+# lists of tensors (GPU, see Each) and under torch.compile, which would make new code for each new value of a float. So
+# scalars are 0-d tensors, except with lists, and x += y * scalar is written x.addcmul_(y, scalar), which is one pass.
+# Decay is theta += -decay * theta because 1 - decay, rounded to fp32, would be wrong by the same 3e-8 in every step.
 
 
-def adamw(scalars, theta, g, m, v):
+def adamw(theta, g, m, v, *, one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298). One of
     4/(learning_rate*wd_ts) decays like ADANA's of 4/wd_ts:
 
     m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * (weight_decay/(1 + t/wd_ts)*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + eps))
     """
-    one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, one_minus_beta1)
     v.lerp_(g.mul(g), one_minus_beta2)
     update = m.mul(unbias1).div_(v.mul(unbias2).sqrt_().add_(eps))
@@ -177,10 +183,18 @@ def adamw(scalars, theta, g, m, v):
 def adamw_scalars(group, t):
     (beta1, beta2), lr = group['betas'], group['lr']
     decay = lr * group['weight_decay'] / (1 + t / group['wd_ts'])
-    return 1 - beta1, 1 - beta2, 1 / (1 - beta1**t), 1 / (1 - beta2**t), group['eps'], -lr, -decay
+    return {
+        'one_minus_beta1': 1 - beta1,
+        'one_minus_beta2': 1 - beta2,
+        'unbias1': 1 / (1 - beta1**t),
+        'unbias2': 1 / (1 - beta2**t),
+        'eps': group['eps'],
+        'minus_lr': -lr,
+        'minus_decay': -decay,
+    }
 
 
-def adana(scalars, theta, g, m, v):
+def adana(theta, g, m, v, *, a, growth, eps, minus_lr, minus_decay):
     """ADANA (arXiv 2602.05298), t = 1, 2, ... and gamma = lr / peak lr, without bias correction:
 
     a = delta / (delta + t)
@@ -192,7 +206,6 @@ def adana(scalars, theta, g, m, v):
     (1+t)^(1-kappa) + 1, and the decay comes after the update. With d = gamma * weight_decay / (1 + t/wd_ts) that is
     (1-d)*(theta - lr*u) = theta - d*theta - (1-d)*lr*u: the same kernel with another rate.
     """
-    a, growth, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
     root = v.rsqrt().reciprocal_().add_(eps)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
@@ -201,24 +214,29 @@ def adana(scalars, theta, g, m, v):
 
 
 def adana_scalars(group, t):
-    a = group['delta'] / (group['delta'] + t)
-    growth = (1 + t) ** (1 - group['kappa'])
     gamma = group['lr'] / (group['peak_lr'] * group['lr_factor'])
-    return a, growth, group['eps'], -group['lr'], -gamma * group['weight_decay'] / (1 + t / group['wd_ts'])
+    return {
+        'a': group['delta'] / (group['delta'] + t),
+        'growth': (1 + t) ** (1 - group['kappa']),
+        'eps': group['eps'],
+        'minus_lr': -group['lr'],
+        'minus_decay': -gamma * group['weight_decay'] / (1 + t / group['wd_ts']),
+    }
 
 
 def adana_released_scalars(group, t):
-    a, growth, eps, minus_lr, minus_decay = adana_scalars(group, t)
-    return a, growth + 1, eps, minus_lr * (1 + minus_decay), minus_decay
+    scalars = adana_scalars(group, t)
+    scalars['growth'] += 1
+    scalars['minus_lr'] *= 1 + scalars['minus_decay']
+    return scalars
 
 
-def dana_mk4(scalars, theta, g, m, v):
+def dana_mk4(theta, g, m, v, *, a, growth, eps, minus_lr, minus_decay):
     """DANA-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2:
 
     A = min((1+t)^(1-kappa) * |m|/(sqrt(v)+eps), clipsnr)
     theta -= lr * (g/(sqrt(v)+eps) + sign(m)*A + m/(sqrt(v)+eps))
     """
-    a, growth, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
     root = v.sqrt().add_(eps)
@@ -228,7 +246,7 @@ def dana_mk4(scalars, theta, g, m, v):
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
 
-def dana_star_mk4(scalars, theta, g, m, v, tau):
+def dana_star_mk4(theta, g, m, v, tau, *, a, t, exponent, least_p, eps, minus_lr, minus_decay):
     """DANA-STAR-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2. tau estimates how often a
     parameter gets a gradient at all, and T how many it has had:
 
@@ -237,7 +255,6 @@ def dana_star_mk4(scalars, theta, g, m, v, tau):
     A = min(T^(1-kappa) * |m|*n/p, clipsnr)
     theta -= lr * (g*n + sign(m)*(p*A + |m|*n))
     """
-    a, t, exponent, least_p, eps, minus_lr, minus_decay = scalars
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
     root = v.sqrt().add_(eps)
@@ -253,18 +270,21 @@ def dana_star_mk4(scalars, theta, g, m, v, tau):
 
 
 def dana_star_scalars(group, t):
-    a, _, *eps_and_rates = adana_scalars(group, t)
-    return a, t, 1 - group['kappa'], 1 / (1 + t), *eps_and_rates
+    scalars = adana_scalars(group, t)
+    del scalars['growth']  # it depends on tau here
+    return scalars | {'t': t, 'exponent': 1 - group['kappa'], 'least_p': 1 / (1 + t)}
 
 
-def ademamix(scalars, theta, g, fast, slow, v):
+def ademamix(
+    theta, g, fast, slow, v,
+    *, one_minus_beta3, alpha, one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay,
+):  # fmt: skip
     """AdEMAMix (Pagliardini, Ablin and Grangier, arXiv 2409.03137), beta3 = 0.9999, alpha = 8, W = warm-up steps:
 
     alpha_t = alpha * min(t/W, 1);   beta3_t = exp(ln(beta1)*ln(beta3) / ((1-t/W)*ln(beta3) + t/W*ln(beta1))) until W
     fast = beta1*fast + (1-beta1)*g;   slow = beta3_t*slow + (1-beta3_t)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * ((fast/(1-beta1^t) + alpha_t*slow) / (sqrt(v/(1-beta2^t)) + eps) + weight_decay*theta)
     """
-    one_minus_beta3, alpha, one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay = scalars
     fast.lerp_(g, one_minus_beta1)
     slow.lerp_(g, one_minus_beta3)
     v.lerp_(g.mul(g), one_minus_beta2)
@@ -276,17 +296,23 @@ def ademamix_scalars(group, t):
     progress = min(t / group['warmup'], 1.0) if group['warmup'] else 1.0
     # 1/ln(beta3) goes linearly from 1/ln(beta1) to its end: the docstring's formula.
     beta3 = math.exp(1 / ((1 - progress) / math.log(group['betas'][0]) + progress / math.log(ADEMAMIX_BETA3)))
-    return 1 - beta3, ADEMAMIX_ALPHA * progress, *adamw_scalars(group, t)
+    return {'one_minus_beta3': 1 - beta3, 'alpha': ADEMAMIX_ALPHA * progress, **adamw_scalars(group, t)}
 
 
-UPDATES = {  # name -> its tensors per parameter (the names in checkpoints), its scalars at step t, its kernel
-    'adamw': (('exp_avg', 'exp_avg_sq'), adamw_scalars, adamw),
-    'adamw-decay': (('exp_avg', 'exp_avg_sq'), adamw_scalars, adamw),
-    'adana': (('exp_avg', 'exp_avg_sq'), adana_scalars, adana),
-    'adana-released': (('exp_avg', 'exp_avg_sq'), adana_released_scalars, adana),
-    'dana-mk4': (('exp_avg', 'exp_avg_sq'), adana_scalars, dana_mk4),
-    'dana-star-mk4': (('exp_avg', 'exp_avg_sq', 'tau'), dana_star_scalars, dana_star_mk4),
-    'ademamix': (('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
+class Update(NamedTuple):
+    moments: tuple  # names in checkpoints of what a parameter has beside its gradient, in the kernel's order
+    scalars: Callable  # (group, t) -> {name: number}
+    kernel: Callable  # (theta, g, *moments, **scalars), which changes theta and the moments in place
+
+
+UPDATES = {
+    'adamw': Update(('exp_avg', 'exp_avg_sq'), adamw_scalars, adamw),
+    'adamw-decay': Update(('exp_avg', 'exp_avg_sq'), adamw_scalars, adamw),
+    'adana': Update(('exp_avg', 'exp_avg_sq'), adana_scalars, adana),
+    'adana-released': Update(('exp_avg', 'exp_avg_sq'), adana_released_scalars, adana),
+    'dana-mk4': Update(('exp_avg', 'exp_avg_sq'), adana_scalars, dana_mk4),
+    'dana-star-mk4': Update(('exp_avg', 'exp_avg_sq', 'tau'), dana_star_scalars, dana_star_mk4),
+    'ademamix': Update(('exp_avg', 'exp_avg_slow', 'exp_avg_sq'), ademamix_scalars, ademamix),
 }
 OPTIMIZERS = (*UPDATES, 'muon', 'sgd')
 
@@ -295,15 +321,13 @@ class Elementwise(torch.optim.Optimizer):
     """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter."""
 
     def __init__(self, groups, constants, compile):
-        self.unsettled = None  # a step that the device may have skipped: (the flag on its way to the host, its event)
+        self.unsettled = None  # a step that the device may have skipped: (its flag on the way to the host, an event)
         super().__init__(groups, constants)
         self.compile = compile
         # Only a kernel that takes the flag as an argument can leave its tensors alone where the device says so. The
         # lists of tensors that a GPU updates without torch.compile cannot: there step() waits for the flag.
         self.skips_on_device = compile
-        self.found_inf = None  # the flag of the step that is being made, for the kernel
-        self.counted = []  # what the last step() added 1 to
-        self.held = {}  # group -> its parameters, their `step` in one tensor, {index: what this rank holds of each}
+        self.held = {}  # number of a group -> Held
 
     def __setstate__(self, state):  # load_state_dict() calls it, with other tensors
         super().__setstate__({key: value for key, value in state.items() if key != 'state'})
@@ -330,9 +354,8 @@ class Elementwise(torch.optim.Optimizer):
         on_device = isinstance(skip, torch.Tensor) and self.skips_on_device
         if not on_device and bool(skip):
             return
-        self.found_inf, self.counted = skip if on_device else None, []
         for number, group in enumerate(self.param_groups):
-            self.update(number, group)
+            self.update(number, group, skip if on_device else None)
         if on_device:
             arrived = None
             if skip.is_cuda:
@@ -348,86 +371,26 @@ class Elementwise(torch.optim.Optimizer):
         if arrived:
             arrived.synchronize()
         if skip.item():
-            for steps, has_gradient in self.counted:
-                steps -= has_gradient
+            for held in self.held.values():
+                held.steps -= held.counted
 
-    def update(self, number, group):
-        """One step of the parameters of a group that have a gradient."""
-        slots = UPDATES[group['update']][0]
-        ids = list(map(id, group['params']))
-        if number not in self.held or self.held[number][0] != ids:  # DeepSpeed changes the list, a part at a time
-            self.held[number] = ids, self.steps_of(group), {}
-        _, steps, held = self.held[number]
-        gradients = [parameter.grad for parameter in group['params']]
-        has_gradient = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
-        steps += has_gradient
-        self.counted.append((steps, has_gradient))
-        rows = {}  # t -> [(theta, g, *state)]; a parameter that was not used yet is behind in t
-        for index, (gradient, t) in enumerate(zip(gradients, steps.tolist(), strict=True)):
-            if gradient is None:
-                continue
-            if index not in held:
-                state, theta = self.state[group['params'][index]], local(group['params'][index])
-                if not state:
-                    state['step'] = steps[index]
-                    state.update({slot: torch.zeros_like(group['params'][index]) for slot in slots})
-                # of a small parameter some ranks hold no element
-                held[index] = (theta, [local(state[slot]) for slot in slots]) if theta.numel() else None
-            if held[index]:
-                theta, state = held[index]
-                rows.setdefault(t, []).append((theta, local(gradient).contiguous(), *state))
-        for t, rows_of_t in rows.items():
-            self.run(group, t, rows_of_t)
+    def update(self, number, group, skip):
+        """One step of the parameters of a group that have a gradient. skip: None, or a flag on the device."""
+        held = self.held.get(number)
+        if held is None or not held.is_of(group['params']):  # DeepSpeed steps a part of the parameters at a time
+            held = self.held[number] = Held(group['params'], self.state, UPDATES[group['update']].moments)
+        for t, rows in held.begin_step().items():
+            self.run(group, t, rows, skip)
 
-    def steps_of(self, group):
-        """`step` of every parameter, in one tensor: to add 1 to 290 scalars, one by one, takes 0.2 ms."""
-        steps = torch.zeros(len(group['params']))
-        for parameter, step in zip(group['params'], steps, strict=True):
-            if state := self.state.get(parameter):
-                state['step'] = step.copy_(state['step'])
-        return steps
-
-    def run(self, group, t, rows):
-        """Step t of rows of (theta, g, *state)."""
+    def run(self, group, t, rows, skip):
+        """Step t of rows of (theta, g, *moments), this rank's part of each."""
         _, scalars_at, kernel = UPDATES[group['update']]
-        scalars, device = scalars_at(group, t), rows[0][0].device
         if self.compile:
-            scalars = torch.tensor(scalars, pin_memory=device.type == 'cuda').to(device, non_blocking=True)
-            # The largest first: the loop is made for its size, so with threads. `.data` is no view: views of tensors
-            # with one and with two dimensions would be compiled apart.
-            for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
-                compiled(kernel)(self.found_inf, scalars, *(tensor.view(-1).data for tensor in tensors))
-        elif device.type == 'cpu':
-            self.in_chunks(kernel, scalars, rows)
+            run_compiled(kernel, scalars_at(group, t), rows, skip)
+        elif rows[0][0].is_cpu:
+            run_in_chunks(kernel, scalars_at(group, t), rows)
         else:
-            self.in_lists(kernel, scalars, rows)
-
-    @staticmethod
-    def in_chunks(kernel, scalars, rows):
-        scalars = torch.tensor(scalars).unbind()
-        for tensors in rows:
-            for chunks in zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True):
-                kernel(scalars, *chunks)
-
-    @staticmethod
-    def in_lists(kernel, scalars, rows):
-        for batch in in_parts(rows, lambda tensors: tensors[0].numel(), FOREACH):
-            kernel(scalars, *map(Each, zip(*batch, strict=True)))
-
-
-@functools.cache
-def compiled(kernel):
-    """The kernel as one pass over its tensors, which leaves them as they are where found_inf is 1."""
-
-    def update(found_inf, scalars, theta, g, *state):
-        if found_inf is None:
-            return kernel(scalars, theta, g, *state)
-        before = [tensor.clone() for tensor in (theta, *state)]  # no copy in memory: the compiler joins all of this
-        kernel(scalars, theta, g, *state)
-        for tensor, old in zip((theta, *state), before, strict=True):
-            tensor.copy_(torch.where(found_inf == 1, old, tensor))
-
-    return torch.compile(update, dynamic=True)
+            run_on_lists(kernel, scalars_at(group, t), rows)
 
 
 class AdamW(Elementwise):
@@ -441,14 +404,105 @@ class AdamW(Elementwise):
         super().__init__(groups, constants, compile)
         self.skips_on_device = True  # the kernel takes found_inf, as GradScaler's
 
-    def run(self, group, t, rows):
+    def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
         steps = [torch.full((), t, device=rows[0][0].device)] * len(rows)
         (beta1, beta2), lr, weight_decay = group['betas'], group['lr'], group['weight_decay']
         torch._fused_adamw_(
             *tensors, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=group['eps'],
-            amsgrad=False, maximize=False, found_inf=self.found_inf,
+            amsgrad=False, maximize=False, found_inf=skip,
         )  # fmt: skip
+
+
+class Held:
+    """What this rank holds of a group's parameters and their moments.
+
+    It is looked up once and kept: to look at 290 sharded parameters and their moments in every step would take much of
+    the host's time for it. The counters `step` of all parameters are elements of one tensor for the same reason, since
+    adding 1 to each of 290 alone takes 0.2 ms.
+    """
+
+    def __init__(self, parameters, state, moments):
+        """state: of the optimizer, {parameter: {'step': ..., moment: ...}}; moments: their names."""
+        self.parameters, self.state, self.moments = list(parameters), state, moments
+        self.ids = list(map(id, parameters))
+        self.steps = torch.zeros(len(parameters))
+        for parameter, step in zip(parameters, self.steps, strict=True):
+            if of_parameter := state.get(parameter):
+                of_parameter['step'] = step.copy_(of_parameter['step'])
+        self.counted = None  # what the last step has added to `steps`: 1 where there was a gradient, else 0
+        self.local = {}  # index of a parameter that had a gradient -> its part here (theta, *moments), None if empty
+
+    def is_of(self, parameters):
+        return self.ids == list(map(id, parameters))
+
+    def begin_step(self):
+        """Count the step of all parameters that have a gradient. Returns {t: [(theta, g, *moments), ...]}, since one
+        that was not used from the beginning is behind the others in t."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.counted = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
+        self.steps += self.counted
+        rows = {}
+        for index, (gradient, t) in enumerate(zip(gradients, self.steps.tolist(), strict=True)):
+            if gradient is None:
+                continue
+            if index not in self.local:
+                self.local[index] = self.look_up(index)
+            if self.local[index]:
+                theta, *moments = self.local[index]
+                rows.setdefault(t, []).append((theta, local(gradient).contiguous(), *moments))
+        return rows
+
+    def look_up(self, index):
+        """(theta, *moments) of this rank; makes the state before a parameter's first step."""
+        parameter = self.parameters[index]
+        state = self.state[parameter]
+        if not state:
+            state['step'] = self.steps[index]
+            state.update({name: torch.zeros_like(parameter) for name in self.moments})
+        if not local(parameter).numel():  # of a small parameter some ranks hold nothing
+            return None
+        return local(parameter), *(local(state[name]) for name in self.moments)
+
+
+# The three ways in which a kernel runs. scalars: {name: number}; rows: [(theta, g, *moments), ...] of plain tensors.
+
+
+def run_in_chunks(kernel, scalars, rows):
+    scalars = dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
+    for tensors in rows:
+        for chunks in zip(*(tensor.view(-1).split(CHUNK) for tensor in tensors), strict=True):
+            kernel(*chunks, **scalars)
+
+
+def run_on_lists(kernel, scalars, rows):
+    for batch in in_parts(rows, lambda tensors: tensors[0].numel(), FOREACH):
+        kernel(*map(Each, zip(*batch, strict=True)), **scalars)
+
+
+def run_compiled(kernel, scalars, rows, skip):
+    device = rows[0][0].device
+    values = torch.tensor([*scalars.values()], pin_memory=device.type == 'cuda').to(device, non_blocking=True)
+    # The largest first: the loop is made for its size, so with threads. `.data` is no view: views of tensors with one
+    # and with two dimensions would be compiled apart.
+    for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
+        compiled(kernel, tuple(scalars))(skip, values, *(tensor.view(-1).data for tensor in tensors))
+
+
+@functools.cache
+def compiled(kernel, names):
+    """The kernel as one pass over its tensors, which leaves them as they are where skip is 1. names: of its scalars."""
+
+    def update(skip, values, theta, g, *moments):
+        scalars = dict(zip(names, values.unbind(), strict=True))
+        if skip is None:
+            return kernel(theta, g, *moments, **scalars)
+        before = [tensor.clone() for tensor in (theta, *moments)]  # no copy in memory: the compiler joins all of this
+        kernel(theta, g, *moments, **scalars)
+        for tensor, old in zip((theta, *moments), before, strict=True):
+            tensor.copy_(torch.where(skip == 1, old, tensor))
+
+    return torch.compile(update, dynamic=True)
 
 
 class SGD(torch.optim.SGD):
@@ -523,9 +577,9 @@ class Muon(Elementwise):
         self.skips_on_device = False  # matrices travel and are multiplied many times, with nothing in between to stop
         self.split_rows = split_rows
 
-    def update(self, number, group):
+    def update(self, number, group, skip):
         if group['update'] != 'muon':
-            return super().update(number, group)
+            return super().update(number, group, skip)
         parameters = [parameter for parameter in group['params'] if parameter.grad is not None]
         if not parameters:
             return

@@ -28,7 +28,9 @@ from runtime.scaling import batch_line, counted, rule_rows
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
 # fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
-OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {name: len(update[0]) for name, update in optim.UPDATES.items()}
+OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {
+    name: len(update.moments) for name, update in optim.UPDATES.items()
+}
 # Numbers of DeepSpeed: reduced together (deepspeed_engine.py asks for it); and its defaults in 0.19: parameters up to
 # this size stay whole, and so do larger ones if at most this many numbers are used before their turn comes again.
 DEEPSPEED_BUCKET, DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 2**25, 10**5, 10**9

@@ -335,7 +335,7 @@ def test_a_list_of_tensors_follows_the_equation(name, expected, monkeypatch):
     start, gradients = values()
     model, optimizer = build(name, start)
     monkeypatch.setattr(optim, 'FOREACH', 100)
-    monkeypatch.setattr(optim.Elementwise, 'in_chunks', staticmethod(optim.Elementwise.in_lists))
+    monkeypatch.setattr(optim, 'run_in_chunks', optim.run_on_lists)
     take_steps(model, optimizer, gradients, range(STEPS))
     assert max(errors(full_values(model), expected[name]).values()) <= TOLERANCE[name]
 

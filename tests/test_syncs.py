@@ -17,7 +17,7 @@ TINY = '--n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=2 --glob
 TINY += ['--device=cpu', '--dataset=synthetic', '--eval_iters=0', '--keep_checkpoints=0', '--log_interval=5']
 ON_THE_HOST = {
     'health.py: total, *flags = numbers.tolist()': STEPS,  # of the step before, copied while this one was queued
-    'optim.py: for index, (gradient, t) in enumerate(zip(gradients, steps.tolist(), strict=True)):': 2 * STEPS,
+    'optim.py: for index, (gradient, t) in enumerate(zip(gradients, self.steps.tolist(), strict=True)):': 2 * STEPS,
     'stopping.py: rank, cause = divmod(int(flag.item()), 128)': STEPS,  # gloo's, of the step before
 }
 
