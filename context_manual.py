@@ -2,8 +2,8 @@ r"""
 Context parallelism by hand: each sequence is cut over several ranks, for lengths whose activations fit no single GPU.
 
     context = context_manual.Context(ranks=4, impl='ring', device=device, timeout_s=600)  # collective
-    x, y, place = context.part((x, y))  # of (B, T) this rank's (B, T/4), and where in the sequence these tokens stand
-    loss_sum, ce_sum = model(x, y, place)  # sums over this rank's targets: those of all ranks add up to the loss
+    batch = context.part((x, y))  # of (B, T) this rank's (B, T/4), and an attention layout, which looks at all of T
+    loss_sum, ce_sum = model(*batch)  # sums over this rank's targets: those of all ranks add up to the loss
 
 Each layer but attention looks at one token at a time, and needs no change. Attention looks back at keys and values of
 other ranks. Queries stay where they are, and keys and values travel (ring attention, arXiv 2310.01889).
@@ -36,7 +36,7 @@ where it would run a Function's forward, with all hops, once more; and torch.com
 
 import bisect
 import itertools
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import meshes
-from model import in_documents
+from model import place_in_documents
 
 aten = torch.ops.aten
 
@@ -74,9 +74,7 @@ class Context:
     def part(self, batch):
         """The arguments of the model, from (x, y) or (x, y, starts) of whole sequences; T divides by 2N.
 
-        x, y: this rank's columns (B, T/N) of tokens and of targets. Then (positions, borders): positions, int64 (1 or
-        B, T/N), of these columns in their sequence or document; borders.attend() is the attention, see
-        model.attend_in_documents(). (borders is a tensor since transformers hands nothing else on to its layers.)
+        That is x, y, None, layout: this rank's columns (B, T/N) of tokens and of targets, no starts, and the layout.
         """
         x, y, *starts = batch
         c = x.shape[1] // (2 * self.ranks)
@@ -85,11 +83,10 @@ class Context:
         mine = torch.cat((chunks[rank], chunks[-1 - rank]))  # (T/N)
         positions, documents = mine[None], None
         if starts:
-            positions = in_documents(*starts, x.shape[1], by_mask=False)[0][:, mine]
+            positions = place_in_documents(*starts, x.shape[1])[1][:, mine]
             documents = starts[0].cpu()  # a few numbers: the host decides which tiles there are
-        borders = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=x.device)  # no float: fully_shard would cast it
-        borders.attend = partial(attend, documents=documents, impl=self.impl, group=self.group.group_name)
-        return x[:, mine], y[:, mine], (positions, borders)
+        layout = SharedLayout(positions, documents, self.impl, self.group.group_name)
+        return x[:, mine], y[:, mine], None, layout
 
 
 def tiles(rank, source, ranks, T, documents=None):
@@ -126,13 +123,25 @@ def tiles(rank, source, ranks, T, documents=None):
 # --- attention over ranks ---------------------------------------------------------------------------------------------
 
 
-def attend(q, k, v, scale=None, window=None, *, documents, impl, group):
-    """Causal attention of this rank's queries (B, H, T/N, D), within documents; k, v (B, K, T/N, D). Collective."""
-    tokens, dtype = q.shape[2] * _resolve_process_group(group).size(), q.dtype
-    assert window is None or window >= tokens, f'a sliding window over {window} of {tokens} tokens'
-    if q.is_cpu and dtype.itemsize == 2:  # half precision is slow there
-        q, k, v = q.float(), k.float(), v.float()
-    return attend_over_ranks(q, k, v, documents, impl, group, scale or q.shape[-1] ** -0.5)[0].to(dtype)
+@dataclass
+class SharedLayout:
+    """An attention layout (see model.py) of sequences of which this rank has T/N tokens."""
+
+    positions: Tensor  # int64 (1 or B, T/N): of this rank's tokens in their sequence or document
+    documents: Tensor | None  # int64 (B, M), on the host: where each document of a whole sequence begins
+    impl: str
+    group: str  # its name: custom operators take no objects
+    cos_sin: Tensor | None = None
+
+    def attend(self, q, k, v, dropout=0.0, scale=None, window=None):
+        """Collective. q (B, H, T/N, D), k and v (B, K, T/N, D) -> (B, H, T/N, D)."""
+        tokens, dtype = q.shape[2] * _resolve_process_group(self.group).size(), q.dtype
+        assert window is None or window >= tokens, f'a sliding window over {window} of {tokens} tokens'
+        assert not dropout, f'dropout={dropout}: the ranks would have to agree on the noise'
+        if q.is_cpu and dtype.itemsize == 2:  # half precision is slow there
+            q, k, v = q.float(), k.float(), v.float()
+        scale = scale or q.shape[-1] ** -0.5
+        return attend_over_ranks(q, k, v, self.documents, self.impl, self.group, scale)[0].to(dtype)
 
 
 @torch.library.custom_op('context_manual::attend', mutates_args=())

@@ -24,7 +24,7 @@ Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -234,45 +234,74 @@ def yarn_frequencies(period, theta, factor, before):
     return 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept
 
 
+# Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. Where it is
+# not, a layout says where each token stands in its document, and computes the attention within documents. A layout has
+#
+#     positions                           int64 (B, T), or (1, T) if they are the same in all rows
+#     cos_sin                             (2, B, 1, T, D/2), the rotation of each token, once a model has filled it in
+#     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
+#                                         token sees itself and the window - 1 tokens before it
+#
+# MaskedLayout and PackedLayout are below; context_manual.py has one for sequences that are spread over ranks. They are
+# no tuples because fully_shard would cast the cos_sin in a tuple, as an input of a block, to the compute dtype.
+
+
 @dataclass
-class Documents:  # no tuple, or fully_shard would cast cos_sin, an input of a block, to the compute dtype
-    borders: torch.Tensor  # which token of a batch belongs to which document, see in_documents()
-    cos_sin: torch.Tensor | None  # (2, B, 1, T, D/2): the rotation of each token
+class MaskedLayout:
+    """Any layout, by a mask that says which token sees which."""
+
+    positions: torch.Tensor
+    mask: torch.Tensor  # (B, 1, T, T) bool
+    cos_sin: torch.Tensor | None = None
+
+    def attend(self, q, k, v, dropout=0.0):
+        options = {'attn_mask': self.mask, 'dropout_p': dropout, 'enable_gqa': k.shape[1] < q.shape[1]}
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-def in_documents(starts, T, by_mask):
-    """(positions, borders) of rows that hold several documents each.
+@dataclass
+class PackedLayout:
+    """Several documents in each row, by a kernel that never makes a mask: CUDA, half precision, no dropout."""
+
+    positions: torch.Tensor
+    borders: torch.Tensor  # int32 (B*M + 1): where documents begin and end in all B*T tokens
+    cos_sin: torch.Tensor | None = None
+
+    def attend(self, q, k, v, dropout=0.0, scale=None, window=None):
+        from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
+
+        assert not dropout, f'dropout={dropout} in a kernel that has none'
+        B, _, T, _ = q.shape
+        q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # (B*T, heads, D) each
+        options = GROUPED_QUERIES | {'scale': scale, 'window_size': (-1 if window is None else window - 1, 0)}
+        y = varlen_attn(q, k, v, self.borders, self.borders, T, T, **options)
+        return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+def layout_of_documents(starts, T, dtype, dropout):
+    """The layout of rows that hold several documents each, for attention in this dtype and with this dropout.
 
     starts: int64 (B, M), where each document of a row begins, of M at most; 0 is the first, unused places hold T.
-    positions: (B, T) int64, which restart at 0 with each document. borders: for attend_in_documents(), with by_mask
-    which token may see which, (B, 1, T, T) bool, and else where documents begin and end in all B*T tokens: int32
-    (1, 1, 1, B*M + 1), of four dimensions as a mask has, so that transformers hands it on as it is.
     """
-    B, M = starts.shape
-    count = torch.arange(T, device=starts.device).repeat(B, 1)
-    document = torch.searchsorted(starts, count, right=True) - 1  # (B, T)
-    positions = count - starts.gather(1, document)
-    if by_mask:
-        return positions, (document[:, None, :, None] == document[:, None, None, :]).tril()
-    # M is the same in every batch, or compiled code would be compiled again. An unused place is an empty document.
+    document, positions = place_in_documents(starts, T)
+    if starts.is_cpu or dtype == torch.float32 or dropout:
+        return MaskedLayout(positions, (document[:, None, :, None] == document[:, None, None, :]).tril())
+    return PackedLayout(positions, borders_of_documents(starts, T))
+
+
+def place_in_documents(starts, T):
+    """(number of its document in the row, position in that document) of each token, int64 (B, T) both."""
+    count = torch.arange(T, device=starts.device).repeat(starts.shape[0], 1)
+    document = torch.searchsorted(starts, count, right=True) - 1
+    return document, count - starts.gather(1, document)
+
+
+def borders_of_documents(starts, T):
+    """PackedLayout.borders. Unused places count as empty documents, so that there are equally many in every batch;
+    otherwise compiled code would be compiled again."""
+    B = starts.shape[0]
     rows = torch.arange(B, device=starts.device)[:, None] * T
-    return positions, F.pad((starts + rows).flatten().int(), (0, 1), value=B * T)[None, None, None]
-
-
-def attend_in_documents(q, k, v, borders, scale=None, window=None):
-    """Causal attention within each document by a kernel that never makes a mask; CUDA, half precision, no dropout.
-
-    q (B, H, T, D), k and v (B, K, T, D); window: a token sees itself and the window - 1 tokens before it.
-    """
-    if hasattr(borders, 'attend'):  # only a part of each row is here, the rest is on other ranks: context_manual.py
-        return borders.attend(q, k, v, scale, window)
-    from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
-
-    B, _, T, _ = q.shape
-    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))  # (B*T, heads, D) each
-    options = GROUPED_QUERIES | {'scale': scale, 'window_size': (-1 if window is None else window - 1, 0)}
-    y = varlen_attn(q, k, v, borders.flatten(), borders.flatten(), T, T, **options)
-    return y.unflatten(0, (B, T)).transpose(1, 2)
+    return F.pad((starts + rows).flatten().int(), (0, 1), value=B * T)
 
 
 class KVCache:
@@ -308,7 +337,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None
         self.k_norm = Norm(config, self.head_dim) if qk_norm else None
 
-    def forward(self, x, cache=None, documents=None):
+    def forward(self, x, cache=None, layout=None):
         """x (B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
         qkv = self.qkv(x)
         if x.device.type == 'cpu':
@@ -321,17 +350,17 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         if self.rotary is not None:
             first = 0 if cache is None else cache.length
-            cos_sin = documents.cos_sin if documents else self.rotary.cos_sin[:, first : first + x.shape[1]]
+            cos_sin = layout.cos_sin if layout else self.rotary.cos_sin[:, first : first + x.shape[1]]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
             assert cache.length == 0 or x.shape[1] == 1, f'{x.shape[1]} tokens after {cache.length}: expected 1'
             k, v = cache.append(k, v)
-        if documents and documents.borders.dtype != torch.bool:
-            y = attend_in_documents(q, k, v, documents.borders)
+        dropout = self.dropout if self.training else 0.0
+        if layout is not None:
+            y = layout.attend(q, k, v, dropout)
         else:
-            options = {'dropout_p': self.dropout if self.training else 0.0, 'enable_gqa': self.n_kv_head < self.n_head}
-            options['attn_mask'] = documents.borders if documents else None
-            options['is_causal'] = documents is None and x.shape[1] > 1  # a single token looks at all before it
+            options = {'dropout_p': dropout, 'enable_gqa': self.n_kv_head < self.n_head}
+            options['is_causal'] = x.shape[1] > 1  # a single token looks at all before it
             y = F.scaled_dot_product_attention(q, k, v, **options)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gated:
@@ -368,15 +397,15 @@ class Block(nn.Module):
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
 
-    def forward(self, x, cache=None, documents=None):
+    def forward(self, x, cache=None, layout=None):
         """x (B, T, C) -> (B, T, C)"""
         if self.activation_checkpointing == 'none' or cache is not None:
-            return self.add_attention_and_mlp(x, cache, documents)
+            return self.add_attention_and_mlp(x, cache, layout)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
-        return recomputed(self.add_attention_and_mlp, x, None, documents, **options)
+        return recomputed(self.add_attention_and_mlp, x, None, layout, **options)
 
-    def add_attention_and_mlp(self, x, cache, documents):
-        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, documents)), alpha=self.branch_scale)
+    def add_attention_and_mlp(self, x, cache, layout):
+        x = x.add(self.drop(self.attn(self.attn_norm(x), cache, layout)), alpha=self.branch_scale)
         return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
 
 
@@ -523,10 +552,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         return self
 
-    def forward(self, x, y=None, starts=None, cache=None, then=None):
-        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins, or
-        what in_documents() returns with a mask, or Context.part(). cache: one KVCache per block, with
-        the tokens before x. then: what this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
+    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
+        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins; or, in
+        its place, an attention layout, see above. cache: one KVCache per block, with the tokens before x. then: what
+        this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
         cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
@@ -537,19 +566,20 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f'{end} tokens are more than block_size={self.config.block_size}')
 
-        positions, documents = torch.arange(first_position, end, device=x.device), None
+        positions = torch.arange(first_position, end, device=x.device)
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
-            positions, borders = starts if isinstance(starts, tuple) else in_documents(starts, x.shape[1], by_mask)
-            documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.config.dropout)
+        if layout is not None:
+            positions = layout.positions
+            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
         if self.pos_embed is not None:
             h = h + self.pos_embed(positions).to(self.compute_dtype)
         h = self.drop(h)
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
-            h = block(h, block_cache, documents)
+            h = block(h, block_cache, layout)
         if cache:
             h = h[:, -1:]  # (B, 1, C)
         h = self.final_norm(h)

@@ -33,12 +33,13 @@ What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_ste
 
 from collections import namedtuple
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from model import GPT, ChunkedCrossEntropy, Documents, in_documents
+from model import GPT, ChunkedCrossEntropy, layout_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -140,13 +141,13 @@ class Stage(nn.Module):
         else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum). T is
         block_size; after tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C)."""
         T = self.config.block_size
-        positions, documents = torch.arange(T, device=x.device), None
+        positions, layout = torch.arange(T, device=x.device), None
         if self.rotary is not None:
             self.rotary.prepare(x.device)
         if starts is not None:
-            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.config.dropout > 0
-            positions, borders = in_documents(starts, T, by_mask)
-            documents = Documents(borders, self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
+            layout = layout_of_documents(starts, T, self.compute_dtype, self.config.dropout)
+            positions = layout.positions
+            layout = replace(layout, cos_sin=self.rotary and self.rotary.cos_sin[:, positions][:, :, None])
         h = x
         if part == 0:
             h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
@@ -154,7 +155,7 @@ class Stage(nn.Module):
                 h = h + self.pos_embed(positions).to(self.compute_dtype)
             h = self.drop(h)
         for number in self.of(part):
-            h = self.blocks[str(number)](h, None, documents)
+            h = self.blocks[str(number)](h, None, layout)
         if part < self.last:
             return h
         h = self.final_norm(h)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from model import MaskedLayout
 from runtime import processes
 
 LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # of one chunk
@@ -61,7 +62,7 @@ def batches_of(rows, batch_size):
 
 def tensors_of(rows, device, multiple=1):
     """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch; T is a multiple of this. tree: None
-    where no row has branches, else (positions (B, T), which token may see which (B, 1, T, T))."""
+    where no row has branches, else their attention layout."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
@@ -73,7 +74,7 @@ def tensors_of(rows, device, multiple=1):
     if any(row.branches[-1] for row in rows):
         branches = padded([row.branches for row in rows], -1)
         query, key = branches[:, None, :, None], branches[:, None, None, :]
-        tree = padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril()
+        tree = MaskedLayout(padded([row.positions for row in rows], 0), ((query == key) | (key == 0)).tril())
     return padded([row.tokens for row in rows], 0), tree, places, targets, numbers
 
 
@@ -107,7 +108,7 @@ def log_likelihoods(
         def score(hidden, weight, places=places, targets=targets):
             return score_tokens(hidden.flatten(0, 1)[places], weight, targets)
 
-        nats, is_likeliest = model(tokens, starts=tree, then=score)
+        nats, is_likeliest = model(tokens, layout=tree, then=score)
         if mine < len(batches):
             totals[0].index_add_(0, numbers, nats.double())
             totals[1].index_add_(0, numbers, is_likeliest.double())

@@ -32,7 +32,7 @@ from torch import nn
 
 from huggingface import rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import GPT, ChunkedCrossEntropy, attend_in_documents, cross_entropy, generator_of, in_documents, recomputed
+from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import one_line
 
@@ -226,17 +226,20 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
-    def forward(self, x, y=None, starts=None, then=None):
+    def forward(self, x, y=None, starts=None, layout=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-        starts (B, M): where each document of a row begins; attention stays within documents. then: of (hidden, head),
-        or (logits, None) where the class makes logits in its own way."""
+        starts (B, M): where each document of a row begins, or an attention layout in its place; attention stays within
+        documents. then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
         options = {'use_cache': False}
         if starts is not None:
-            by_mask = x.is_cpu or self.compute_dtype == torch.float32 or self.draws_noise
-            of_rows = starts if isinstance(starts, tuple) else in_documents(starts, x.shape[1], by_mask)
-            options['position_ids'], borders = of_rows
+            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.draws_noise)
+        if layout is not None:
+            options['position_ids'] = layout.positions
             if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
-                options['attention_mask'] = borders
+                if isinstance(layout, MaskedLayout):
+                    options['attention_mask'] = layout.mask
+                else:
+                    options['layout'] = layout  # which transformers hands on to causal_attention()
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
         # (For meta tensors there is none: planning/activations.py does what it would do.)
@@ -321,7 +324,7 @@ def find_blocks(model):
     return max(found, key=len)
 
 
-def causal_attention(module, query, key, value, attention_mask, sliding_window=None, **options):
+def causal_attention(module, query, key, value, attention_mask, sliding_window=None, layout=None, **options):
     """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
 
     transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU, fp32
@@ -329,9 +332,9 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        of_documents = {'scale': options.get('scaling'), 'window': sliding_window}
-        return attend_in_documents(query, key, value, attention_mask, **of_documents).transpose(1, 2), None
+    if layout is not None:
+        scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
+        return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
     if sliding_window and sliding_window < T:
         near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
         attention_mask = near[None, None] if attention_mask is None else attention_mask & near

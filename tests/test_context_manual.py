@@ -35,7 +35,7 @@ import fsdp_manual
 import meshes
 import optim
 from huggingface import finetune
-from model import GPT, ModelConfig, in_documents
+from model import GPT, ModelConfig, layout_of_documents
 from planning import traffic
 from runtime import meter
 
@@ -185,11 +185,13 @@ def exact(impl, packed, model):
         for heads in (4, 2, 2)
     )
     batch = [torch.arange(T).repeat(BATCH, 1)] * 2 + [torch.tensor(STARTS)] * packed
-    mask = in_documents(torch.tensor(STARTS), T, by_mask=True)[1] if packed else torch.ones(T, T).bool().tril()
+    mask = torch.ones(T, T).bool().tril()
+    if packed:
+        mask = layout_of_documents(torch.tensor(STARTS), T, torch.float32, dropout=0.0).mask
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    mine, _, (_, borders) = context.part(batch)
+    mine, _, _, layout = context.part(batch)
     mine = mine[0]
-    out = borders.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
+    out = layout.attend(*(tensor[:, :, mine] for tensor in (q, k, v)))
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     of_ours, of_theirs = (
         torch.autograd.grad(result, (q, k, v), of_result)
@@ -210,8 +212,8 @@ def perturbed(impl):
     logits = []
     with torch.no_grad():
         for tokens in (x, changed):
-            mine, _, place = context.part((tokens, y, starts))
-            logits.append(model(mine, None, place))
+            mine, *_, layout = context.part((tokens, y, starts))
+            logits.append(model(mine, layout=layout))
     columns = context.part((torch.arange(T).repeat(BATCH, 1), y, starts))[0]  # (BATCH, T/N)
     inside = (columns >= 11) & (columns < 30) & (torch.arange(BATCH) == 3)[:, None]
     differs = (logits[0] != logits[1]).any(-1)

@@ -750,11 +750,11 @@ def test_the_borders_for_a_gpu_say_what_the_mask_says(monkeypatch, heads, window
     monkeypatch.setattr('torch.nn.attention.varlen.varlen_attn', looped_attention)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, n, 24, 8, generator=generator) for n in (4, heads, heads))
-    positions, mask = model_module.in_documents(STARTS, 24, by_mask=True)
-    same_positions, borders = model_module.in_documents(STARTS, 24, by_mask=False)
-    assert torch.equal(positions, same_positions)
+    by_mask = model_module.layout_of_documents(STARTS, 24, torch.bfloat16, dropout=0.0)
+    positions, mask = by_mask.positions, by_mask.mask
+    layout = model_module.PackedLayout(positions, model_module.borders_of_documents(STARTS, 24))
     assert positions[0].tolist() == [*range(5), *range(12), 0, *range(6)] and positions[1].tolist() == [*range(24)]
-    found = model_module.attend_in_documents(q, k, v, borders, window=window)
+    found = layout.attend(q, k, v, window=window)
     mask = mask if window is None else mask.triu(1 - window)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads < 4)
     assert error(found, expected) <= apart()
