@@ -20,11 +20,9 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+sys.path.insert(0, str(REPO))
 
-from launch import TINY_SYNTHETIC, run_script
-from outputs import column
-
+from benchmarks.runs import TINY_SYNTHETIC, column, run_script
 from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
 
 NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/diloco.md: 0.6 for the 40 rounds of 800 steps

@@ -1,7 +1,7 @@
 """
 Draw a pool of DiLoCo replicas over time, from its journal: who trained, waited, was away, and how much was trained.
 
-    python benchmarks/pool_storm.py --kills=6 --seeds=1 --step_s=0.3 --pause=7 --folder=out/storm
+    python tests/pool_storm.py --kills=6 --seeds=1 --step_s=0.3 --pause=7 --folder=out/storm
     python benchmarks/draw_pool.py out/storm/storm_1/* --output=assets/pool.png
 
 One row per out_dir. The journal of any job, rounds.jsonl, tells of all of them; of those given the longest is read. Its

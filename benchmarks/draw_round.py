@@ -12,10 +12,9 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from outputs import metrics
-
+from benchmarks.runs import metrics
 from runtime import checkpoint
 
 COLOURS = {'inner step': '#0072B2', 'exchange': '#E69F00', 'waiting': '#D55E00'}  # Okabe and Ito

@@ -24,10 +24,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
-from launch import run_script
+from benchmarks.runs import run_script
 
 # A task of ours as lm_eval reads it; what differs by form stands in FORMS.
 YAML = """

@@ -31,9 +31,9 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+sys.path.insert(0, str(REPO))
 
-from launch import command_of, environment
+from benchmarks.runs import command_of, environment
 
 SHORT, LONG = 256, 1024  # tokens
 DEPTHS, ITEMS = (0.0, 0.25, 0.5, 0.75, 1.0), 40

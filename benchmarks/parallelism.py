@@ -15,10 +15,9 @@ import tempfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+sys.path.insert(0, str(REPO))
 
-from launch import command_of, environment
-from outputs import column
+from benchmarks.runs import column, command_of, environment
 
 RUN = '--dataset=synthetic --arch=llama --n_head=4 --device=cpu --dtype=float32'
 RUN += ' --eval_iters=0 --keep_checkpoints=0 --log_interval=1'

@@ -24,7 +24,7 @@ from collections import namedtuple
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+sys.path.insert(0, str(REPO))
 
 from comparison import layout_table, results, verdict
 from planning import layouts, sizes, step_time
@@ -184,7 +184,7 @@ def alone(ranks):
 
 def measure_alone(ranks, out):
     """The runs of alone(), each in as many processes at once as there will be ranks."""
-    from launch import environment
+    from benchmarks.runs import environment
 
     for name, (script, keys) in alone(ranks).items():
         if (out / name / 'DONE').exists():

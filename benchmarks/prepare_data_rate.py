@@ -35,9 +35,9 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / 'tests')]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch import REPO, SHARED, run_script
+from benchmarks.runs import REPO, SHARED, run_script
 
 CORES = len(os.sched_getaffinity(0))
 TEXTS = {'.py', '.md', '.txt', '.h', '.json', '.rst', '.html', '.js', '.c', '.cpp'}

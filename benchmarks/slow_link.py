@@ -29,11 +29,9 @@ from collections import namedtuple
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / 'tests')]
+sys.path.insert(0, str(REPO))
 
-from launch import environment
-from outputs import metrics
-from slurm_cluster import end_with_parent
+from benchmarks.runs import end_with_parent, environment, metrics
 
 ADDRESSES = ('10.77.0.1', '10.77.0.2')  # the two hosts' own network: nothing of this machine's is seen from inside
 INTERFACE = 'veth0'  # on both

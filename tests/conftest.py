@@ -23,6 +23,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+@pytest.fixture(scope='session')
+def has_slow_tests(request):
+    """Whether tests marked slow run, too: fixtures that start many runs for many tests then start all of them."""
+    return any(item.get_closest_marker('slow') for item in request.session.items)
+
+
 @pytest.fixture(scope='session', autouse=True)
 def hf_home(tmp_path_factory):
     """Hugging Face's cache, of these tests alone: they find nothing that a user has downloaded."""

@@ -10,7 +10,7 @@ Inject the faults of clusters into runs: the tests use it, and so can you.
 Runs are found by a word of their command line, such as their out_dir. Around a script: nan (one gradient element),
 overflow (the same before GradScaler looks, fp16), weight (one weight is changed), hang (the rank sleeps where it should
 fetch data), slow (there, for --seconds a step).
-benchmarks/storm.py kills a run again and again, and checks what is left.
+tests/storm.py kills a run again and again, and checks what is left.
 """
 
 import argparse

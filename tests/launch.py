@@ -36,28 +36,23 @@ from unittest import mock
 
 from faults import REPO, children_of, inject, send, wait_until
 
-SHARED = REPO.parent / 'shared'  # test material that may be missing: the tests that need it say so
+if str(REPO) not in sys.path:  # where this file is started as a script
+    sys.path.insert(0, str(REPO))
 
-# A step takes milliseconds, and 3 ranks get uneven shards of 40, 56 and 120 rows.
-TINY_MODEL = ['--n_layer=3', '--n_head=2', '--n_embd=40', '--mlp_hidden_dim=56', '--block_size=32', '--batch_size=2']
-TINY_RUN = ['--device=cpu', '--learning_rate=3e-3', '--warmup_iters=5', '--log_interval=1', '--eval_iters=2']
-TINY_SYNTHETIC = [*TINY_MODEL, *TINY_RUN[:-1], '--dtype=float32', '--dataset=synthetic', '--vocab_size=257']
+# Tests take these from here, with all else that starts processes.
+from benchmarks.runs import (  # noqa: F401
+    LAUNCHERS_VARIABLES,
+    SHARED,
+    TINY_MODEL,
+    TINY_RUN,
+    TINY_SYNTHETIC,
+    command_of,
+    environment,
+    run_script,
+)
 
 GRACE = 10  # seconds between the SIGTERM of fork_ranks() to what is left and its SIGKILL; torchrun's are 30
-LAUNCHERS_VARIABLES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split()
-
 Ended = namedtuple('Ended', 'returncode stdout stderr')  # of one rank
-
-
-def environment(threads=1, **changes):
-    """This process's environment without a launcher's variables, on `threads` threads per process.
-
-    And without HF_HUB_OFFLINE, which finetune.py has set here: the scripts do that themselves, where they need it.
-    """
-    removed = (*LAUNCHERS_VARIABLES, 'HF_HUB_OFFLINE')
-    env = {key: value for key, value in os.environ.items() if key not in removed}
-    # torchrun's --local_addr: without it, it looks up this machine's name, which not every machine can resolve.
-    return {**env, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1', 'PET_LOCAL_ADDR': '127.0.0.1', **changes}
 
 
 # Below the ports that Linux hands out (32768 and above), and each process from another place on. A process that takes
@@ -86,31 +81,6 @@ def free_ports(count):
 
 
 # --- as a user does ---------------------------------------------------------------------------------------------------
-
-
-def command_of(script, *arguments, nproc=None, torchrun=('--standalone',)):
-    """The command line of a script: by python, or with nproc by torchrun with these options."""
-    launcher = [sys.executable]
-    if nproc:
-        launcher += ['-m', 'torch.distributed.run', *torchrun, f'--nproc_per_node={nproc}']
-    return [*launcher, str(REPO / script), *map(str, arguments)]
-
-
-def run_script(script, *arguments, nproc=None, check=True, cwd=REPO, timeout=1200, **env):
-    """Run a script: `python script ...`, or under torchrun with nproc processes. Returns the CompletedProcess."""
-    command = command_of(script, *arguments, nproc=nproc)
-    result = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
-    if check and result.returncode != 0:
-        raise AssertionError(f'{" ".join(command)} ended with {result.returncode}\n{result.stdout}\n{result.stderr}')
-    return result
 
 
 # Runs a script that stands still at the first rename to a name like NAME after the file PATH is there.

@@ -5,16 +5,7 @@ import json
 import os
 from pathlib import Path
 
-
-def metrics(out_dir):
-    """The complete rows of a run's metrics.jsonl."""
-    lines = Path(out_dir, 'metrics.jsonl').read_text().split('\n')[:-1]  # what follows the last newline is torn
-    return [json.loads(line) for line in lines]
-
-
-def column(out_dir, key):
-    """One key of metrics.jsonl over the steps that have it."""
-    return [row[key] for row in metrics(out_dir) if key in row]
+from benchmarks.runs import column, metrics  # noqa: F401 -- tests take from here all that reads a run
 
 
 def last_step(out_dir):

@@ -1,6 +1,5 @@
 """A real Slurm of two virtual nodes on this machine, with GPUs that exist on paper: for tests/slurm/test_slurm.py."""
 
-import ctypes
 import os
 import shutil
 import signal
@@ -11,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launch import free_ports
+
+from benchmarks.runs import end_with_parent
 
 NODES = ('n1', 'n2')
 GPUS = {'h100': 8, 'a100': 4, 'h200': 8}  # per node: what the scripts in slurm/ ask for, of every cluster
@@ -89,11 +90,6 @@ def wait_for(condition, seconds, what, daemons=()):
         if time.monotonic() > deadline:
             raise NoSlurm(f'{what}: not within {seconds} s')
         time.sleep(0.2)
-
-
-def end_with_parent():
-    """In a daemon before it starts: Linux kills it when pytest ends, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @contextmanager

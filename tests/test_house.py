@@ -125,7 +125,19 @@ def test_no_test_file_imports_another(path):
             assert not [module for module in modules if module.startswith(('test_', 'conftest'))]
 
 
-@pytest.mark.parametrize('path', sorted((REPO / 'benchmarks').glob('[a-z]*.py')), ids=lambda path: path.name)
+def test_no_benchmark_imports_anything_of_the_tests():
+    of_tests = {path.stem for path in (REPO / 'tests').rglob('*.py')}
+    for path in sorted((REPO / 'benchmarks').glob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ''] if isinstance(node, ast.ImportFrom) else []
+            assert not [module for module in modules if {module, module.partition('.')[0]} & {*of_tests, 'tests'}], path
+
+
+BENCHMARKS = [path for path in sorted((REPO / 'benchmarks').glob('[a-z]*.py')) if path.name != 'runs.py']  # no command
+
+
+@pytest.mark.parametrize('path', BENCHMARKS, ids=lambda path: path.name)
 def test_a_benchmark_says_its_command_and_has_a_help(path):
     name = f'benchmarks/{path.name}'
     result = subprocess.run(

@@ -291,8 +291,20 @@ def runs(tmp_path_factory, data_dir):
 ONLY_ROUNDS = ('--eval_interval=0', '--checkpoint_interval=0', '--log_interval=4')  # rows and decisions at round ends
 
 
+# What the short suite resumes: in mid-round, with something in flight, sharded, as other replicas, by train_ddp.py.
+RESUMED_IN_THE_SHORT_SUITE = [
+    '2x1_8',
+    'streaming_8',
+    '2x2_manual_8',
+    '4x1_12_2x1',
+    '4x1_8_2x1',
+    '2x1_12_ddp',
+    'stopped',
+]
+
+
 @pytest.fixture(scope='module')
-def resumed(runs, data_dir):
+def resumed(runs, data_dir, has_slow_tests):
     """Every run, or a copy of it as it was when a checkpoint had been saved, is started again: maybe on other ranks."""
 
     def again(saved, step, replicas, *more, on='', script='train_diloco.py'):
@@ -309,6 +321,9 @@ def resumed(runs, data_dir):
         if script == 'train_diloco.py':
             return case(data_dir, out_dir, replicas, *more)
         return {'name': name, 'script': script, 'arguments': arguments(data_dir, out_dir, *more)}
+
+    def wanted(cases):
+        return [one for one in cases if has_slow_tests or one['name'] in RESUMED_IN_THE_SHORT_SUITE]
 
     small = '--batch_size=1'
     two = [
@@ -331,12 +346,13 @@ def resumed(runs, data_dir):
         again('2x1', 12, 0, on='fsdp', script='train_fsdp.py'),
         case(data_dir, runs / 'stopped', 2, *ONLY_ROUNDS),
     ]
-    run_many(two, 2, runs)
+    run_many(wanted(two), 2, runs)
     one = [
         again('2x1', 12, 1, on='1x1'),
         again('2x2', 12, 0, '--fsdp_impl=manual', on='manual_on_1', script='train_fsdp.py'),
     ]
-    run_many(one, 1, runs)
+    if has_slow_tests:
+        run_many(one, 1, runs)
     four = [
         again('2x2', 8, 2, small),
         again('2x2', 12, 2, small),
@@ -348,7 +364,7 @@ def resumed(runs, data_dir):
         again('2x1', 8, 4, small, on='4x1'),
         again('2x1', 12, 0, small, on='fsdp_on_4', script='train_fsdp.py'),
     ]
-    run_many(four, 4, runs)
+    run_many(wanted(four), 4, runs)
     return runs
 
 
@@ -486,21 +502,21 @@ def test_an_exchange_sends_what_its_formula_says(runs):
     'name, step',
     [
         ('2x1', 8),
-        ('2x1', 12),
+        pytest.param('2x1', 12, marks=pytest.mark.slow),
         ('streaming', 8),
-        ('streaming', 12),
-        ('feedback', 8),
-        ('feedback', 12),
-        ('largest', 8),
-        ('muon', 8),
-        ('muon_2x2', 8),
-        ('muon_2x2_manual', 8),
-        ('async', 8),
-        ('dropout', 8),
-        ('manual', 8),
-        ('1x2', 8),
-        ('2x2', 8),
-        ('2x2', 12),
+        pytest.param('streaming', 12, marks=pytest.mark.slow),
+        pytest.param('feedback', 8, marks=pytest.mark.slow),
+        pytest.param('feedback', 12, marks=pytest.mark.slow),
+        pytest.param('largest', 8, marks=pytest.mark.slow),
+        pytest.param('muon', 8, marks=pytest.mark.slow),
+        pytest.param('muon_2x2', 8, marks=pytest.mark.slow),
+        pytest.param('muon_2x2_manual', 8, marks=pytest.mark.slow),
+        pytest.param('async', 8, marks=pytest.mark.slow),
+        pytest.param('dropout', 8, marks=pytest.mark.slow),
+        pytest.param('manual', 8, marks=pytest.mark.slow),
+        pytest.param('1x2', 8, marks=pytest.mark.slow),
+        pytest.param('2x2', 8, marks=pytest.mark.slow),
+        pytest.param('2x2', 12, marks=pytest.mark.slow),
         ('2x2_manual', 8),
     ],
 )
@@ -514,7 +530,13 @@ def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, st
 
 
 @pytest.mark.parametrize(
-    'name, before, after', [('4x1_12_2x1', 4, 2), ('4x1_12_2x2', 4, 2), ('2x1_12_1x1', 2, 1), ('2x2_12_1x4', 2, 1)]
+    'name, before, after',
+    [
+        ('4x1_12_2x1', 4, 2),
+        pytest.param('4x1_12_2x2', 4, 2, marks=pytest.mark.slow),
+        pytest.param('2x1_12_1x1', 2, 1, marks=pytest.mark.slow),
+        pytest.param('2x2_12_1x4', 2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, data_dir, name, before, after):
     by_hand = ByHand(data_dir, before).run(12).end_round().go_on_as(after).run_to_the_end()
@@ -522,7 +544,10 @@ def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, da
     assert 'back to' not in (resumed / name / 'train.log').read_text()
 
 
-@pytest.mark.parametrize('name, before, after, is_permanent', [('4x1_8_2x1', 4, 2, True), ('2x1_8_4x1', 2, 4, False)])
+@pytest.mark.parametrize(
+    'name, before, after, is_permanent',
+    [('4x1_8_2x1', 4, 2, True), pytest.param('2x1_8_4x1', 2, 4, False, marks=pytest.mark.slow)],
+)
 def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     resumed, data_dir, name, before, after, is_permanent
 ):
@@ -542,6 +567,7 @@ def check_moved_run(out_dir, by_hand, rounds):
     assert (out_dir / 'DONE').read_text().strip() == str(STEPS)
 
 
+@pytest.mark.slow
 def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
     """Rounds end at multiples of inner_steps, so the first one, from step 8 to 12, is shorter."""
     by_hand = ByHand(data_dir, 1).run(8, exchanging=False)
@@ -553,7 +579,16 @@ def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
     check_moved_run(resumed / 'ddp_8_2x1', by_hand, [12, 18, 22])
 
 
-@pytest.mark.parametrize('name', ['2x1_12_ddp', '2x1_12_fsdp', '2x1_12_fsdp_on_4', '2x2_12_manual_on_1'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        '2x1_12_ddp',
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ('2x1_12_fsdp', '2x1_12_fsdp_on_4', '2x2_12_manual_on_1')
+        ),
+    ],
+)
 def test_other_scripts_go_on_from_replicas(resumed, two_replicas_then_one, name):
     check_moved_run(resumed / name, two_replicas_then_one, [6, 12])
 

@@ -5,13 +5,14 @@ import itertools
 import re
 from pathlib import Path
 
+import pool_storm
 import pytest
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal, s3_server
 from precision import apart, assert_same_run
 
-from benchmarks import draw_pool, pool_storm
+from benchmarks import draw_pool
 from pool.store import open_store
 
 H, STEPS, BATCH = 10, 34, 12  # the last round has 4 steps

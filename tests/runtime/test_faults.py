@@ -12,6 +12,7 @@ from pathlib import Path
 
 import faults
 import pytest
+import storm
 import torch
 import torch.distributed as dist
 from launch import TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
@@ -26,7 +27,6 @@ from outputs import (
     weights_of,
 )
 
-from benchmarks import storm
 from runtime import checkpoint, health
 
 SCRIPTS = {

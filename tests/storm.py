@@ -1,7 +1,7 @@
 """
 Kill a run again and again, at random and at chosen moments, and check that nothing is lost.
 
-    python benchmarks/storm.py --kills=100                      # about 5 minutes on 2 cores
+    python tests/storm.py --kills=100                      # about 5 minutes on 2 cores
 
 Runs of 2 ranks, under DDP and under FSDP by hand with async_checkpoint. After each kill the checkpoints left are whole,
 the same command goes on from the newest one, and what is finished is equal, bit for bit, to a run that was never

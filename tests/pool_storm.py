@@ -1,8 +1,8 @@
 """
 Kill, stop and restart the jobs of a pool of DiLoCo replicas at random, and check that nothing is lost.
 
-    python benchmarks/pool_storm.py --kills=200 --seeds=3
-    python benchmarks/pool_storm.py --goodput                   # against the formula of pool/goodput.py
+    python tests/pool_storm.py --kills=200 --seeds=3
+    python tests/pool_storm.py --goodput                   # against the formula of pool/goodput.py
 
 The storm: four jobs of train_pool.py with a tiny model, one of them at 0.3 times the speed of the others.
 In the end the run has ended, each share of the data has been counted once, and all jobs had the same bits after every
