@@ -28,9 +28,8 @@ def reads_of(script, *more):
 
 
 COUNTS = {'optim.py: if skip.item():': STEPS - 1}  # whether the step before was skipped, copied as the loss above
-WAITS = {
-    'optim.py: if not on_device and bool(skip):': STEPS
-}  # without torch.compile the kernels of ADANA cannot take the flag
+# Without torch.compile the kernels of ADANA cannot take the flag, so the optimizer reads it before it starts.
+WAITS = {'optim.py: if not on_device and bool(skip):': STEPS}
 
 
 @pytest.mark.parametrize(
