@@ -275,27 +275,12 @@ def gradients(engine):
 def step(engine, optimizer, skip):
     """Clip, update this rank's slices, gather the weights, free the gradients; all but the update if `skip`, a bool.
 
-    An engine cannot be told to drop a gradient. But an optimizer leaves alone what has none: for such a step the
-    gradients are taken away when the engine calls optimizer.step(), and put back for the engine to free or use again.
+    An engine cannot be told to skip an update. But what updates is our optimizer, whose step() it calls without
+    arguments, perhaps several times, and a hook of torch's may add one.
     """
-    gradients = {}
-
-    def take_away(*_):
-        for group in optimizer.param_groups:
-            for flat in group['params']:
-                gradients[flat], flat.grad = flat.grad, None
-
-    def put_back(*_):
-        while gradients:
-            flat, gradient = gradients.popitem()
-            flat.grad = gradient
-
-    hooks = []
-    if skip:
-        hooks = [optimizer.register_step_pre_hook(take_away), optimizer.register_step_post_hook(put_back)]
+    hook = optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, {**kwargs, 'skip': skip}))
     engine.step()
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
 
 
 def dtypes(engine, compute):

@@ -35,7 +35,7 @@ from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'ddp')  # ranks, device and data; from here on no key is None that the run needs
-found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
