@@ -3,8 +3,9 @@
 # so the last digits of every loss. Then a few runs on the Python of Debian 12, in an environment of its own, which is kept
 # between runs in ~/.cache/train-versions.
 #
-#     bash tests/cpus.sh                                   # what CI runs
+#     bash tests/cpus.sh                                   # all of it; CI runs one half or the other
 #     bash tests/cpus.sh ONEDNN_MAX_CPU_ISA=AVX2           # one setting: variables, as they stand before a command
+#     bash tests/cpus.sh debian                            # the Python of Debian 12
 #
 # A CPU that lacks what a setting asks for uses what it has.
 set -euo pipefail
@@ -16,6 +17,7 @@ settings=(
     ATEN_CPU_CAPABILITY=avx2
     ONEDNN_MAX_CPU_ISA=SSE41
     'ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2'
+    debian
 )
 (($#)) && settings=("$@")
 # The tests that look at numbers; in files whose ranks run all cases at once, others would cost nothing and show nothing.
@@ -58,26 +60,33 @@ check() { # what to call it, then a command
     [[ $result == passed ]] || failed+=("$name")
 }
 
-for setting in "${settings[@]}"; do
+with_instructions() { # a setting
+    local cache
     # What torch.compile has built is found again by its source, whatever instructions it was built for: each has its own.
     cache=$(mktemp -d)
     # shellcheck disable=SC2086 # a setting may be several variables
-    check "$setting" env $setting TORCHINDUCTOR_CACHE_DIR="$cache" \
-        "$PYTHON" -m pytest -q -rfEs -n 2 --dist loadfile "${numerics[@]}"
+    check "$1" env $1 TORCHINDUCTOR_CACHE_DIR="$cache" "$PYTHON" -m pytest -q -rfEs -n 2 --dist loadfile "${numerics[@]}"
     rm -rf "$cache"
-done
+}
 
-debian=/usr/bin/python3.11 # 3.11.2
-if (($# == 0)) && [[ -x $debian ]]; then
-    environment=${XDG_CACHE_HOME:-$HOME/.cache}/train-versions/python3.11
-    python=$environment/bin/python
+with_debians_python() {
+    local debian=/usr/bin/python3.11 environment=${XDG_CACHE_HOME:-$HOME/.cache}/train-versions/python3.11 torch # 3.11.2
+    local python=$environment/bin/python
     torch=$("$PYTHON" -c 'import torch; print(torch.__version__)')
-    if { [[ -x $python ]] || "$debian" -m venv "$environment"; } &&
+    if [[ -x $debian ]] && { [[ -x $python ]] || "$debian" -m venv "$environment"; } &&
         "$python" -m pip install --quiet --progress-bar off "torch==$torch" &&
         "$python" -m pip install --quiet --progress-bar off -r requirements.txt; then
         check "$("$python" --version)" "$python" -m pytest -q -rfEs -n 2 --dist loadfile tests/test_smoke.py tests/test_resume.py
     else
-        echo "left out: $("$debian" --version), for which pip cannot install requirements.txt"
+        echo "left out: $debian, which is not here, or for which pip cannot install requirements.txt"
     fi
-fi
+}
+
+for setting in "${settings[@]}"; do
+    if [[ $setting == debian ]]; then
+        with_debians_python
+    else
+        with_instructions "$setting"
+    fi
+done
 exit $((${#failed[@]} > 0))

@@ -2,7 +2,8 @@
 # Every script and strategy, saving, resuming and export on the oldest and on the newest torch that requirements.txt allows,
 # each in an environment of its own: 5 GB, kept between runs in ~/.cache/train-versions.
 #
-#     bash tests/versions.sh             # what CI runs
+#     bash tests/versions.sh             # both; CI runs one or the other
+#     bash tests/versions.sh oldest      # or newest
 #     bash tests/versions.sh 2.12.1      # another version
 #
 # A version that pip cannot install is said and left out.
@@ -12,11 +13,13 @@ source setup_env.sh || exit 1
 
 range=$(grep '^torch' requirements.txt) # torch>=2.11,<2.16
 oldest=${range#*>=}
-if (($#)); then
-    versions=("${@/#/torch==}")
-else
-    versions=("torch==${oldest%,*}.*" "$range")
-fi
+oldest="torch==${oldest%,*}.*"
+case "$*" in
+    '') versions=("$oldest" "$range") ;;
+    oldest) versions=("$oldest") ;;
+    newest) versions=("$range") ;;
+    *) versions=("${@/#/torch==}") ;;
+esac
 tests=(
     tests/test_smoke.py
     tests/test_resume.py
