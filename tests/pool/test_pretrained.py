@@ -69,7 +69,7 @@ def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more
     for job in jobs:
         finish(job)
     reference = tmp_path / 'collectives'
-    run_forked('train_pool.py', *arguments(model, reference, *more), nproc=2, log=tmp_path / 'collectives.log')
+    run_forked('train_diloco.py', *arguments(model, reference, *more), nproc=2, log=tmp_path / 'collectives.log')
     of_jobs = [column(tmp_path / f'{n}', 'loss') for n in range(2)]
     expected = column(reference, 'loss')
     assert len(expected) == STEPS and expected[-1] < expected[0]

@@ -43,7 +43,7 @@ def collectives(data_dir, tmp_path_factory):
         if (replicas, *more) not in runs:
             out_dir = tmp_path_factory.mktemp('collectives')
             keys = arguments(data_dir, out_dir, f'--num_replicas={replicas}', *more)
-            run_forked('train_pool.py', *keys, nproc=replicas, log=out_dir / 'log')
+            run_forked('train_diloco.py', *keys, nproc=replicas, log=out_dir / 'log')
             runs[(replicas, *more)] = out_dir
         return runs[(replicas, *more)]
 
