@@ -377,7 +377,7 @@ class ShardedModel(nn.Module):
             self.prefetch_blocks(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
 
         def after_backward(gradient):  # an input has its gradient: the backward of the block is through
-            if unit.awaits_backward:  # else unshard() of the block before it was here first
+            if unit.awaits_backward:  # unshard() of the block that comes next in backward may have finished this one
                 self.after_backward(unit)
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)

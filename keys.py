@@ -64,7 +64,7 @@ class Keys:
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
-    yarn = []  # init_from: as many times its block_size, by YaRN: 4, or 4,1024 with that; docs/long_context.md
+    yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also says what it was before
     attention_gate = False  # qwen3: sigmoid gate on the attention output
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
     base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on

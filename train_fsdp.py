@@ -129,7 +129,8 @@ while step < config.max_iters and not watch.must_stop:
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
-    # that into the mean over all targets of the global batch, each of which tensor_parallel ranks count.
+    # that into the mean over all targets of the global batch. With tensor parallelism several ranks work on the same
+    # tokens and report the same loss, so each target is counted that many times.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     targets *= config.tensor_parallel
     loss_scale = world_size / targets

@@ -116,10 +116,11 @@ while step < config.max_iters and not watch.must_stop:
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that
-    # into the mean over all targets of the global batch, and before backward, since gradients travel as they are.
+    # into the mean over all targets of the global batch. It is applied to the loss, before backward, because stages
+    # hand on gradients as they are and nobody scales them later.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_factor = scaler.scale(torch.tensor(1 / targets, device=device))
-    targets *= config.tensor_parallel  # so many ranks count each of them
+    targets *= config.tensor_parallel  # so many ranks report the same loss, which step_loss adds up
 
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up
     watch.begin_step(step)

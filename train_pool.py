@@ -65,11 +65,8 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-mesh = meshes.make({'replica': 1, 'shard': world_size}, device, config.timeout_s)
-alone, mesh = (
-    mesh.get_group('replica'),
-    mesh['shard'],
-)  # this job is one replica: it exchanges with files, not with ranks
+whole_mesh = meshes.make({'replica': 1, 'shard': world_size}, device, config.timeout_s)
+mesh = whole_mesh['shard']  # this job is one replica, which exchanges by way of files and not with other ranks
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
@@ -101,7 +98,7 @@ def outer_step(theta, pseudo_gradient, momentum):
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 outer = diloco.Outer(
-    trained, update=outer_step, group=alone, inner_steps=config.inner_steps, dtype=config.exchange_dtype,
+    trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps, dtype=config.exchange_dtype,
     error_feedback=config.error_feedback, on_host=config.outer_on_host, timeout=timedelta(seconds=config.timeout_s),
     error_decay=config.error_decay, k=config.exchange_k,
 )  # fmt: skip
@@ -168,6 +165,12 @@ def save(step):
     watch.save(step, raw_model, opt, scale, more, more_tensors=tensors, optimizer_key=outer.optimizer_key())
 
 
+def may_leave():
+    """Called now and then while the job waits for others: whether it is asked to stop, so that it waits no longer."""
+    watch.at('outer', step)
+    return watch.stop_request.agreed()
+
+
 own_tokens = run.tokens_per_step // config.num_replicas  # of a step of this job
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
 watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
@@ -175,11 +178,11 @@ if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 planner = StorePlan(pool, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
-pool.say, pool.waiting = watch.say, lambda: watch.at('outer', step) or watch.stop_request.agreed()
+pool.say, pool.waiting = watch.say, may_leave
 replica, at, end = 0, step, step  # whose data is read, the step that is next, and the end of the part that is claimed
 train_batches = None
 INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
-looked_at = step if step < config.max_iters else saved.get('step', 0)  # evaluations and checkpoints were due until then
+looked_at = step if step < config.max_iters else saved.get('step', 0)  # the last step at which something was due
 while not watch.must_stop:
     # the next part of the data that nobody has, the one of replica number `replica`
     if at == end:

@@ -77,7 +77,8 @@ class Numbers:
         is always a bool, since the host compares the losses.
 
         loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
-        rank's part of it. may_overflow: in fp16, where GradScaler skips such a step and lowers its scale.
+        rank's part of it. may_overflow: true in fp16 while the loss scale can still be lowered; then GradScaler deals
+        with gradients that are not finite, and only the loss is looked at here.
         Raises ValueError, on every rank, after max_bad_steps in a row.
         """
         self.read()

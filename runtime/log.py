@@ -175,7 +175,8 @@ class Journal:
             self._log.line(step, {'diloco/replica_loss': row['loss'], **{k: v for k, v in row.items() if k != 'loss'}})
 
     def keep(self, step, row):
-        # In a pool the steps since the last round are estimates: what a round's end falls behind is not the run's.
+        # In a pool the step between two rounds is an estimate. Rows whose estimate lies beyond the step at which the
+        # round really ended are dropped.
         self._rows = {earlier: kept for earlier, kept in self._rows.items() if earlier < step} | {step: row}
 
     def write(self):

@@ -1,12 +1,13 @@
 """
-Everything that watches a training run and changes none of its numbers, as one object with a handful of calls.
+Everything that watches a training run, as one object with a handful of calls. One of them decides something: whether a
+step must be skipped because its loss or gradient is not finite (health.py). The others change no number.
 
     watch = Watch(run, step, state)              # train.log and metrics.jsonl; a watchdog that names a rank that hangs
-    watch.begin_training(save)                   # from here on: signals, a meter, checkpoints
+    watch.begin_training(model, save)            # from here on: signals, a meter, checkpoints
     while step < config.max_iters and not watch.must_stop:
         watch.begin_step(step)
         watch.mark('forward')                    # the phases of a step, for its times
-        skip = watch.numbers.must_skip(...)      # the one decision that a script takes from here
+        skip = watch.numbers.must_skip(...)
         ...
         watch.after_step(step, {'lr': lr}, evaluate)   # logs, evaluates, scores and saves what is due
     watch.end(step)
