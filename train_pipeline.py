@@ -43,7 +43,7 @@ run = begin(config, explicit, 'pipeline')  # ranks, device and data; from here o
 if run.pretrained:
     raise ValueError(f'init_from={config.init_from}: a model of transformers is not cut into stages; use train_fsdp.py')
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
-run.notes += meshes.check_pipeline(vars(config), run.world_size)
+run.notes += meshes.check_pipeline(vars(config), run.world_size // stages)
 run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size

@@ -98,7 +98,8 @@ def outer_step(theta, pseudo_gradient, momentum):
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
 outer = diloco.Outer(
-    trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps, dtype=config.exchange_dtype,
+    trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
+    dtype=config.exchange_dtype,
     error_feedback=config.error_feedback, on_host=config.outer_on_host, timeout=timedelta(seconds=config.timeout_s),
     error_decay=config.error_decay, k=config.exchange_k,
 )  # fmt: skip
@@ -255,7 +256,7 @@ while not watch.must_stop:
     evaluating = config.eval_iters and (last_step or config.eval_interval in crossed)
     scoring = config.eval_tasks and (last_step or config.eval_tasks_interval in crossed)
     saving = last_step or config.checkpoint_interval in crossed or config.permanent_interval in crossed
-    if at % config.log_interval == 0 or at == 1 or last_step:
+    if at == 1 or last_step or (config.log_interval and at % config.log_interval == 0):
         row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
         if not round_ends:
             journal.show(step, row)
