@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,20 @@ LONGEST += ['test_replica', 'test_runs', 'test_diloco', 'test_resume', 'test_com
 LONGEST += ['test_tensor_manual']
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption('--slow-part', help='K/N: of the slow tests those of every Nth file alone, from the Kth on')
+
+
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption('--slow-part'):
+        k, n = map(int, part.split('/'))
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker('slow') and zlib.crc32(item.path.name.encode()) % n != k % n
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in {*left_out}]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 

@@ -2,7 +2,8 @@
 # Format, lint and tests.
 #
 #     bash tests/run.sh                       # about ten minutes on two cores: each mechanism once
-#     bash tests/run.sh --full                # all tests, which is what CI runs
+#     bash tests/run.sh --full                # all tests
+#     bash tests/run.sh --full=1/3            # of the slow ones those of a third of the files: what CI runs, in turns
 #     bash tests/run.sh tests/test_smoke.py   # any other argument goes to pytest: a file, -k NAME, -x, ...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,6 +13,8 @@ pytest_arguments=()
 for argument in "$@"; do
     if [[ $argument == --full ]]; then
         pytest_arguments+=(-m '') # no marker deselects anything
+    elif [[ $argument == --full=* ]]; then
+        pytest_arguments+=(-m '' "--slow-part=${argument#*=}")
     else
         pytest_arguments+=("$argument")
     fi
