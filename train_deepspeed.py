@@ -123,7 +123,7 @@ while step < config.max_iters and not watch.must_stop:
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
     )
     for group in opt.param_groups:
-        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns

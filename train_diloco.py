@@ -37,7 +37,7 @@ config, explicit = configure(Config)  # config files and --key=value; before `im
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import data
 import diloco
@@ -70,14 +70,15 @@ offloads = config.cpu_offload == 'params'
 if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
 else:
-    sharding = {
-        'mesh': mesh,
-        'mp_policy': MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32),
-        'offload_policy': CPUOffloadPolicy(pin_memory=on_cuda) if offloads else OffloadPolicy(),
-    }
+    precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
+    sharding = {'mesh': mesh, 'mp_policy': precision}
+    if offloads:
+        sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+    model = fully_shard(
+        raw_model, reshard_after_forward=False, **sharding
+    )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
 initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters, the same in every replica
@@ -107,7 +108,7 @@ if found:
     saved = checkpoint.read_state(found)
     run.check_resume(saved)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
-    # And what there is besides: train_ddp.py and train_fsdp.py save no more than that.
+    # Then what only DiLoCo saves; checkpoints of train_ddp.py and train_fsdp.py lack it.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
@@ -134,7 +135,7 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    processes.reshard(model)  # free what forward left gathered, for no backward pass will
+    processes.reshard(model)  # there is no backward pass that would free the gathered weights
     return run.val_data.losses(nats_and_tokens.tolist())
 
 
@@ -189,7 +190,7 @@ while step < config.max_iters and not watch.must_stop:
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
     )
     for group in opt.param_groups:
-        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This

@@ -60,7 +60,8 @@ if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
     mesh = mesh[mesh.mesh_dim_names[:-1]]
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
-units = [raw_model.blocks[n:][: config.blocks_per_unit] for n in range(0, config.n_layer, config.blocks_per_unit)]
+blocks, size = raw_model.blocks, config.blocks_per_unit
+units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
 if config.fsdp_impl == 'manual':
     model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
@@ -71,7 +72,9 @@ else:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)  # its head is needed again at once
+    model = fully_shard(
+        raw_model, reshard_after_forward=False, **sharding
+    )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters; each rank keeps its slice
@@ -100,7 +103,7 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    processes.reshard(model)  # free what forward left gathered, for no backward pass will
+    processes.reshard(model)  # there is no backward pass that would free the gathered weights
     return run.val_data.losses(nats_and_tokens.tolist())
 
 
@@ -125,7 +128,7 @@ while step < config.max_iters and not watch.must_stop:
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
     )
     for group in opt.param_groups:
-        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns

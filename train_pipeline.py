@@ -40,8 +40,6 @@ from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
 run = begin(config, explicit, 'pipeline')  # ranks, device and data; from here on no key is None that the run needs
-if run.pretrained:
-    raise ValueError(f'init_from={config.init_from}: a model of transformers is not cut into stages; use train_fsdp.py')
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
 run.notes += meshes.check_pipeline(vars(config), run.world_size // stages)
 run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
@@ -112,7 +110,7 @@ while step < config.max_iters and not watch.must_stop:
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
     )
     for group in opt.param_groups:
-        group['lr'] = lr * group['lr_factor']  # 1, but for a parametrization
+        group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that

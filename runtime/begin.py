@@ -179,6 +179,9 @@ def open_model_and_data(run):
     config = run.config
     run.start_from = run_to_start_from(config, run.explicit)
     if config.init_from != 'scratch' and not run.start_from:
+        if run.strategy == 'pipeline':
+            given = f'init_from={config.init_from}'
+            raise ValueError(f'{given}: a model of transformers is not cut into stages; use train_fsdp.py')
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
         check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)

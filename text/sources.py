@@ -5,7 +5,7 @@ Where text comes from: the standard library, files and folders, datasets saved t
     source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
     download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 
-documents.py reads what is found here. A source of conversations (source.chat) has rows that chat.py understands.
+documents.py reads what is found here. A source of conversations (source.chat) has rows for conversations.py.
 """
 
 import hashlib
