@@ -202,7 +202,7 @@ def test_offloaded_inputs_of_blocks_are_counted_on_the_host():
 
 
 def test_on_cuda_a_block_keeps_what_its_kernels_save():
-    def activations(n_layer):
+    def kept_of(n_layer):
         shape = shape_of('llama with grouped queries', n_layer=n_layer)
         config = config_of(shape, dtype='bfloat16', device='cuda:0') | shape.to_dict()
         return activations.activation_bytes(config, 'fsdp')['activations']
@@ -212,7 +212,7 @@ def test_on_cuda_a_block_keeps_what_its_kernels_save():
     attention = 2 * (Q + 2 * K) + 2 * (Q + K) + 2 * Q + 4 * H + 2 * Q  # qkv, rotated, output, logsumexp, its copy
     mlp = 4 * 2 * hidden  # gate, silu(gate), up and product
     tokens = 4 * 128
-    assert activations(5) - activations(4) == pytest.approx(tokens * (norms + attention + mlp), rel=0.01)
+    assert kept_of(5) - kept_of(4) == pytest.approx(tokens * (norms + attention + mlp), rel=0.01)
 
 
 @pytest.fixture(scope='module')
