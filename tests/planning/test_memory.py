@@ -316,7 +316,7 @@ def test_offloaded_inputs_are_in_no_total_of_the_device(strategy):
     keys |= dict(pipeline_stages=2, pipeline_chunks=1) if strategy == 'pipeline' else dict(tensor_parallel=2)
     shape = ModelConfig(arch='llama', n_layer=8, n_head=4, n_embd=64, vocab_size=256).to_dict()
     table = report.dry_run(keys, shape, 4, strategy).partition('memory per rank')[2].partition('\n\n')[0]
-    parts = {line[2:24].strip(): [*map(float, line[24:].split())] for line in table.splitlines()[1:]}
+    parts = {line[2:32].strip(): [*map(float, line[32:].split())] for line in table.splitlines()[1:]}
     totals = {place: parts.pop(f'total on the {place}') for place in ('device', 'host')}
     for place, total in totals.items():
         of_place = [sizes for part, sizes in parts.items() if part.startswith('host') == (place == 'host')]
