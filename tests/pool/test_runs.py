@@ -208,8 +208,7 @@ def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with
 @pytest.mark.parametrize(
     'keys, words',
     [
-        (['--num_fragments=3'], ['num_fragments=1']),
-        (['--verify'], ['without --verify']),
+        (['--num_fragments=3'], ['--num_fragments is not a key of train_pool.py: train_diloco.py has it']),
         (['--quorum=0'], ['quorum=0']),
         (['--learning_rate=2e-3'], ['the pool has learning_rate=0.003, this job has 0.002']),
         (['--n_layer=2'], ['the pool has n_layer=3, this job has 2']),
@@ -226,7 +225,7 @@ def test_mistakes_are_one_line_on_every_rank_and_leave_the_pool_as_it_was(data_d
     keys = arguments(data_dir, tmp_path / 'out', f'--exchange={a_pool}', '--num_replicas=2', '--batch_size=1', *keys)
     for rank, ended in enumerate(run_ranks([['train_pool.py', *keys]] * 2)):
         output = ended.stdout + ended.stderr
-        assert ended.returncode == 1 and 'Traceback' not in output, output
+        assert ended.returncode in (1, 2) and 'Traceback' not in output, output
         (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]
         assert all(word in line for word in words), line
     assert sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path)) == before
