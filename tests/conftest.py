@@ -37,10 +37,11 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def has_slow_tests(request):
-    """Whether tests marked slow run, too: fixtures that start many runs for many tests then start all of them."""
-    return any(item.get_closest_marker('slow') for item in request.session.items)
+    """Whether tests of this file marked slow run, too: a fixture that starts many runs then starts those for them."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker('slow') for item in items)
 
 
 @pytest.fixture(scope='session', autouse=True)

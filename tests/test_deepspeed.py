@@ -43,6 +43,18 @@ RUNS_ON_2 = {
     'adana': ['--zero_stage=2', '--optimizer=adana'],
     'in_half': ['--zero_stage=2', '--dtype=bfloat16', '--deepspeed_config=half.json'],
 }
+# The runs that the short suite starts, and those that they are compared with.
+SHORT = {
+    'single',
+    'single_untied',
+    'single_bf16',
+    'single_adana',
+    'ddp_to_deepspeed',
+    'stage2',
+    'stage3',
+    'stage3_small',
+}
+SHORT |= {'bf16_2', 'adana', 'again3_half', 'again3', 'spikes2', 'unsaved', 'three2', 'resumed_by_deepspeed'}
 LORA = [*TINY_RUN, '--dataset=synthetic', '--block_size=32', '--batch_size=2', '--global_batch_size=12']
 LORA += ['--dtype=float32', '--lora_rank=4', '--learning_rate=0.01', f'--max_iters={STEPS}', '--eval_interval=2']
 STAGE_3 = ['--zero_stage=3', '--deepspeed_config=small.json']
@@ -81,12 +93,17 @@ FIXED_SCALE = {'fp16': {'enabled': True, 'loss_scale': 128}}
 HALF = ['--max_iters=3']
 
 
+def each(names, run='{}'):
+    """Parameters of a test: those whose run is not of the short suite are slow."""
+    return [name if run.format(name) in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def arguments(out_dir, data_dir, *more):
     return [*RUN, f'--data_dir={data_dir}', f'--out_dir={out_dir}', f'--max_iters={STEPS}', *map(str, more)]
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory, data_dir):
+def runs(tmp_path_factory, data_dir, has_slow_tests):
     """A folder with the runs of this file: what trained where is in their names."""
     folder = tmp_path_factory.mktemp('deepspeed')
     (folder / 'small.json').write_text(json.dumps(SMALL))
@@ -100,6 +117,9 @@ def runs(tmp_path_factory, data_dir):
     run_script('prepare_data.py', f'--dataset={folder}/chats.jsonl', '--name=chats', f'--tokenizer={model}',
                f'--data_dir={folder}', '--val_fraction=0.2', '--num_proc=1')  # fmt: skip
     chats = ['--lora_rank=0', '--learning_rate=0.001', '--dataset=chats', f'--data_dir={folder}']
+
+    def start(cases, nproc):
+        run_many([one for one in cases if has_slow_tests or one['name'] in SHORT], nproc, folder)
 
     def case(name, script, *more, out=None):
         more = [part.replace('deepspeed_config=', f'deepspeed_config={folder}/') for part in more]
@@ -117,7 +137,7 @@ def runs(tmp_path_factory, data_dir):
     tuned = ['--lora_rank=0', '--learning_rate=0.001']
     single += [lora('single_chats', 'train_ddp.py', *chats), lora('single_tuned', 'train_ddp.py', *tuned)]
     single += [case('alone3', 'train_deepspeed.py', '--zero_stage=3')]
-    run_many(single, 1, folder)
+    start(single, 1)
     on_2 = [case(name, 'train_deepspeed.py', *more) for name, more in RUNS_ON_2.items()]
     for stage in (1, 3):  # interrupted after 3 of 6 steps
         zero = f'--zero_stage={stage}'
@@ -137,13 +157,13 @@ def runs(tmp_path_factory, data_dir):
         on_2.append(case(f'fp16_{stage}', f'{folder}/fp16.py', *fp16))
     fixed = ['--dtype=float16', '--zero_stage=1', '--deepspeed_config=fixed.json', '--max_iters=2']
     on_2.append(case('fixed_scale', f'{folder}/fp16.py', *fixed))
-    run_many(on_2, 2, folder)
+    start(on_2, 2)
     on_3 = [case(f'three{stage}', 'train_deepspeed.py', f'--zero_stage={stage}') for stage in (1, 2)]
     on_3 += [case('three3', 'train_deepspeed.py', '--zero_stage=3', '--deepspeed_config=small.json')]
     on_3 += [lora('chats', 'train_deepspeed.py', '--zero_stage=3', *chats)]
     on_3 += [case('resumed_by_deepspeed', 'train_deepspeed.py', '--zero_stage=3', out='ddp_to_deepspeed')]
     on_3 += [case('resumed_by_fsdp', 'train_fsdp.py', out='deepspeed_to_fsdp')]
-    run_many(on_3, 3, folder)
+    start(on_3, 3)
     return folder
 
 
@@ -159,7 +179,9 @@ def weights_of(out_dir, step):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('name', ['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
+@pytest.mark.parametrize(
+    'name', each(['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
+)
 def test_every_stage_computes_what_one_process_computes(runs, name):
     assert_equal(runs / name, runs / 'single', 1e-4)
 
@@ -170,13 +192,14 @@ def test_weights_that_are_used_outside_of_their_module_are_gathered(runs):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', [1, 2, 3])
+@pytest.mark.parametrize('stage', each([1, 2, 3], 'bf16_{}'))
 def test_in_bf16_it_computes_what_the_others_do_up_to_rounding(runs, stage):
     assert_equal(runs / f'bf16_{stage}', runs / 'single_bf16', 5e-3)
     tensor, like = (weights_of(runs / name, 6)['embed.weight'] for name in (f'bf16_{stage}', 'single'))
     assert tensor.dtype == like.dtype and not tensor.bfloat16().float().equal(tensor)  # fp32 masters, not the copies
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize('stage', [2, 3])
 def test_in_fp16_the_loss_scale_is_the_engines_and_goes_into_checkpoints(runs, stage):
@@ -187,6 +210,7 @@ def test_in_fp16_the_loss_scale_is_the_engines_and_goes_into_checkpoints(runs, s
         assert checkpoint.read_state(out_dir / f'checkpoints/step_{step:08}')['scaler']['scale'] == 1024
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_loss_scale_that_the_users_file_fixes_stays(runs):
     state = checkpoint.read_state(runs / 'fixed_scale/checkpoints/step_00000002')
@@ -215,20 +239,21 @@ def test_an_optimizer_of_ours_runs_on_flat_slices(runs):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', [1, 3])
+@pytest.mark.parametrize('stage', each([1, 3], 'again{}'))
 def test_a_resumed_run_is_the_same_run(runs, stage):
     assert 'resuming' in (runs / f'again{stage}' / 'train.log').read_text()
     assert_equal(runs / f'again{stage}', runs / f'stage{stage}', apart(STEPS))
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('name', ['ddp_to_deepspeed', 'deepspeed_to_fsdp'])
+@pytest.mark.parametrize('name', ['ddp_to_deepspeed', pytest.param('deepspeed_to_fsdp', marks=pytest.mark.slow)])
 def test_scripts_go_on_from_each_others_checkpoints_with_the_optimizer(runs, name):
     """From 1 rank to 3, from 2 to 3: without the moments the loss of step 5 would be another one."""
     assert 'resuming' in (runs / name / 'train.log').read_text()
     assert_equal(runs / name, runs / 'single', 1e-4)
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_what_it_holds_is_measured(runs):
     parameters = 4 * 30_000  # at least; fp32
@@ -288,7 +313,7 @@ def test_lora_trains_as_under_ddp_and_leaves_the_weights_to_the_bit(runs, stage)
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', [1, 2, 3])
+@pytest.mark.parametrize('stage', each([1, 2, 3], 'spikes{}'))
 def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
     """DeepSpeed's own check for overflow has nothing to say about it."""
     out_dir = runs / f'spikes{stage}'
@@ -298,7 +323,14 @@ def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(('name', 'dtype'), [('stage3', 'float32'), ('in_half', 'bfloat16'), ('bf16_2', 'float32')])
+@pytest.mark.parametrize(
+    ('name', 'dtype'),
+    [
+        ('stage3', 'float32'),
+        ('bf16_2', 'float32'),
+        pytest.param('in_half', 'bfloat16', marks=pytest.mark.slow),
+    ],
+)
 def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
     compute = 'float32' if name == 'stage3' else 'bfloat16'
     line = f'dtypes: weights {dtype}, compute {compute}, gradient reduction {dtype}, optimizer state {dtype}'

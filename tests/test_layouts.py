@@ -1,5 +1,7 @@
 """Whatever layout has saved a run, every other one goes on with it, and holds the same bits: the whole matrix.
 
+The short suite has the matrix of fewer layouts: two of each number of ranks, with every kind of parallelism in them.
+
 One run goes through all layouts, a step in each, and through all once more. In its second turn each layout loads and
 saves again what each of them has saved in the first one. Replicas of DiLoCo learn otherwise, and so in runs of their
 own; they load and save what all have saved, and all what they have.
@@ -39,8 +41,9 @@ REPLICAS = {  # replicas x ranks of each
     'diloco 2 x 1': (2, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1']),
     'diloco 2 x 2': (4, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1', '--fsdp_impl=manual']),
 }
-STEPS = 2 * len(LAYOUTS)
 ALL = dict(sorted({**LAYOUTS, **REPLICAS}.items(), key=lambda item: item[1][0]))  # by ranks, as they are
+SHORT = ['one process', 'fsdp by hand', 'pp 2, 2 chunks', 'dp 2 x cp 2', 'dp 2 x tp 2', 'diloco 2 x 2']
+STEPS = 2 * len(LAYOUTS)
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']
 RUN += ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2', '--tie_embeddings', f'--lr_decay_iters={STEPS}']
 RUN += ['--eval_interval=5', '--eval_iters=1', '--checkpoint_interval=1', f'--keep_checkpoints={STEPS}']
@@ -50,12 +53,13 @@ def path_of(folder, step):
     return folder / 'checkpoints' / f'step_{step:08}'
 
 
-def steps_of(name):
-    """The steps after which this layout saves, in the first turn and in the second one."""
+def steps_of(layouts, name):
+    """The steps after which this one of the layouts saves, in the first turn and in the second one."""
     if name in REPLICAS:
         return 1, 2
-    step = [*LAYOUTS].index(name) + 1
-    return step, STEPS + 1 - step
+    in_turn = [layout for layout in layouts if layout in LAYOUTS]
+    step = in_turn.index(name) + 1
+    return step, 2 * len(in_turn) + 1 - step
 
 
 def run_of(name):
@@ -63,7 +67,12 @@ def run_of(name):
 
 
 @pytest.fixture(scope='module')
-def runs(data_dir, tmp_path_factory):
+def layouts(has_slow_tests):
+    return list(ALL) if has_slow_tests else SHORT
+
+
+@pytest.fixture(scope='module')
+def runs(data_dir, tmp_path_factory, layouts):
     """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of REPLICAS; and what
     each has loaded and saved again, `WRITER to READER`."""
     folder = tmp_path_factory.mktemp('runs')
@@ -73,23 +82,27 @@ def runs(data_dir, tmp_path_factory):
         return {'name': f'{out} {name} {steps}', 'script': ALL[name][1], 'arguments': keys, **options}
 
     def copies(reader):
-        return {
-            str(path_of(folder / run_of(name), steps_of(name)[0])): str(folder / f'{name} to {reader}') for name in ALL
-        }
+        first = {name: path_of(folder / run_of(name), steps_of(layouts, name)[0]) for name in layouts}
+        return {str(path): str(folder / f'{name} to {reader}') for name, path in first.items()}
 
-    there = [(name, case(name, steps_of(name)[0], run_of(name))) for name in ALL]
-    back = [(name, case(name, steps_of(name)[1], run_of(name), save_again=copies(name))) for name in reversed(ALL)]
-    cases = [('one process', case('one process', STEPS, 'whole')), *there, *back]
+    there, back = [], []
+    for name in layouts:
+        first, second = steps_of(layouts, name)
+        there.append((name, case(name, first, run_of(name))))
+        back.append((name, case(name, second, run_of(name), save_again=copies(name))))
+    _, last = steps_of(layouts, 'one process')
+    cases = [('one process', case('one process', last, 'whole')), *there, *reversed(back)]
     for nproc, group in itertools.groupby(cases, lambda one: ALL[one[0]][0]):
         run_many([one for _, one in group], nproc, folder)
     return folder
 
 
-def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(runs):
+def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(runs, layouts):
     ours, alone = metrics(runs / 'changes'), metrics(runs / 'whole')
-    assert [row['step'] for row in ours] == [row['step'] for row in alone] == list(range(1, STEPS + 1))
+    _, last = steps_of(layouts, 'one process')
+    assert [row['step'] for row in ours] == [row['step'] for row in alone] == list(range(1, last + 1))
     # In one process, too, another batch_size changes a later norm by 1e-4: some queries of this model are near zero.
-    for key, steps in (('tokens', STEPS), ('lr', STEPS), ('loss', STEPS), ('grad_norm', len(LAYOUTS))):
+    for key, steps in (('tokens', last), ('lr', last), ('loss', last), ('grad_norm', last // 2)):
         found, expected = (column(runs / out, key)[:steps] for out in ('changes', 'whole'))
         assert len(found) == steps
         assert_same_run(found, expected, key)
@@ -111,16 +124,18 @@ def as_read_by(reader, written):
     return {**common, **second, **momentum}
 
 
-@pytest.mark.parametrize('writer', ALL)
-def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, writer):
-    step = steps_of(writer)[0]
+@pytest.mark.parametrize(
+    'writer', [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+)
+def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts, writer):
+    step = steps_of(layouts, writer)[0]
     path = path_of(runs / run_of(writer), step)
     written, state = tensors_of(path), checkpoint.read_state(path)
     slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
     for key in as_read_by('one process', written):
         slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
     assert len(set(slots.values())) == 1 and slots['model'] >= 30, slots
-    for reader in ALL:
+    for reader in layouts:
         path = path_of(runs / f'{writer} to {reader}', step)
         again, expected = tensors_of(path), as_read_by(reader, written)
         assert again.keys() == expected.keys()
@@ -129,15 +144,23 @@ def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit
         assert checkpoint.read_state(path) == state
 
 
-def test_before_each_other_save_the_weights_were_others(runs):
+def test_before_each_other_save_the_weights_were_others(runs, layouts):
     """Or the test above could not fail."""
-    steps = [tensors_of(path_of(runs / 'changes', step)) for step in range(1, STEPS + 1)]
+    _, last = steps_of(layouts, 'one process')
+    steps = [tensors_of(path_of(runs / 'changes', step)) for step in range(1, last + 1)]
     for before, after in itertools.pairwise(steps):
         same = [key for key in before if torch.equal(before[key], after[key])]
         assert same == [], same
 
 
-@pytest.mark.parametrize('layout', ['cp 2', 'pp 2, 2 chunks', 'dp 2 x pp 2'])
+@pytest.mark.parametrize(
+    'layout',
+    [
+        pytest.param('cp 2', marks=pytest.mark.slow),
+        'pp 2, 2 chunks',
+        pytest.param('dp 2 x pp 2', marks=pytest.mark.slow),
+    ],
+)
 def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, monkeypatch, capsys, layout):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')

@@ -456,18 +456,20 @@ def case(folder, layout, *more, out=None, **options):
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, has_slow_tests):
     """The folder with: each layout, 20 steps; and variants."""
     folder = tmp_path_factory.mktemp('runs')
     bf16 = '--dtype=bfloat16'
-    run_many([case(folder, 'one'), case(folder, 'one', bf16, out='one bf16')], 1, folder)
+    run_many([case(folder, 'one')], 1, folder)
+    if has_slow_tests:
+        run_many([case(folder, 'one', bf16, out='one bf16')], 1, folder)
+        halves = [case(folder, '2 stages', bf16, out='bf16'), case(folder, '2 stages', '--dtype=float16', out='fp16')]
+        run_many(halves, 2, folder)
     run_many([case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 4], 4, folder)
     noisy = '--dropout=0.1'
     run_many(
         [
             *(case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 2),
-            case(folder, '2 stages', bf16, out='bf16'),
-            case(folder, '2 stages', '--dtype=float16', out='fp16'),
             case(folder, '2 stages', noisy, out='noisy'),
             case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
             case(folder, '2 stages', noisy, out='noisy again'),

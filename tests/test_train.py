@@ -53,6 +53,23 @@ OUTER_IS_INNER = ('--num_replicas=1', '--inner_steps=5', '--outer_lr=1', '--oute
 STILL = ('--max_iters=3', '--learning_rate=1e-50', '--eval_interval=1')  # Adam runs, and adds what is 0 in fp32
 
 
+# The runs that the short suite starts: each strategy, and each mechanism under one of them.
+SHORT = {'plain', 'enoki', 'fsdp1', 'still', 'scaled_muon', 'ddp2', 'fsdp2', 'manual', 'enoki_fsdp2'}
+SHORT |= {f'scaled_muon_{name}' for name in ('ddp', 'fsdp', 'manual', 'diloco')}
+SHORT |= {'ddp_micro1', 'sharded_accumulation', 'zero2', 'hsdp', 'offload', 'manual_stage1', 'manual_offload_optimizer'}
+SHORT |= {'selective', 'async', 'no_clip', 'bf16_fsdp', 'fp16_manual', 'bare_fsdp', 'noise_fsdp', 'noise_diloco'}
+SHORT |= {'count_ddp', 'count_fsdp', 'count_sharded', 'count_zero2', 'count_hsdp', 'own_manual'}
+
+
+def each(names, run='{}'):
+    """Parameters of a test: those whose run is not of the short suite are slow."""
+    return [name if run.format(name) in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def start(cases, nproc, runs, has_slow_tests):
+    return run_many([one for one in cases if has_slow_tests or one['name'] in SHORT], nproc, runs)
+
+
 def case(name, script, data_dir, runs, *more, watch=False):
     return {'name': name, 'script': script, 'arguments': arguments(data_dir, runs / name, *more), 'watch': watch}
 
@@ -73,7 +90,7 @@ NOISE |= {'deepspeed': ['--dropout=0.5', '--zero_stage=2']} if importlib.util.fi
 
 
 @pytest.fixture(scope='module')
-def one_process(data_dir, runs):
+def one_process(data_dir, runs, has_slow_tests):
     """The runs that the others are compared with, in one process: 50 steps of each architecture, and what it held."""
     cases = [case('plain', 'train_ddp.py', data_dir, runs, '--max_iters=50')]
     for arch in ('enoki', 'llama', 'qwen3'):
@@ -84,11 +101,11 @@ def one_process(data_dir, runs):
         )
     cases.append(case('fsdp1', 'train_fsdp.py', data_dir, runs, '--max_iters=50'))
     cases.append(case('still', 'train_ddp.py', data_dir, runs, *STILL))
-    return run_many(cases, 1, runs)
+    return start(cases, 1, runs, has_slow_tests)
 
 
 @pytest.fixture(scope='module')
-def two_ranks(data_dir, runs, one_process):
+def two_ranks(data_dir, runs, one_process, has_slow_tests):
     """Every option on two ranks, in processes started once."""
     longer = ('--max_iters=20',)
     few = ('--max_iters=2',)  # counting collectives costs time: two steps show it
@@ -147,15 +164,15 @@ def two_ranks(data_dir, runs, one_process):
         case('count_zero2', 'train_fsdp.py', data_dir, runs, *few, '--zero_stage=2', watch=True),
         case('count_hsdp', 'train_fsdp.py', data_dir, runs, *few, '--replicate_size=2', watch=True),
     ]
-    start = (f'--init_from={runs / "plain"}', '--max_iters=1', '--learning_rate=1e-9', '--optimizer=ademamix')
-    cases.append(case('own_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *start))
-    cases.append(case('own_diloco', 'train_diloco.py', data_dir, runs, *start, '--inner_steps=1'))
+    own = (f'--init_from={runs / "plain"}', '--max_iters=1', '--learning_rate=1e-9', '--optimizer=ademamix')
+    cases.append(case('own_manual', 'train_fsdp.py', data_dir, runs, *MANUAL, *own))
+    cases.append(case('own_diloco', 'train_diloco.py', data_dir, runs, *own, '--inner_steps=1'))
     if shutil.which('c++') or shutil.which('g++'):  # last: once the compiler is in the processes, it stays
         cases.append(
             case('compile', 'train_fsdp.py', data_dir, runs, '--compile', '--activation_checkpointing=selective')
         )
         cases.append(case('compile_manual', 'train_fsdp.py', data_dir, runs, '--compile', *MANUAL))
-    return run_many(cases, 2, runs)
+    return start(cases, 2, runs, has_slow_tests)
 
 
 def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_ranks):
@@ -167,12 +184,12 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
         )  # queries near 0 are normalised
 
 
-@pytest.mark.parametrize('arch', ['enoki', 'llama', 'qwen3'])
+@pytest.mark.parametrize('arch', each(['enoki', 'llama', 'qwen3']))
 def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
     assert_agree(runs / f'{arch}_fsdp2', runs / arch)
 
 
-@pytest.mark.parametrize('optimizer', SCALED)
+@pytest.mark.parametrize('optimizer', each(SCALED, 'scaled_{}'))
 def test_completep_is_the_same_under_every_strategy_and_another_run_than_standard(runs, two_ranks, optimizer):
     reference = runs / f'scaled_{optimizer}'
     for name in ('ddp', 'fsdp', 'manual', 'diloco'):
@@ -180,7 +197,7 @@ def test_completep_is_the_same_under_every_strategy_and_another_run_than_standar
     assert largest_difference(runs / 'enoki', reference) > 1e-3
 
 
-@pytest.mark.parametrize('strategy', NOISE)
+@pytest.mark.parametrize('strategy', each(NOISE, 'noise_{}'))
 def test_dropout_is_for_training_alone_and_draws_anew_on_each_rank_in_each_step(runs, two_ranks, strategy):
     out_dir = runs / f'noise_{strategy}'
     assert len(column(out_dir, 'val_loss')) == 3 and largest_difference(out_dir, runs / 'still', 'val_loss') <= apart()
@@ -198,32 +215,34 @@ def test_the_loss_falls(runs, one_process):
 
 @pytest.mark.parametrize(
     'option',
-    [
-        'ddp_micro1',
-        'ddp_micro6',
-        'sharded_accumulation',
-        'zero2',
-        'hsdp',
-        'offload',
-        'offload_optimizer',
-        'units_of_2',
-        'manual_stage1',
-        'manual_offload',
-        'manual_offload_optimizer',
-        'full',
-        'selective',
-        'offload_inputs',
-        'selective_ddp',
-        'async',
-        'deterministic',
-    ],
+    each(
+        [
+            'ddp_micro1',
+            'ddp_micro6',
+            'sharded_accumulation',
+            'zero2',
+            'hsdp',
+            'offload',
+            'offload_optimizer',
+            'units_of_2',
+            'manual_stage1',
+            'manual_offload',
+            'manual_offload_optimizer',
+            'full',
+            'selective',
+            'offload_inputs',
+            'selective_ddp',
+            'async',
+            'deterministic',
+        ]
+    ),
 )
 def test_an_option_changes_no_number(runs, two_ranks, option):
     assert_agree(runs / option, runs / 'plain')
     assert_agree(runs / option, runs / 'plain', 'val_loss')
 
 
-@pytest.mark.parametrize('script', ['own_manual', 'own_diloco'])
+@pytest.mark.parametrize('script', each(['own_manual', 'own_diloco']))
 def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
     """And with an optimizer of its own; its only step is too small to be seen."""
     (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
@@ -246,7 +265,7 @@ def test_a_new_run_refuses_weights_that_know_the_tokens_of_another_tokenizer(run
     assert '--tokenizer=bytes`' in rank.stderr and not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('script', ['ddp', 'fsdp', 'diloco'])
+@pytest.mark.parametrize('script', each(['ddp', 'fsdp', 'diloco'], 'bare_{}'))
 def test_a_run_without_checkpoints_and_evaluations_leaves_none_and_traces_the_step_asked_for(runs, two_ranks, script):
     out_dir = runs / f'bare_{script}'
     assert not list((out_dir / 'checkpoints').iterdir()) and (out_dir / 'DONE').exists()
@@ -266,6 +285,7 @@ def test_without_replicas_the_shards_need_no_process_group_of_their_own(two_rank
     assert two_ranks['hsdp']['process_groups'] > two_ranks['ddp2']['process_groups']
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which('c++') or shutil.which('g++')), reason='torch.compile needs a C++ compiler')
 def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
     for name in ('compile', 'compile_manual'):
@@ -273,11 +293,14 @@ def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
     assert two_ranks['compile']['compiled_graphs'] > 0 == two_ranks['count_hsdp']['compiled_graphs']
 
 
-@pytest.mark.parametrize('dtype', ['bf16_ddp', 'bf16_fsdp', 'bf16_manual', 'fp16_ddp', 'fp16_fsdp', 'fp16_manual'])
+@pytest.mark.parametrize(
+    'dtype', each(['bf16_ddp', 'bf16_fsdp', 'bf16_manual', 'fp16_ddp', 'fp16_fsdp', 'fp16_manual'])
+)
 def test_half_precision_follows_fp32(runs, two_ranks, dtype):
     assert 0 < largest_difference(runs / dtype, runs / 'plain') <= 2e-3
 
 
+@pytest.mark.slow
 def test_fp16_scales_the_loss_alike_on_all_ranks(two_ranks):
     assert two_ranks['fp16_fsdp']['scale'] == two_ranks['fp16_ddp']['scale'] > 1
     assert two_ranks['fsdp2']['scale'] is None
@@ -329,6 +352,7 @@ def test_a_negative_number_of_checkpoints_is_refused_in_one_line(data_dir, tmp_p
     assert 'keep_checkpoints=-1, permanent_interval=0: expected 0 (none) or more' in errors[0]
 
 
+@pytest.mark.slow
 def test_three_and_four_ranks_with_uneven_shards_agree(runs, data_dir, one_process):
     for nproc in (3, 4):
         cases = [

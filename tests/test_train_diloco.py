@@ -46,6 +46,17 @@ MUON = ('--optimizer=muon',)
 LARGEST = ('--exchange_dtype=top2bit', '--exchange_k=512', '--outer_momentum=0', '--outer_lr=1')
 
 
+# The runs that the short suite starts, and those that it resumes: in mid-round, with something in flight, sharded, as
+# other replicas, by train_ddp.py.
+SHORT = {'1x1', '2x1', '2x1_to_15', 'streaming', 'feedback', 'largest', 'muon', 'async', 'stopped', '2x2_manual', '4x1'}
+RESUMED = {'2x1_8', 'streaming_8', '2x2_manual_8', '4x1_12_2x1', '4x1_8_2x1', '2x1_12_ddp'}
+
+
+def slow_but(short, *cases):
+    """Parameters of a test: of these cases, tuples that begin with the name of a run, those not in `short` are slow."""
+    return [pytest.param(*one, marks=() if one[0] in short else pytest.mark.slow) for one in cases]
+
+
 def arguments(data_dir, out_dir, *more):
     keys = [*RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={out_dir}', f'--max_iters={STEPS}']
     return [*keys, *more]
@@ -248,12 +259,15 @@ def two_replicas_then_one(data_dir):
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory, data_dir):
+def runs(tmp_path_factory, data_dir, has_slow_tests):
     """Uninterrupted runs with all their checkpoints, each named by replicas x shards and what is special about it."""
     folder = tmp_path_factory.mktemp('runs')
 
     def run(out_dir, replicas, *more):
         return case(data_dir, folder / out_dir, replicas, *more)
+
+    def start(cases, nproc):
+        run_many([one for one in cases if has_slow_tests or one['name'] in SHORT], nproc, folder)
 
     run_script('train_diloco.py', *run('1x1', 1)['arguments'])  # without torchrun
     (folder / 'stopped').mkdir()
@@ -274,8 +288,9 @@ def runs(tmp_path_factory, data_dir):
         run('stopped', 2, *ONLY_ROUNDS),
         ddp,
     ]
-    run_many(two, 2, folder)
-    run_many([run('3x1', 3, '--batch_size=1')], 3, folder)
+    start(two, 2)
+    if has_slow_tests:
+        start([run('3x1', 3, '--batch_size=1')], 3)
     four = [
         run('2x2', 2, '--batch_size=1'),
         run('2x2_manual', 2, '--batch_size=1', '--fsdp_impl=manual'),
@@ -283,24 +298,12 @@ def runs(tmp_path_factory, data_dir):
         run('muon_2x2', 2, '--batch_size=1', *MUON),
         run('muon_2x2_manual', 2, '--batch_size=1', '--fsdp_impl=manual', *MUON),
     ]
-    run_many(four, 4, folder)
+    start(four, 4)
     shutil.copytree(folder / 'stopped', folder / 'stopped_only')
     return folder
 
 
 ONLY_ROUNDS = ('--eval_interval=0', '--checkpoint_interval=0', '--log_interval=4')  # rows and decisions at round ends
-
-
-# What the short suite resumes: in mid-round, with something in flight, sharded, as other replicas, by train_ddp.py.
-RESUMED_IN_THE_SHORT_SUITE = [
-    '2x1_8',
-    'streaming_8',
-    '2x2_manual_8',
-    '4x1_12_2x1',
-    '4x1_8_2x1',
-    '2x1_12_ddp',
-    'stopped',
-]
 
 
 @pytest.fixture(scope='module')
@@ -323,7 +326,7 @@ def resumed(runs, data_dir, has_slow_tests):
         return {'name': name, 'script': script, 'arguments': arguments(data_dir, out_dir, *more)}
 
     def wanted(cases):
-        return [one for one in cases if has_slow_tests or one['name'] in RESUMED_IN_THE_SHORT_SUITE]
+        return [one for one in cases if has_slow_tests or one['name'] in RESUMED | {'stopped'}]
 
     small = '--batch_size=1'
     two = [
@@ -373,7 +376,8 @@ def resumed(runs, data_dir, has_slow_tests):
 
 @pytest.mark.parametrize(
     'name, replicas',
-    [
+    slow_but(
+        SHORT,
         ('1x1', 1),
         ('1x2', 1),
         ('2x1', 2),
@@ -382,7 +386,7 @@ def resumed(runs, data_dir, has_slow_tests):
         ('2x2_manual', 2),
         ('3x1', 3),
         ('4x1', 4),
-    ],
+    ),
 )
 def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_the_end, name, replicas):
     by_hand = by_hand_to_the_end(replicas)
@@ -408,7 +412,7 @@ def muloco(data_dir):
     return ByHand(data_dir, 2, with_muon=True).run_to_the_end()
 
 
-@pytest.mark.parametrize('name', ['muon', 'muon_2x2', 'muon_2x2_manual'])
+@pytest.mark.parametrize('name', slow_but(SHORT, ('muon',), ('muon_2x2',), ('muon_2x2_manual',)))
 def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, muloco, by_hand_to_the_end, name):
     """MuLoCo, sharded by both implementations and not."""
     assert_same_run(column(runs / name, 'loss'), muloco.loss_curve())
@@ -419,19 +423,23 @@ def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, mulo
             assert row[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (row['step'], key)
 
 
-def test_sharded_replicas_give_the_numbers_of_unsharded_ones(runs):
-    for name, reference in (('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1')):
-        for key, every in (('loss', 1), ('val_loss', 4)):
-            assert_same_run(column(runs / name, key), column(runs / reference, key), (name, key), every)
-        norms = (column(runs / out_dir, 'diloco/momentum_norm') for out_dir in (name, reference))
-        assert largest_difference(*norms) <= 1e-4  # of differences of weights, which lose digits that weights have
+@pytest.mark.parametrize(
+    'name, reference', slow_but(SHORT, ('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1'))
+)
+def test_sharded_replicas_give_the_numbers_of_unsharded_ones(runs, name, reference):
+    for key, every in (('loss', 1), ('val_loss', 4)):
+        assert_same_run(column(runs / name, key), column(runs / reference, key), (name, key), every)
+    norms = (column(runs / out_dir, 'diloco/momentum_norm') for out_dir in (name, reference))
+    assert largest_difference(*norms) <= 1e-4  # of differences of weights, which lose digits that weights have
 
 
 def test_training_lowers_the_loss_of_the_outer_parameters(runs):
     assert column(runs / '2x1', 'val_loss')[-1] < column(runs / '2x1', 'val_loss')[0] - 0.3
 
 
-@pytest.mark.parametrize('name, steps, outer_steps', [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4)])
+@pytest.mark.parametrize(
+    'name, steps, outer_steps', slow_but(SHORT, ('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4))
+)
 def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_dir, name, steps, outer_steps):
     assert len(health(runs / name)) == outer_steps
     assert_close_weights(runs / name, ByHand(data_dir, 2).run_to_the_end(steps), steps)
@@ -466,7 +474,7 @@ def test_what_was_evaluated_is_what_other_scripts_find(runs, data_dir, tmp_path,
 
 
 def test_metrics_hold_every_step_once_in_order(runs):
-    for name in ('1x1', '1x2', '2x1', '2x2', '3x1', '4x1', 'streaming', 'feedback', 'async'):
+    for name in SHORT - {'2x1_to_15', 'stopped'}:
         assert column(runs / name, 'step') == list(range(1, STEPS + 1)), name
         assert column(runs / name, 'tokens') == [step * BATCH * 32 for step in range(1, STEPS + 1)], name
         assert len(column(runs / name, 'loss')) == STEPS
@@ -501,23 +509,13 @@ def test_an_exchange_sends_what_its_formula_says(runs):
 @pytest.mark.parametrize(
     'name, step',
     [
-        ('2x1', 8),
-        pytest.param('2x1', 12, marks=pytest.mark.slow),
-        ('streaming', 8),
-        pytest.param('streaming', 12, marks=pytest.mark.slow),
-        pytest.param('feedback', 8, marks=pytest.mark.slow),
-        pytest.param('feedback', 12, marks=pytest.mark.slow),
-        pytest.param('largest', 8, marks=pytest.mark.slow),
-        pytest.param('muon', 8, marks=pytest.mark.slow),
-        pytest.param('muon_2x2', 8, marks=pytest.mark.slow),
-        pytest.param('muon_2x2_manual', 8, marks=pytest.mark.slow),
-        pytest.param('async', 8, marks=pytest.mark.slow),
-        pytest.param('dropout', 8, marks=pytest.mark.slow),
-        pytest.param('manual', 8, marks=pytest.mark.slow),
-        pytest.param('1x2', 8, marks=pytest.mark.slow),
-        pytest.param('2x2', 8, marks=pytest.mark.slow),
-        pytest.param('2x2', 12, marks=pytest.mark.slow),
-        ('2x2_manual', 8),
+        pytest.param(name, step, marks=() if f'{name}_{step}' in RESUMED else pytest.mark.slow)
+        for steps, names in {
+            (8, 12): ('2x1', 'streaming', 'feedback', '2x2'),
+            (8,): ('largest', 'muon', 'muon_2x2', 'muon_2x2_manual', 'async', 'dropout', 'manual', '1x2', '2x2_manual'),
+        }.items()
+        for name in names
+        for step in steps
     ],
 )
 def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, step):
@@ -531,12 +529,7 @@ def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, st
 
 @pytest.mark.parametrize(
     'name, before, after',
-    [
-        ('4x1_12_2x1', 4, 2),
-        pytest.param('4x1_12_2x2', 4, 2, marks=pytest.mark.slow),
-        pytest.param('2x1_12_1x1', 2, 1, marks=pytest.mark.slow),
-        pytest.param('2x2_12_1x4', 2, 1, marks=pytest.mark.slow),
-    ],
+    slow_but(RESUMED, ('4x1_12_2x1', 4, 2), ('4x1_12_2x2', 4, 2), ('2x1_12_1x1', 2, 1), ('2x2_12_1x4', 2, 1)),
 )
 def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, data_dir, name, before, after):
     by_hand = ByHand(data_dir, before).run(12).end_round().go_on_as(after).run_to_the_end()
@@ -545,8 +538,7 @@ def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, da
 
 
 @pytest.mark.parametrize(
-    'name, before, after, is_permanent',
-    [('4x1_8_2x1', 4, 2, True), pytest.param('2x1_8_4x1', 2, 4, False, marks=pytest.mark.slow)],
+    'name, before, after, is_permanent', slow_but(RESUMED, ('4x1_8_2x1', 4, 2, True), ('2x1_8_4x1', 2, 4, False))
 )
 def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     resumed, data_dir, name, before, after, is_permanent
@@ -580,14 +572,7 @@ def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
 
 
 @pytest.mark.parametrize(
-    'name',
-    [
-        '2x1_12_ddp',
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ('2x1_12_fsdp', '2x1_12_fsdp_on_4', '2x2_12_manual_on_1')
-        ),
-    ],
+    'name', slow_but(RESUMED, ('2x1_12_ddp',), ('2x1_12_fsdp',), ('2x1_12_fsdp_on_4',), ('2x2_12_manual_on_1',))
 )
 def test_other_scripts_go_on_from_replicas(resumed, two_replicas_then_one, name):
     check_moved_run(resumed / name, two_replicas_then_one, [6, 12])
@@ -616,7 +601,13 @@ def test_rows_are_those_of_logged_steps_and_of_rounds(resumed):
 
 def test_sample_reads_what_replicas_saved(runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
-    keys = [f'--out_dir={runs / "2x2"}', '--device=cpu', '--num_samples=1', '--max_new_tokens=20', '--prompt=def ']
+    keys = [
+        f'--out_dir={runs / "2x2_manual"}',
+        '--device=cpu',
+        '--num_samples=1',
+        '--max_new_tokens=20',
+        '--prompt=def ',
+    ]
     monkeypatch.setattr(sys, 'argv', ['sample.py', *keys])
     runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
     captured = capsys.readouterr()

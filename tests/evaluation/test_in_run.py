@@ -37,6 +37,7 @@ SCRIPTS = {
     'tuned': ['train_fsdp.py', '--fsdp_impl=manual'],
 }
 SCRIPTS |= {'deepspeed': ['train_deepspeed.py', '--zero_stage=3']} if importlib.util.find_spec('deepspeed') else {}
+SHORT = [('ddp', 1), ('ddp', 2), ('manual', 2), ('tensor', 2), ('diloco', 2), ('lora', 1)]  # of these the short suite
 RUN = [*TINY_RUN, '--dtype=float32', '--batch_size=2', '--block_size=32', '--global_batch_size=4', '--max_iters=5']
 RUN += ['--eval_interval=4', '--checkpoint_interval=4', '--keep_checkpoints=3', '--dropout=0.2']
 
@@ -50,7 +51,7 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def runs(data_dir, files, tmp_path_factory):
+def runs(data_dir, files, tmp_path_factory, has_slow_tests):
     """{(name, ranks): (out_dir of a run without tasks, of one with)}, both of 5 steps, evaluated behind 2, 4 and 5."""
     folder = tmp_path_factory.mktemp('runs')
     models = {'lora': save_model(folder / 'llama', 'llama'), 'tuned': save_model(folder / 'gpt2', 'gpt2')}
@@ -58,6 +59,8 @@ def runs(data_dir, files, tmp_path_factory):
     for nproc in (1, 2):
         cases = []
         for name, (script, *more) in SCRIPTS.items():
+            if not has_slow_tests and (name, nproc) not in SHORT:
+                continue
             of_model = [*TINY_MODEL, '--dataset=tiny', f'--data_dir={data_dir}']
             if name in models:
                 of_model = ['--dataset=synthetic', f'--init_from={models[name]}']
@@ -70,8 +73,14 @@ def runs(data_dir, files, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize('nproc', [1, 2])
-@pytest.mark.parametrize('name', SCRIPTS)
+@pytest.mark.parametrize(
+    'name, nproc',
+    [
+        pytest.param(name, nproc, marks=() if (name, nproc) in SHORT else pytest.mark.slow)
+        for name in SCRIPTS
+        for nproc in (1, 2)
+    ],
+)
 def test_a_run_is_the_same_to_the_bit_with_and_without(runs, name, nproc):
     without, with_tasks = map(metrics, runs[name, nproc])
     keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm', 'val_loss')
@@ -93,8 +102,9 @@ def scores_of(row):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', SCRIPTS)
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name == 'ddp' else pytest.mark.slow) for name in SCRIPTS]
+)
 def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks(runs, files, name, tmp_path):
     of_run = {nproc: scores_of(metrics(runs[name, nproc][1])[-1]) for nproc in (1, 2)}
     keys = [f'--tasks={",".join(map(str, files))}', '--batch_size=2', '--block_size=32', '--dtype=float32']

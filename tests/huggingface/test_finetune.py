@@ -326,12 +326,22 @@ CASES += [('llama_tied', dataset, 6, name) for dataset in list(DATASETS)[2:] for
 CASES += [(kind, 'chats', 2, name) for kind in ('gpt2', 'mistral') for name in ('ddp', 'fsdp torch', 'fsdp manual')]
 
 
+# Of these the short suite: each strategy once, packed and not, and each kind of dataset.
+SHORT = [
+    ('llama_tied', 'text', 2, 'ddp'),
+    ('llama_tied', 'chats', 6, 'fsdp torch'),
+    ('gpt2', 'chats', 2, 'fsdp manual'),
+]
+SHORT += [('llama_tied', 'chats', 2, 'diloco of one replica'), ('llama_tied', 'text among chats', 6, 'fsdp manual')]
+SHORT += [('llama_tied', 'chats', 2, 'fsdp torch, selective')]
+
+
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, models, prepared):
+def trained(tmp_path_factory, models, prepared, has_slow_tests):
     """out_dirs of every strategy on 2 ranks, with 3 micro-steps and with 1, on text and on packed conversations."""
     folder = tmp_path_factory.mktemp('runs')
     cases = []
-    for kind, dataset, batch_size, strategy in CASES:
+    for kind, dataset, batch_size, strategy in CASES if has_slow_tests else SHORT:
         script, options = STRATEGIES[strategy]
         name = f'{kind} {dataset} {batch_size} {strategy}'
         options = [*options, f'--out_dir={folder / name}', f'--batch_size={batch_size}']
@@ -342,7 +352,10 @@ def trained(tmp_path_factory, models, prepared):
     return folder
 
 
-@pytest.mark.parametrize(('kind', 'dataset', 'batch_size', 'strategy'), CASES)
+@pytest.mark.parametrize(
+    ('kind', 'dataset', 'batch_size', 'strategy'),
+    [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow) for case in CASES],
+)
 def test_ten_steps_are_those_of_a_plain_transformers_loop(trained, plain, kind, dataset, batch_size, strategy):
     losses, expected = column(trained / f'{kind} {dataset} {batch_size} {strategy}', 'loss'), plain(kind, dataset)
     assert len(losses) == STEPS and expected[-1] < expected[0] - 0.05
