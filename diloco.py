@@ -210,7 +210,8 @@ class Outer:
     def to_send(self, step, last=False):
         """The fragments to send after this step; after the last one, once nothing is in flight, all that have changed.
 
-        None that has not: an outer step with a delta of zero would still move the anchors by their momentum.
+        One that has not changed is left out: an outer step with a delta of zero would still move its anchors, by their
+        momentum.
         """
         if last:
             return [fragment for fragment in self.fragments if fragment.equal_at < step]

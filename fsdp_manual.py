@@ -556,9 +556,10 @@ class ShardedModel(nn.Module):
     def send_gradients(self, unit, gradients, size, dtype):
         """(room for the average of this rank's slices, what is sent, what arrives (gloo), handle).
 
-        NCCL: one reduce-scatter in fp32. gloo's is an all-reduce inside, so there the slices are exchanged (all-to-all)
-        and summed by finish_reduce_scatter(): half the bytes. And the gradient of a single half-precision micro-step
-        travels as it is: to widen it before it is sent, not when it is summed, would change no bit of the sum.
+        Under NCCL it is one reduce-scatter in fp32. gloo's reduce-scatter is an all-reduce inside, which sends twice
+        the bytes. So under gloo the ranks exchange their slices (all-to-all), and finish_reduce_scatter() sums them.
+        There the gradient of a single half-precision micro-step travels as it is, and is widened when it is summed: to
+        widen it before it is sent would cost twice the bytes and change no bit of the sum.
         """
         average = torch.empty(size, device=self.device)
         wire = torch.float32 if self.on_cuda or self.ranks == 1 else dtype

@@ -133,7 +133,9 @@ while step < config.max_iters and not watch.must_stop:
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
+    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
+    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)

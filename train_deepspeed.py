@@ -149,7 +149,9 @@ while step < config.max_iters and not watch.must_stop:
     # gradients: the norm of this rank's slices; the engine clips by that of all
     gradients = deepspeed_engine.gradients(model)
     own_norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
+    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # In fp16 a gradient may overflow because the loss scale is too large. Then the engine skips by itself and halves
+    # the scale, which is no fault of the run, as long as there is something to halve.
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
     deepspeed_engine.step(model, opt, bool(skip))  # clips, updates this rank's slices, gathers the weights

@@ -161,11 +161,15 @@ while step < config.max_iters and not watch.must_stop:
     if tensor:
         tensor.sum_partial_gradients()
     scaler.unscale_(opt)
-    if tensor and scaler.is_enabled():
+    if (
+        tensor and scaler.is_enabled()
+    ):  # DTensor has told the ranks of a shard, but not those of a matrix, of an overflow
         health.share_overflow(scaler, opt)
     norm_groups = tensor.norm_groups() if tensor else ()
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
-    # update, but not where loss or gradient is not finite on some rank; all ranks decide alike, by one all-reduce
+    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
+    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)

@@ -72,12 +72,12 @@ def period(shares):
 def take_turns(weights):
     """The source of each of the P = sum(weights) samples of a period; int64 (P,).
 
-    Source s has weights[s] of them, so its m-th sample, counted from 1, would ideally be spread over the places from
-    P (m - 1) / weights[s] to P m / weights[s]. With k sources it may be taken once 1 / (2k - 2) of that stretch has
-    passed, and has to be before the last 1 / (2k - 2) of it begins. Each place goes to the source that has to be served
-    first, of those that may be. Then no beginning of the run ever has a whole sample more or less of a source than its
-    share (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Simply to serve the source
-    that lacks most is not as good: with many sources one can fall more than a sample behind.
+    Source s has weights[s] of them. If its samples could be spread evenly, the m-th one, counted from 1, would cover
+    the places from P (m - 1) / weights[s] to P m / weights[s]. It is given one place of this stretch. With k sources,
+    that is neither in the first nor in the last 1 / (2k - 2) of the stretch. Each place goes to the source, of those
+    whose stretch allows it, whose stretch ends first. Then no beginning of the run ever has a whole sample more or less
+    of a source than its share (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Simply
+    to serve the source that lacks most is not as good: with many sources one can fall more than a sample behind.
     """
     if len(weights) == 1:
         return np.zeros(weights[0], dtype=np.int64)

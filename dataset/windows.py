@@ -233,8 +233,9 @@ class Conversations(PackedDataset):
         starts = np.flatnonzero(mask >= 2)
         whole = np.diff(starts, append=self.n_tokens)
         lengths = np.minimum(whole, self.block_size + 1)
-        # How many targets of each conversation are learned: reduceat adds up from each border to the next one. Every
-        # second sum is over a conversation's targets, those between them are over what lies behind its end.
+        # How many targets of each conversation are learned. reduceat adds up from each border to the next one, and the
+        # borders are each conversation's first target and its end. So every second sum is what we want; the sums
+        # between them are over tokens behind a conversation's end, and are dropped.
         borders = np.stack((starts + 1, starts + lengths), axis=1).ravel()
         learned = np.add.reduceat(self._learned, borders, dtype=np.int64)[::2]
         learned[lengths == 1] = 0  # an empty range, of which reduceat returns its first element

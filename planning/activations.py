@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from planning.sizes import part_of_rank
 
-# They change nothing of one micro-step on one rank.
+# The activations of one micro-step on one rank do not depend on these keys: plans that differ in no other share them.
 SHARDING_KEYS = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
 SHARDING_KEYS |= {'pipeline_stages', 'pipeline_chunks'}
 known_activations = {}

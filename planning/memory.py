@@ -99,10 +99,11 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         outer += FP32 * trained // config['num_fragments'] if config.get('overlap_steps') else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if config['accumulate'] == 'unsharded' and micro_steps > 1:
-        # Each unit's turns into its shard when the last micro-step reduces it.
+        # The sums of a unit's gradients over the micro-steps so far. When the last micro-step reduces them, they shrink
+        # to this rank's shard, which is counted already.
         parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
-    # The unit at work, or all of them below stage 3, and the flat buffers in which others arrive; fully_shard: and the
-    # unit after it.
+    # What is gathered at once: the unit at work (below stage 3 all units), and the flat buffers in which the next ones
+    # arrive. fully_shard holds the unit after that, too.
     at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
     n_layer = len(model.blocks)
     blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
@@ -139,8 +140,8 @@ def stage_memory(config, model, world_size, stage):
     in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
     held = in_blocks + at_ends
     hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
-    # What a block adds to what one block alone keeps, or two of which two inputs are not offloaded; the rest is of both
-    # ends.
+    # The bytes of one block are the difference between a model of two blocks and one of one block. (With 'offload' the
+    # inputs of the last two blocks stay, so there it is three and two.) What is left belongs to embedding and head.
     first = 2 if config['activation_checkpointing'] == 'offload' else 1
     few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
     of_block = more['activations'] - few['activations']

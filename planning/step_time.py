@@ -36,16 +36,17 @@ GPUS = {
 WITHIN_S, BETWEEN_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 DDP_BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 
-# matmul, attention: FLOP/s; memory: bytes/s; update: seconds per parameter on the rank; peak: for the MFU, None
-# where it is not known. scale: by what to multiply the seconds of forward and backward that these rates say. beside:
-# what each block takes besides, under 'ddp' or an implementation of FSDP. Both are measured, or (1, 1) and nothing.
+# What one rank computes with. matmul, attention: FLOP/s; memory: bytes/s; update: seconds per parameter that the rank
+# holds; peak: FLOP/s for the MFU, None where they are not known. Two corrections come from measured steps, and are
+# (1, 1) and nothing where none was measured. scale: what to multiply the times of forward and backward by that follow from
+# these rates. beside: seconds that each block takes on top of that, under 'ddp' or an implementation of FSDP.
 Device = namedtuple('Device', 'matmul attention memory update peak scale beside')
 NOTHING_BESIDE = {'ddp': (0.0, 0.0)}
-# Bytes/s that one rank sends in all-reduces, and in all-gathers (gloo is slower there); seconds of a ring's step, of a
-# start.
+# What one rank sends, in bytes/s: in all-reduces, and in all-gathers, where gloo is slower. Then the seconds that each
+# step of a ring takes whatever it sends, and those that starting a collective takes.
 Link = namedtuple('Link', 'bandwidth gather step start')
-# between: of a rank's share of its node's network. crowd: ranks for each core (1 on GPUs). host: seconds of a core that
-# a byte takes which is sent (gloo; 0 under NCCL).
+# within: the Link inside of a node; between: that of a rank's share of its node's network. crowd: ranks for each core
+# (1 on GPUs). host: seconds of a core for each byte that is sent (gloo; 0 under NCCL).
 Cluster = namedtuple('Cluster', 'gpus node_gpus within between device crowd host gb')
 Ring = namedtuple('Ring', 'bandwidth gather latency')  # latency: of one way round, in seconds
 

@@ -10,10 +10,11 @@ inner_steps shares; a new one is one part:
     k = 1   piece 1      piece 3             of train_diloco.py with two replicas reads in those steps
 
 In a round, claim number j is for the j-th piece to be had: first what earlier rounds have returned, because whoever had
-it delivered nothing, or fewer steps; then new ones. What is returned is put together to pieces of inner_steps shares,
-of several parts; less than that waits for more, or for the end. For a job trains one piece a round, and one of few
-steps would cost it the rest. So with as many jobs as replicas and no losses, each round is the one that train_diloco.py
-would do. With more jobs, or fewer, rounds are as many pieces larger or smaller.
+it delivered nothing, or fewer steps; then new ones. A job trains one piece a round, so a piece of few steps would leave
+it idle for the rest of the round. Therefore the parts that are returned are put together to pieces of inner_steps
+steps. What is less than that waits until more is returned, or for the end. So with as many jobs as replicas and no
+losses, each round is the one that train_diloco.py would do. With more jobs, or fewer, rounds are as many pieces larger
+or smaller.
 """
 
 

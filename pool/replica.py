@@ -22,10 +22,11 @@ What lies in a pool. All but alive/ is made by create-if-absent (store.py) and n
        |                              +-> dead here: the  comes second takes the first one's, and drops its own       |
        +--------------------------------- piece is returned, and had by somebody in the next round -------------------+
 
-A round is complete when every job that is expected has delivered: those that hold a claim, and those whose deltas
-were in the last round. Or when quorum deltas have been there for grace_s, by the clock of the one that looks; who is
-still training sees the first deltas, too, and gives by half that time what it has, or at once if it has joined in this
-round. A job whose alive/ID has not changed for grace_s is not waited for. What counts is decided in one place, so
+A round is complete when every job that is expected has delivered: the jobs that hold a claim, and those whose deltas
+were in the last round. It is also complete when `quorum` deltas have been there for grace_s, by the clock of the job
+that looks. A job that is still training sees the first deltas as well: it gives what it has when half of that time has
+passed, or at once if it has joined in this round. A job whose alive/ID has not changed for grace_s is not waited for.
+What counts is decided in one place, so
 no window of data counts twice: a delta that no commit lists never was, and the next ledger returns its piece.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
@@ -390,7 +391,8 @@ class Replica:
             'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
 
-        def add_up(digests):  # all deltas, if this one is the last
+        def add_up(digests):
+            """While this delta is on its way: if it is the round's last one, add them all up already."""
             marker['xxh128'] = digests
             if markers := on_rank_0(lambda: self.watch.look() or (not self.watch.late and dict(self.watch.markers))):
                 self._sum({**markers, self.number: marker})

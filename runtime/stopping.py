@@ -73,8 +73,8 @@ class StopRequest:
     def agreed(self, now=False):
         """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it.
 
-        now: ask all ranks now, and wait for them; for ranks that meet rarely. For those the job's time is over, too, if
-        it would be over before they meet again.
+        now: ask all ranks now, and wait for them: for ranks that rarely meet. They also have to stop if the job's time
+        would be over before they meet again.
         """
         flag, work = self.exchange
         work.wait()  # of the step before, so it has long arrived
