@@ -38,8 +38,8 @@ DDP_BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 
 # What one rank computes with. matmul, attention: FLOP/s; memory: bytes/s; update: seconds per parameter that the rank
 # holds; peak: FLOP/s for the MFU, None where they are not known. Two corrections come from measured steps, and are
-# (1, 1) and nothing where none was measured. scale: what to multiply the times of forward and backward by that follow from
-# these rates. beside: seconds that each block takes on top of that, under 'ddp' or an implementation of FSDP.
+# (1, 1) and nothing where none was measured. scale: what to multiply the times of forward and backward by, where they
+# follow from these rates. beside: seconds that each block takes on top of that, under 'ddp' or a kind of FSDP.
 Device = namedtuple('Device', 'matmul attention memory update peak scale beside')
 NOTHING_BESIDE = {'ddp': (0.0, 0.0)}
 # What one rank sends, in bytes/s: in all-reduces, and in all-gathers, where gloo is slower. Then the seconds that each
