@@ -101,10 +101,10 @@ def tiles(rank, source, ranks, T, documents=None):
         """How many tokens of a rank stand before this position of the sequence."""
         return sum(min(max(position - chunk * c, 0), c) for chunk in (owner, 2 * ranks - 1 - owner))
 
-    of_rows = [(slice(None), [0])]
+    rows_and_starts = [(slice(None), [0])]
     if documents is not None:
-        of_rows = [(slice(row, row + 1), starts) for row, starts in enumerate(documents.tolist())]
-    for rows, starts in of_rows:
+        rows_and_starts = [(slice(row, row + 1), starts) for row, starts in enumerate(documents.tolist())]
+    for rows, starts in rows_and_starts:
         borders = [*starts, ranks * T]
         if source == rank:  # each document alone; one that reaches over both chunks holds all that lies between them
             for begin, end in itertools.pairwise(sorted({before(rank, border) for border in borders})):
@@ -152,9 +152,9 @@ def attend_over_ranks(
     out, lse = empty_results(q)
     group = _resolve_process_group(group)
     for source, (keys, values) in blocks_in_turn(torch.stack((k, v)), impl, group):
-        for rows, of_q, of_k, causal in tiles(group.rank(), source, group.size(), q.shape[2], documents):
-            part = forward_kernel(q[rows, :, of_q], keys[rows, :, of_k], values[rows, :, of_k], causal, scale)
-            merge(out[rows, :, of_q], lse[rows, :, of_q], *part)
+        for rows, q_slice, k_slice, causal in tiles(group.rank(), source, group.size(), q.shape[2], documents):
+            part = forward_kernel(q[rows, :, q_slice], keys[rows, :, k_slice], values[rows, :, k_slice], causal, scale)
+            merge(out[rows, :, q_slice], lse[rows, :, q_slice], *part)
     return out.to(q.dtype), lse
 
 
@@ -169,11 +169,11 @@ def attend_backward(
     hop, gradients = None, []
     for source, (keys, values) in blocks_in_turn(torch.stack((k, v)), impl, group):
         grad_kv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-        for rows, of_q, of_k, causal in tiles(group.rank(), source, group.size(), q.shape[2], documents):
-            of_queries = (tensor[rows, :, of_q] for tensor in (grad, q, out, lse))
-            of_keys = (tensor[rows, :, of_k] for tensor in (keys, values))
-            parts = backward_kernel(*of_queries, *of_keys, causal, scale)
-            for total, part in zip((grad_q[rows, :, of_q], *grad_kv[:, rows, :, of_k]), parts, strict=True):
+        for rows, q_slice, k_slice, causal in tiles(group.rank(), source, group.size(), q.shape[2], documents):
+            query_tensors = (tensor[rows, :, q_slice] for tensor in (grad, q, out, lse))
+            key_tensors = (tensor[rows, :, k_slice] for tensor in (keys, values))
+            parts = backward_kernel(*query_tensors, *key_tensors, causal, scale)
+            for total, part in zip((grad_q[rows, :, q_slice], *grad_kv[:, rows, :, k_slice]), parts, strict=True):
                 total += part
         if impl == 'gather':
             gradients.append(grad_kv)
@@ -283,15 +283,15 @@ def backward_kernel(grad, q, out, lse, k, v, causal, scale):
     """Gradients by q, k, v. out and lse are those over all keys, of which k and v are a part: P = exp(scores - lse)."""
     lse = lse.contiguous()
     if q.is_cpu:
-        of_forward = (grad, q, k, v, out, lse, 0.0, causal)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_forward, scale=scale)
+        arguments = (grad, q, k, v, out, lse, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, scale=scale)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout's random numbers
     if q.dtype.itemsize == 2:
-        of_forward = (grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused)
-        return aten._scaled_dot_product_flash_attention_backward(*of_forward, scale=scale)
+        arguments = (grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused)
+        return aten._scaled_dot_product_flash_attention_backward(*arguments, scale=scale)
     groups = q.shape[1] // k.shape[1]
     k, v = (heads.repeat_interleave(groups, 1) for heads in (k, v))
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
-    of_forward = (grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False], causal)
-    grad_q, *of_keys, _ = aten._scaled_dot_product_efficient_attention_backward(*of_forward, scale=scale)
-    return grad_q, *(heads.unflatten(1, (-1, groups)).sum(2) for heads in of_keys)
+    arguments = (grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False], causal)
+    grad_q, *kv_gradients, _ = aten._scaled_dot_product_efficient_attention_backward(*arguments, scale=scale)
+    return grad_q, *(heads.unflatten(1, (-1, groups)).sum(2) for heads in kv_gradients)

@@ -159,8 +159,8 @@ def contradictions(theirs, ours, config):
             found.append(f'"{section}" is unknown: did you mean "{near[0]}"?')
         if isinstance(ours.get(section), dict) and not isinstance(value, dict) and value not in LEFT_OUT:
             found.append(f'"{section}" is {json.dumps(value)}, expected an object: {{...}}, or "auto"')
-    of_keys = {path: setting(ours, path) for path in SETTINGS_OF_KEYS}
-    for path, expected in (of_keys | FIXED).items():
+    key_settings = {path: setting(ours, path) for path in SETTINGS_OF_KEYS}
+    for path, expected in (key_settings | FIXED).items():
         given, key = setting(theirs, path), SETTINGS_OF_KEYS.get(path)
         expected = 'none' if expected is None else expected  # of offload_...: the section is left out
         if given not in (*LEFT_OUT, expected):
@@ -266,8 +266,8 @@ def gradients(engine):
     if getattr(zero, 'cpu_offload', False) or getattr(zero, 'offload_optimizer', False):
         if engine.device.type == 'cuda':
             torch.cuda.synchronize()  # they are copied into pinned memory, for which nobody has waited yet
-        of_stage_3 = engine.zero_optimization_stage() == 3
-        flats = zero.fp32_partitioned_groups_flat if of_stage_3 else zero.single_partition_of_fp32_groups
+        is_stage_3 = engine.zero_optimization_stage() == 3
+        flats = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats]
     return [tensor for group in zero.averaged_gradients.values() for tensor in group]
 

@@ -570,13 +570,13 @@ class Outer:
         home, whole = self.fragments[0].anchor.device, dtype == 'top2bit'
         fragment = Fragment(0, scratch, 0, home, self.on_host, False, BUCKET, whole)
         fragment.anchor.zero_()
-        of_run, self.dtype = self.dtype, dtype
+        run_dtype, self.dtype = self.dtype, dtype
         self.reset_health()
         began = time.perf_counter()
         self.send(fragment, step=0, last=True)
         if self.on_cuda:
             torch.cuda.synchronize()
-        seconds, computing, self.dtype = time.perf_counter() - began, self._seconds()['compute'], of_run
+        seconds, computing, self.dtype = time.perf_counter() - began, self._seconds()['compute'], run_dtype
         self.reset_health()
         return seconds, computing
 

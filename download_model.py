@@ -164,7 +164,7 @@ def check(folder, compare=True):
             raise ValueError(f'{folder / name} has {there} bytes, {RECORD} says {facts["size"]}: {mend(folder)}')
         if compare and verified_sha256(folder / name) != facts['sha256']:
             raise ValueError(f'{folder / name} is damaged, its sha256 is not the one in {RECORD}: {mend(folder)}')
-    of_class = compare_with_class(folder)
+    class_line = compare_with_class(folder)
     kind = ', '.join(model_config.get('architectures') or ['unknown architecture'])
     print(f'{folder}: {kind}, {parameters:,} parameters in {" and ".join(sorted(dtypes))}')
     print(f'weights: {in_words(size)} in {len(shards)} safetensors file{"s" * (len(shards) > 1)}')
@@ -173,7 +173,7 @@ def check(folder, compare=True):
         print(f'{known["repo"]} at {known["revision"]}: {len(recorded)} files, sizes and sha256 as recorded')
     else:
         print(f'there is no {RECORD}: the sizes agree with the headers, the numbers cannot be compared')
-    print(of_class)
+    print(class_line)
 
 
 def compare_with_class(folder):
@@ -203,8 +203,8 @@ def compare_with_class(folder):
     if wrong:
         lines = [f'{name}: expected {tuple(expected[name].shape)}, found {shape}' for name, shape in wrong.items()]
         more = f' and {len(lines) - 3} more' if len(lines) > 3 else ''
-        of_class = f'{folder}: the weights are not those of {type(model).__name__} with its config.json'
-        raise ValueError(f'{of_class}: {"; ".join(lines[:3])}{more}: {mend(folder)}')
+        mismatch = f'{folder}: the weights are not those of {type(model).__name__} with its config.json'
+        raise ValueError(f'{mismatch}: {"; ".join(lines[:3])}{more}: {mend(folder)}')
     said = f'names and shapes are those of {type(model).__name__}: {len(found) + len(lacking)} tensors'
     return said + (f'; it does not use {len(unused)} more, as {unused[0]}' if unused and not lacking else '')
 

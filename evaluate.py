@@ -104,7 +104,7 @@ else:
         raise ValueError(f'tokenizer={config.tokenizer}: a model of transformers has its own; leave it out')
     finetune.transformers_offline().logging.set_verbosity_error()
     if path:
-        pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
+        pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     else:
         pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
@@ -165,8 +165,8 @@ def write_samples(task, found):
     """Each item's log-likelihoods, in the order of the task's file."""
     os.makedirs(config.samples, exist_ok=True)
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
-        for item, of_item in zip(task.items, found, strict=True):
-            nats, greedy = zip(*of_item, strict=True)
+        for item, item_results in zip(task.items, found, strict=True):
+            nats, greedy = zip(*item_results, strict=True)
             file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
 
 

@@ -110,7 +110,7 @@ def logits_of(model):
 
 
 if is_fine_tuned:
-    pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
+    pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
     stored = str(pretrained.config.dtype).removeprefix('torch.')  # what config.json says of init_from
     config.dtype = config.dtype or (stored if stored in ('bfloat16', 'float16') and not config.adapter else 'float32')

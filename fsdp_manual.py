@@ -318,10 +318,10 @@ class ShardedModel(nn.Module):
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.ranks, self.rank, self.world_size = dist.get_world_size(self.group), dist.get_rank(self.group), mesh.size()
 
-        of_blocks, of_root = parameters_of_units
+        block_parameters, root_parameters = parameters_of_units
         home = 'cpu' if offload else self.device
-        self.blocks = [Unit(parameters, index, mesh, home) for index, parameters in enumerate(of_blocks)]
-        self.root = [Unit(parameters, None, mesh, home) for parameters in of_root]
+        self.blocks = [Unit(parameters, index, mesh, home) for index, parameters in enumerate(block_parameters)]
+        self.root = [Unit(parameters, None, mesh, home) for parameters in root_parameters]
         self.largest = max(unit.size for unit in self.blocks)
         shared = Room(self.largest, compute_dtype, self.device) if zero_stage == 3 else None
         for unit in self.blocks + self.root:

@@ -112,12 +112,12 @@ def ranks_of_stage(config, world_size):
     return world_size // stages
 
 
-def check_pipeline(config, of_stage):
-    """[a line for the log]. of_stage: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
+def check_pipeline(config, stage_ranks):
+    """[a line for the log]. stage_ranks: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
     there are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the
     order of arXiv 2104.04473."""
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    parts, copies = stages * chunks, ranks_for_batches(config, of_stage)
+    parts, copies = stages * chunks, ranks_for_batches(config, stage_ranks)
     if n_layer % parts:
         nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
         raise ValueError(

@@ -426,8 +426,8 @@ class Held:
         self.ids = list(map(id, parameters))
         self.steps = torch.zeros(len(parameters))
         for parameter, step in zip(parameters, self.steps, strict=True):
-            if of_parameter := state.get(parameter):
-                of_parameter['step'] = step.copy_(of_parameter['step'])
+            if parameter_state := state.get(parameter):
+                parameter_state['step'] = step.copy_(parameter_state['step'])
         self.counted = None  # what the last step has added to `steps`: 1 where there was a gradient, else 0
         self.local = {}  # index of a parameter that had a gradient -> its part here (theta, *moments), None if empty
 
@@ -610,11 +610,11 @@ class Muon(Elementwise):
         outgoing = [[u[i] for i in owned] for owned in owned_by]
         incoming = [[shapes[i][rank] for i in owned_by[me]] for rank in range(world_size)]
         received = exchange(outgoing, incoming, group)  # [rank][matrix of mine]
-        mine = [torch.cat(of_ranks) for of_ranks in zip(*received, strict=True)]
+        mine = [torch.cat(rank_slices) for rank_slices in zip(*received, strict=True)]
         updates = muon_updates(mine, [self.split_rows[parameters[i]] for i in owned_by[me]])
         rows_of = [[rows for rows, _ in shapes[i]] for i in owned_by[me]]
         slices = list(map(torch.split, updates, rows_of))  # [matrix of mine][rank]
-        outgoing = [[of_matrix[rank] for of_matrix in slices] for rank in range(world_size)]
+        outgoing = [[matrix_slices[rank] for matrix_slices in slices] for rank in range(world_size)]
         incoming = [[shapes[i][me] for i in owned] for owned in owned_by]
         returned = dict(zip(sum(owned_by, []), sum(exchange(outgoing, incoming, group), []), strict=True))
         return [returned[i] for i in range(len(u))]
@@ -638,15 +638,15 @@ def muon_updates(matrices, split_rows):
     small ones on a CPU; large ones are as fast alone.
     """
     parts = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
-    of_shape = {}
+    by_shape = {}
     for part in sum(parts, ()):
-        of_shape.setdefault(part.shape, []).append(part)
+        by_shape.setdefault(part.shape, []).append(part)
     updates = {}
-    for (rows, columns), alike in of_shape.items():
+    for (rows, columns), alike in by_shape.items():
         for batch in in_parts(alike, torch.numel, FOREACH if alike[0].is_cuda else CHUNK):
             found = orthogonalise(torch.stack(batch)).mul_(0.2 * math.sqrt(max(rows, columns)))
             updates.update(zip(map(id, batch), found, strict=True))
-    return [torch.cat([updates[id(part)] for part in of_matrix]) for of_matrix in parts]
+    return [torch.cat([updates[id(part)] for part in matrix_parts]) for matrix_parts in parts]
 
 
 def orthogonalise(matrices):

@@ -205,10 +205,10 @@ if len(source.skipped) > 10:
 # --- FOLDER -----------------------------------------------------------------------------------------------------------
 if config.name is None:
     is_path = os.path.exists(config.dataset)
-    of_source = Path(config.dataset).resolve().stem if is_path else config.dataset.rpartition('/')[2]
-    of_config = f'-{config.source_config}' if config.source_config else ''
-    of_tokenizer = f'bpe{config.vocab_size}' if config.tokenizer == 'bpe' else tokenizer_facts['name']
-    config.name = re.sub(r'[^\w.-]+', '_', f'{of_source}{of_config}-{of_tokenizer}')
+    source_name = Path(config.dataset).resolve().stem if is_path else config.dataset.rpartition('/')[2]
+    config_suffix = f'-{config.source_config}' if config.source_config else ''
+    tokenizer_name = f'bpe{config.vocab_size}' if config.tokenizer == 'bpe' else tokenizer_facts['name']
+    config.name = re.sub(r'[^\w.-]+', '_', f'{source_name}{config_suffix}-{tokenizer_name}')
 if not re.fullmatch(r'\w[\w.-]*', config.name):
     raise ValueError(f'name={config.name!r}: expected letters, digits, and . _ - behind the first; it names a folder')
 folder = Path(config.data_dir) / config.name

@@ -142,7 +142,7 @@ if is_fine_tuned:
         raise ValueError(f'tokenizer={config.tokenizer}: a fine-tuned model has its own; leave it out')
     transformers = finetune.transformers_offline()
     transformers.logging.set_verbosity_error()
-    pretrained = finetune.Pretrained.of_run(config.out_dir, state, config.trust_remote_code)
+    pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
     if config.chat and not text_tokenizer.chat_template:
         raise ValueError(f'chat=True: the tokenizer in {pretrained.folder} has no chat template; leave --chat out')

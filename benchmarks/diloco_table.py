@@ -71,7 +71,7 @@ def train(method, rate, seed, arguments):
 
 def table(results):
     """Lines of text: the best rate of each method, its loss over the seeds, its bytes, and all rates of the grid."""
-    lines, of_ddp = [], None
+    lines, ddp_wire = [], None
     lines.append(
         f'{"":16}{"rate":>8}{"val loss":>10}{"min":>8}{"max":>8}{"seeds":>6}{"kB per step":>13}{"share":>8}  grid'
     )
@@ -82,9 +82,9 @@ def table(results):
         best = best_rate(rows)
         losses = [row['val_loss'] for row in rows if row['rate'] == best]
         wire = [row['wire'] for row in rows if row['rate'] == best and row['wire']]
-        of_ddp = statistics.mean(wire) if method == 'ddp' and wire else of_ddp
+        ddp_wire = statistics.mean(wire) if method == 'ddp' and wire else ddp_wire
         sent = f'{statistics.mean(wire) / 1000:13.1f}' if wire else f'{"-":>13}'
-        share = f'{statistics.mean(wire) / of_ddp:8.2%}' if wire and of_ddp else f'{"-":>8}'
+        share = f'{statistics.mean(wire) / ddp_wire:8.2%}' if wire and ddp_wire else f'{"-":>8}'
         first = {row['rate']: row['val_loss'] for row in reversed(rows)}  # with the first seed
         grid = ', '.join(f'{rate:g} {first[rate]:.3f}' for rate in sorted(first))
         at_edge = len(first) > 1 and best in (min(first), max(first))

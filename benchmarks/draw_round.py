@@ -47,8 +47,8 @@ def draw(axes, out_dir):
             now += each['waiting']
     for kind, segments in bars.items():
         for lane in (0, 1):
-            of_lane = [(start, length) for where, start, length in segments if where == lane]
-            axes.broken_barh(of_lane, (lane - 0.35, 0.7), color=COLOURS[kind], label=kind if of_lane else None)
+            lane_bars = [(start, length) for where, start, length in segments if where == lane]
+            axes.broken_barh(lane_bars, (lane - 0.35, 0.7), color=COLOURS[kind], label=kind if lane_bars else None)
     axes.set_yticks([0, 1], ['link', 'replica'])
     streams = f', {P} fragments, overlap of {tau} steps' if P > 1 else ''
     axes.set_title(f'{H} inner steps, {keys["exchange_dtype"]}{streams}', loc='left', fontsize=10)

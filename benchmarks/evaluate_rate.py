@@ -108,7 +108,7 @@ def make_task(path, n_items, edges=False, seed=1):
     Path(path).write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
 
 
-def of_harness(lm, path, num_fewshot=0):
+def harness_results(lm, path, num_fewshot=0):
     """(scores, [[(nats, greedy), ...] of each item]) of a task in a file, by lm_eval."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -125,21 +125,21 @@ def of_harness(lm, path, num_fewshot=0):
         options = {'log_samples': True, 'bootstrap_iters': 0}
         answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)
     samples = sorted(answer['samples'][name], key=lambda sample: sample['doc_id'])
-    found = [[of_request[0] for of_request in sample['resps']] for sample in samples]
+    found = [[responses[0] for responses in sample['resps']] for sample in samples]
     scores = {key.partition(',')[0]: score for key, score in answer['results'][name].items() if ',none' in key}
     scores = {key: score for key, score in scores.items() if score != 'N/A'}  # errors, without a bootstrap
     return scores, found
 
 
-def of_ours(out_dir, paths, folder, num_fewshot=0, batch_size=32):
+def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32):
     """[The same of each task] by evaluate.py, as a user starts it; folder: for what it writes."""
     keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
     keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu'}
     run_script('evaluate.py', f'--out_dir={out_dir}', *(f'--{key}={value}' for key, value in keys.items()))
     scores = [json.loads(line) for line in Path(folder, 'results.jsonl').read_text().splitlines()]
-    for path, of_task in zip(paths, scores, strict=True):
+    for path, task_scores in zip(paths, scores, strict=True):
         rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
-        yield of_task, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
+        yield task_scores, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
 
 
 def harness_model(model_folder, batch_size, is_ours):
@@ -235,9 +235,9 @@ def main():
             arguments.model = f'{folder}/model'
         lm = harness_model(arguments.model, arguments.batch_size, is_ours=bool(arguments.run))
         options = (arguments.num_fewshot, arguments.batch_size)
-        found = of_ours(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)
+        found = our_results(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)
         for path, (scores, ours) in zip(paths, found, strict=True):
-            compare_numbers(path, scores, ours, *of_harness(lm, path, arguments.num_fewshot))
+            compare_numbers(path, scores, ours, *harness_results(lm, path, arguments.num_fewshot))
         if arguments.rounds:
             rates = compare_rates(lm, arguments.model, arguments.run, paths[0], arguments.rounds, arguments.batch_size)
             for ours, theirs in rates:

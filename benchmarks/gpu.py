@@ -207,8 +207,8 @@ def compiled(bench):
     """bf16, compiled, with every checkpointing mode; nothing is compiled again."""
     keys = TINY | dict(dtype='bfloat16', compile=not bench.tiny, max_iters=12, log_interval=4)
     for mode in ('none',) if bench.tiny else ('none', 'selective', 'full'):
-        for name, (script, of_strategy) in STRATEGIES.items():
-            more = of_strategy | {'activation_checkpointing': mode}
+        for name, (script, strategy_keys) in STRATEGIES.items():
+            more = strategy_keys | {'activation_checkpointing': mode}
             bench.train(f'compiled {name} {mode}', script, keys | more, environment={'TORCH_LOGS': 'recompiles'})
     bench.inner('syncs', 120)
 

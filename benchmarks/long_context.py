@@ -208,10 +208,10 @@ def compare_on_needles(out, seeds):
             found[way, steps].append(found_by(out / f'{name}_{steps}_{seed}', tasks))
     lengths, depths = (list(dict.fromkeys(numbers)) for numbers in zip(*tasks, strict=True))
     by_length, by_depth = [], []
-    for key, of_seeds in found.items():
-        means = ([statistics.mean(one[length, d] for d in depths) for one in of_seeds] for length in lengths)
+    for key, seed_results in found.items():
+        means = ([statistics.mean(one[length, d] for d in depths) for one in seed_results] for length in lengths)
         by_length.append([*key, *map(mean_and_error, means)])
-        by_depth.append([*key, *(mean_and_error([one[EXTENDED, depth] for one in of_seeds]) for depth in depths)])
+        by_depth.append([*key, *(mean_and_error([one[EXTENDED, depth] for one in seed_results]) for depth in depths)])
     table(['rotation', f'steps at {EXTENDED}', *(f'{length} tokens' for length in lengths)], by_length)
     table(['rotation', f'steps at {EXTENDED}', *(f'{EXTENDED}, depth {depth}' for depth in depths)], by_depth)
 

@@ -61,8 +61,8 @@ def dispatch():
             start = time.perf_counter()
             call()
             times[name].append(1e3 * (time.perf_counter() - start))
-    for name, of_call in times.items():
-        print(f'{name:38} {min(of_call):6.2f} ms')
+    for name, call_ms in times.items():
+        print(f'{name:38} {min(call_ms):6.2f} ms')
 
 
 def main():

@@ -54,7 +54,7 @@ def speed(rounds):
             sent[name] = 1000 * gigabytes[-1]
             print(f'{name}: {found[name][-1]:,.0f} tokens/s', flush=True)
     for name, rates in found.items():
-        ratios = sorted(rate / of_fsdp for rate, of_fsdp in zip(rates, found['FSDP'], strict=True))
+        ratios = sorted(rate / fsdp_rate for rate, fsdp_rate in zip(rates, found['FSDP'], strict=True))
         print(
             f'{name:8} {statistics.median(rates):8,.0f} tokens/s, {statistics.median(ratios):.2f} of FSDP '
             f'({ratios[0]:.2f} to {ratios[-1]:.2f}), {sent[name]:.1f} MB sent per rank and step',

@@ -236,7 +236,7 @@ def show_measured(out):
     for path in sorted(out.glob('[24]-*.json')):
         ranks, mbit = re.fullmatch(r'(\d)-(.*)\.json', path.name).groups()
         ranks, measured = int(ranks), json.loads(path.read_text())
-        cluster = step_time.of_cpus(ranks, ranks // 2, cores=1, gb=24)  # two nodes of one core
+        cluster = step_time.cpu_cluster(ranks, ranks // 2, cores=1, gb=24)  # two nodes of one core
         cluster = step_time.with_measured_step(
             cluster,
             [layout_table.run_alone(out / name) for name in alone(ranks) if (out / name / 'DONE').exists()],

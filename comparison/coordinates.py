@@ -38,9 +38,9 @@ def measure_all(config, train_keys, explicit):
             )
     defaults = {key: knob.default for key, knob in read_knobs(Path(ROOT) / run_matrix.SCRIPTS['single']).items()}
     models = []
-    for (recipe, of_recipe), (axis, sizes) in itertools.product(config.recipes.items(), config.coordinates.items()):
-        for (size, of_size), seed in itertools.product(sizes.items(), config.seeds):
-            given = {**of_recipe, **of_size, 'seed': seed}
+    for (recipe, recipe_keys), (axis, sizes) in itertools.product(config.recipes.items(), config.coordinates.items()):
+        for (size, size_keys), seed in itertools.product(sizes.items(), config.seeds):
+            given = {**recipe_keys, **size_keys, 'seed': seed}
             try:
                 keys = run_matrix.keys_of_run('single', 1, given, config, train_keys, explicit, 1)
             except (Mistake, ValueError) as error:
@@ -111,8 +111,8 @@ def slopes(rows):
 def table(rows):
     """The Markdown table of the slopes."""
     cells = []
-    for (recipe, axis), of_parts in slopes(rows).items():
+    for (recipe, axis), part_slopes in slopes(rows).items():
         sizes = [row['size'] for row in rows if row['axis'] == axis]
         cells.append({'recipe': recipe, 'slope over': f'{axis} {min(sizes)} to {max(sizes)}'})
-        cells[-1] |= {part: f'{slope:+.3f}' for part, slope in of_parts.items()}
+        cells[-1] |= {part: f'{slope:+.3f}' for part, slope in part_slopes.items()}
     return markdown(cells)

@@ -129,10 +129,10 @@ def fit_rate(rates, losses, around=2):
     Where the best is at an edge, or the parabola is not one with a lowest point between its points, best is the best
     rate tried. Raises ValueError if no run has a loss.
     """
-    of_rate = {}
+    losses_by_rate = {}
     for rate, loss in zip(rates, losses, strict=True):
-        of_rate.setdefault(float(rate), []).append(float(loss))
-    means = {rate: float(np.mean(of_rate[rate])) for rate in sorted(of_rate)}
+        losses_by_rate.setdefault(float(rate), []).append(float(loss))
+    means = {rate: float(np.mean(losses_by_rate[rate])) for rate in sorted(losses_by_rate)}
     finite = {rate: loss for rate, loss in means.items() if math.isfinite(loss)}
     if not finite:
         raise ValueError(f'all of the rates {", ".join(f"{rate:g}" for rate in means)} diverged')

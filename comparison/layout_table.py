@@ -20,7 +20,7 @@ def report(config, keys, explicit):
             raise ValueError(
                 'gpu=cpu has no speed to assume: give --measured=OUT_DIR and --links=FILE, docs/parallelism.md'
             )
-        cluster = step_time.of_cpus(gpus, node_gpus, config.cores, config.gpu_gb)
+        cluster = step_time.cpu_cluster(gpus, node_gpus, config.cores, config.gpu_gb)
     else:
         cluster = step_time.assumed(config.gpu, gpus, node_gpus)
         cluster = cluster._replace(gb=config.gpu_gb) if 'gpu_gb' in explicit else cluster

@@ -21,7 +21,7 @@ from runtime import PHASES
 
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 LINE_STYLES = ('-', '--', '-.', ':')
-OF_PHASES = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
+PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
@@ -226,7 +226,7 @@ def plot_phases(rows, output):
     """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
     figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
     bars = []
-    for phase, colour in zip(PHASES, OF_PHASES, strict=True):
+    for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True):
         bars.append((phase, [row.get(f'time/{phase}', 0) for row in rows], {'color': colour}))
     ends = _stack(axes, -0.12, 0.5, bars)
     _write(axes, ends, -0.12, [f'{end:.1f} ms' if end else 'not measured' for end in ends])

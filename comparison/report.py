@@ -32,12 +32,12 @@ def write(folder, kind, lines, tables, figures):
     Write folder/report.html. lines: the verdict, each 'lead: text'. tables: {title: [{column: text}]}. figures:
     {caption: matplotlib's Figure}, none where it is not installed.
     """
-    runs = [of_run(path) for path in sorted(folder.glob('runs/*/*'))]
+    runs = [run_facts(path) for path in sorted(folder.glob('runs/*/*'))]
     parts = [f'<figure class="card wide">{svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>'
              for caption, figure in figures.items()]  # fmt: skip
     parts = ['<h2>Pictures</h2>', *parts] if parts else ['<p>No pictures: pip install matplotlib</p>']
-    of_runs = {'Runs, and the keys in which they differ': differences(runs), 'Environment': environment(runs)}
-    for title, rows in {**tables, **of_runs}.items():
+    run_tables = {'Runs, and the keys in which they differ': differences(runs), 'Environment': environment(runs)}
+    for title, rows in {**tables, **run_tables}.items():
         parts += [f'<h2>{escape(title)}</h2>', table(rows)] if rows else []
     parts.append('<h2>Commands that repeat a run</h2>\n<div class=card>')
     for run in runs:
@@ -58,7 +58,7 @@ def write(folder, kind, lines, tables, figures):
 # --- WHAT THE RUNS TELL -----------------------------------------------------------------------------------------------
 
 
-def of_run(path):
+def run_facts(path):
     """What the files in a run's out_dir tell: name, results, config, and the head of its train.log."""
     run = results.read_run(path) or results.Run(failure='not finished')
     head = {'date': '', 'command': '', 'code': '', 'versions': '', 'host': ''}

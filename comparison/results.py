@@ -183,7 +183,7 @@ def summarise(plan, runs, baseline):
         row = {key: entry[key] for key in ('label', 'strategy', 'script', 'overrides', 'world_size')}
         row['rows'] = len(good)
         if good:
-            row |= of_repeats(good) | against(label, reference_of(label, baseline, measured), measured)
+            row |= medians_of_repeats(good) | against(label, reference_of(label, baseline, measured), measured)
         if failures := [run.failure for run in runs[label].values() if run.failure]:
             row |= {'failed': failures[0], 'failures': len(failures)}
         rows[label] = row
@@ -192,7 +192,7 @@ def summarise(plan, runs, baseline):
     return list(rows.values())
 
 
-def of_repeats(runs):
+def medians_of_repeats(runs):
     """Of {repeat: Run}: the median of each repeat's median after warm-up. Losses are those of the first repeat."""
     first = next(iter(runs.values()))
     row = {key: first.config.get(key) for key in ('dtype', 'compile')}
@@ -254,15 +254,15 @@ def rounds_of(rows, round_steps):
     A row stands for log_interval steps: where that and a round do not divide each other, several rounds are one.
     """
     rounds, timed, begin = [], [], 0
-    of_round = []
+    round_rows = []
     for row in rows:
         if 'tokens_per_sec' in row:  # one without is of an evaluation, in the middle of what the next one stands for
             timed.append({**row, 'begin': begin})
-            of_round.append(timed[-1])
+            round_rows.append(timed[-1])
             begin = row['step']
             if begin % round_steps == 0:
-                rounds.append(mean_row(of_round))
-                of_round = []
+                rounds.append(mean_row(round_rows))
+                round_rows = []
     return rounds, timed
 
 

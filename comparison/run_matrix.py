@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
 SMALL = {'arch': 'llama', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': 128, 'batch_size': 4}
 SMALL |= {'dtype': 'float32', 'max_iters': 50, 'learning_rate': 3e-3, 'warmup_iters': 5}
 # Any of these given: not the small one
-OF_A_MODEL = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
+MODEL_KEYS = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
 QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_iters': 10, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
 BENCH = {'dataset': 'synthetic', 'eval_iters': 0, 'keep_checkpoints': 0, 'max_iters': 30, 'warmup_iters': 5}
 BENCH |= {'log_interval': 2, 'global_batch_size': None, 'wandb_log': False, 'checkpoint_interval': 0}
@@ -136,7 +136,7 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     accumulation = given.pop('accumulation', 1)
     given = {key: checked(value, find(key, knobs, script, key), key) for key, value in given.items()}
 
-    is_small = not any(key in {**train_keys, **given} for key in OF_A_MODEL)
+    is_small = not any(key in {**train_keys, **given} for key in MODEL_KEYS)
     data_dir = Path(train_keys.get('data_dir', 'data'))
     dataset = 'stdlib-bpe2048' if (data_dir / 'stdlib-bpe2048').is_dir() else 'synthetic'
     keys = {**QUIET, **(SMALL if is_small else {}), 'dataset': dataset, **train_keys}
@@ -181,10 +181,10 @@ def queue_of(entries, config):
 
     With resume_check the first run of each strategy comes once more at the end, as the repeat 'resumed'.
     """
-    queue, of_strategies = [], {}
+    queue, first_entries = [], {}
     for repeat in range(config.repeats):
         start = repeat % len(entries)
         queue += [(repeat, entry) for entry in entries[start:] + entries[:start]]
     for entry in entries:
-        of_strategies.setdefault(entry['strategy'], entry)
-    return queue + [('resumed', entry) for entry in of_strategies.values() if config.resume_check]
+        first_entries.setdefault(entry['strategy'], entry)
+    return queue + [('resumed', entry) for entry in first_entries.values() if config.resume_check]

@@ -88,16 +88,16 @@ def next_runs(losses, rates, seeds):
     grid, none for a group that keeps its rate, which is None then."""
     if missing := [(rate, seeds[0]) for rate in rates or [None] if (rate, seeds[0]) not in losses]:
         return missing
-    of_first = {rate: loss for (rate, seed), loss in losses.items() if seed == seeds[0]}
-    best = min(of_first, key=of_first.get)
-    if rates and math.isfinite(of_first[best]):
-        tried, grid = sorted(of_first), sorted(rates)
+    first_seed_losses = {rate: loss for (rate, seed), loss in losses.items() if seed == seeds[0]}
+    best = min(first_seed_losses, key=first_seed_losses.get)
+    if rates and math.isfinite(first_seed_losses[best]):
+        tried, grid = sorted(first_seed_losses), sorted(rates)
         step = (grid[-1] / grid[0]) ** (1 / max(1, len(grid) - 1)) if len(grid) > 1 else 2.0
         beyond = {tried[0]: best / step, tried[-1]: best * step}.get(best)
         steps_out = sum(rate < grid[0] if best == tried[0] else rate > grid[-1] for rate in tried)
         if beyond and steps_out < BEYOND:
             return [(float(f'{beyond:.3g}'), seeds[0])]
-    return [(best, seed) for seed in seeds if (best, seed) not in losses and math.isfinite(of_first[best])]
+    return [(best, seed) for seed in seeds if (best, seed) not in losses and math.isfinite(first_seed_losses[best])]
 
 
 # --- WHAT THEY SAY ----------------------------------------------------------------------------------------------------
@@ -160,9 +160,9 @@ def summarise(group, runs, seeds):
     best = min(first, key=first.get)
     row |= {'grid': dict(sorted(first.items(), key=lambda item: item[0] or 0)), 'tried': best}
     row['losses'] = {seed: run['loss'] for (rate, seed), run in runs.items() if rate == best}
-    of_best = runs[best, seeds[0]]
-    row |= {key: of_best[key] for key in ('tokens', 'flops')}
-    row['params'] = sizes.empty_model(of_best['config']).parameter_counts()['total']
+    best_run = runs[best, seeds[0]]
+    row |= {key: best_run[key] for key in ('tokens', 'flops')}
+    row['params'] = sizes.empty_model(best_run['config']).parameter_counts()['total']
     if best is not None:
         row['rate'] = vars(laws.fit_rate([*first], [*first.values()]))
         every = [(rate, run['loss']) for (rate, _), run in runs.items()]
@@ -182,12 +182,12 @@ def cells(rows):
         best = f'{rate["best"]:.3g}{where.get(rate["edge"], "")}' if rate else ''
         if rate and row['interval']:
             best += f' [{row["interval"][0]:.3g}, {row["interval"][1]:.3g}]'
-        of_grid = [f'{key:g}: {loss:.4f}' for key, loss in row['grid'].items() if key is not None]
+        grid_losses = [f'{key:g}: {loss:.4f}' for key, loss in row['grid'].items() if key is not None]
         found.append({
             'run': row['label'],
             'parameters': f'{row["params"]:,}' if losses else '',
             'tokens': f'{row["tokens"]:,}' if losses else '',
-            GRID: ', '.join(of_grid),
+            GRID: ', '.join(grid_losses),
             'best rate [95%]': best,
             'loss at the best tried': mean_and_error(losses) if losses else 'diverged',
             'seeds': str(len(losses)),

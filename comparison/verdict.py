@@ -176,9 +176,9 @@ def doubts(rows):
             lines.append(
                 f'WARNING: the repeats of {row["label"]} differ by a factor {fastest / slowest:.1f} ({several})'
             )
-        of_reference = ranks.get(row['reference'], row['world_size'])
-        if row['world_size'] > of_reference and row.get('speedup', 0) > row['world_size'] / of_reference:
-            given = f'{row["world_size"]} ranks against {of_reference}'
+        reference_ranks = ranks.get(row['reference'], row['world_size'])
+        if row['world_size'] > reference_ranks and row.get('speedup', 0) > row['world_size'] / reference_ranks:
+            given = f'{row["world_size"]} ranks against {reference_ranks}'
             lines.append(f'WARNING: {row["label"]} is {row["speedup"]:.2f}x as fast as {row["reference"]} on {given}')
     if disturbed := [row for row in rows if row.get('others', 0) > OTHERS]:
         most = max(row['others'] for row in disturbed)

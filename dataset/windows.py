@@ -31,7 +31,7 @@ from dataset.shards import read_shard
 from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
-OF_PREPARED = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first
+PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first
 # The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
 GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
@@ -152,11 +152,11 @@ class PackedDataset(TokenDataset):
         self.n_windows = int(bins.max()) + 1
         windows = sample_windows(bins, self.n_windows, seed=0)
         by_window = np.argsort(windows, kind='stable')
-        of_window = order[by_window]
-        self._starts, self._lengths = starts[of_window], lengths[of_window]
+        piece_order = order[by_window]
+        self._starts, self._lengths = starts[piece_order], lengths[piece_order]
         # Window w holds the pieces from borders[w] up to borders[w + 1].
         self._borders = np.searchsorted(windows[by_window], np.arange(self.n_windows + 1))
-        self.n_targets = np.add.reduceat(learned[of_window], self._borders[:-1])
+        self.n_targets = np.add.reduceat(learned[piece_order], self._borders[:-1])
         self.n_starts = int(np.diff(self._borders).max()) + 1
 
     def read(self, windows):
@@ -202,10 +202,10 @@ class Documents(PackedDataset):
         starts, sizes = starts[sizes > 0], sizes[sizes > 0]
         n_pieces = -(-sizes // T)
         number = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # within its document
-        of_pieces = np.minimum(np.repeat(sizes, n_pieces) - number * T, T)
-        self._pack(np.repeat(starts, n_pieces) + number * T, of_pieces + 1, of_pieces)
+        piece_sizes = np.minimum(np.repeat(sizes, n_pieces) - number * T, T)
+        self._pack(np.repeat(starts, n_pieces) + number * T, piece_sizes + 1, piece_sizes)
 
-        n_cut, padding = np.count_nonzero(n_pieces > 1), 1 - of_pieces.sum() / (self.n_windows * T)
+        n_cut, padding = np.count_nonzero(n_pieces > 1), 1 - piece_sizes.sum() / (self.n_windows * T)
         cut_in_stream = np.count_nonzero(starts // T != (starts + sizes - 1) // T)
         self.line = (
             f'{self.name}: {len(starts):,} documents ({self.split}). windows=documents: {n_cut / len(starts):.1%} are '
@@ -310,7 +310,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         return KINDS[windows](dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
     folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
     raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
-    if raw.exists() and not any(path.suffix in ENDINGS or path.name in OF_PREPARED for path in raw.glob('*')):
+    if raw.exists() and not any(path.suffix in ENDINGS or path.name in PREPARED_FILES for path in raw.glob('*')):
         raise ValueError(
             f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`, '
             'to fine-tune with --tokenizer=MODEL_FOLDER: its last line says how to train on that'

@@ -1,7 +1,7 @@
 """
 Scores of tasks (evaluation/tasks.py says what these are), by evaluate.py and in a run.
 
-    tasks = of_run(config, pretrained, device)  # read and tokenized, before the run begins
+    tasks = tasks_of(config, pretrained, device)  # read and tokenized, before the run begins
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
@@ -52,7 +52,7 @@ class Evaluation:
             began, options = time.perf_counter(), (self.batch_size, self.device, shares, task.name if bars else None)
             found = scoring.log_likelihoods(model, requests, self.longest, *options, beat, self.tensor_parallel)
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
-            nats, greedy = ([[pair[n] for pair in of_item] for of_item in found] for n in (0, 1))
+            nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
             scores = scores_of(task, requests, nats, greedy)
             in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
             line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)'
@@ -74,7 +74,7 @@ class Evaluation:
         return row
 
 
-def of_run(config, pretrained, device):
+def tasks_of(config, pretrained, device):
     """The Evaluation of a train script's eval_tasks; of none if there are none. Raises ValueError, too, where the data
     of the run names no tokenizer."""
     encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none

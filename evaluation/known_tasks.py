@@ -72,15 +72,15 @@ def letters(text, choices, gold):
 def mmlu(row):
     """Choices are letters; the few-shot examples are the first ones of the same subject."""
     start = 'The following are multiple choice questions (with answers) about'
-    of_subject = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
-    return letters(row['question'], row['choices'], row['answer']) | of_subject
+    subject_fields = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
+    return letters(row['question'], row['choices'], row['answer']) | subject_fields
 
 
 def mmlu_continuation(row):
     """Choices are the answers themselves, which small models understand."""
     start = 'The following are questions (with answers) about'
-    of_subject = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
-    return question(row['question'].strip(), row['choices'], row['answer']) | of_subject
+    subject_fields = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
+    return question(row['question'].strip(), row['choices'], row['answer']) | subject_fields
 
 
 def boolq(row):

@@ -90,11 +90,11 @@ def log_likelihoods(
     each batch together. Batches do not depend on the number of ranks, so neither do the numbers.
     """
     rank, world_size = dist.get_rank() // tensor_parallel, dist.get_world_size() // tensor_parallel
-    flat, rows = [request for of_item in requests for request in of_item], []
+    flat, rows = [request for item_requests in requests for request in item_requests], []
     first_number = 0
-    for of_item in requests:
-        rows += rows_of(of_item, first_number, longest, shares)
-        first_number += len(of_item)
+    for item_requests in requests:
+        rows += rows_of(item_requests, first_number, longest, shares)
+        first_number += len(item_requests)
     batches = batches_of(rows, batch_size)
     totals = torch.zeros(2, len(flat), dtype=torch.float64, device=device)  # nats, and how many targets are likeliest
     has_bar = bar and dist.get_rank() == 0
@@ -116,7 +116,7 @@ def log_likelihoods(
     dist.all_reduce(totals)
     totals /= tensor_parallel  # so many ranks have counted each request
     found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
-    return [[next(found) for _ in of_item] for of_item in requests]
+    return [[next(found) for _ in item_requests] for item_requests in requests]
 
 
 def score_tokens(hidden, weight, tokens):

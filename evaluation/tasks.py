@@ -245,8 +245,8 @@ def requests_of_core(task, encoder, window):
             counts = [len(os.path.commonprefix([tokens[::-1] for tokens in whole]))] * len(whole)
         else:
             counts = [len(whole[0]) - len(next(before))]
-        of_item = zip(whole, counts, item.pairs, strict=True)
-        requests.append([request_of([encoder.prefix, *t], n, window, item, pair[1]) for t, n, pair in of_item])
+        per_pair = zip(whole, counts, item.pairs, strict=True)
+        requests.append([request_of([encoder.prefix, *t], n, window, item, pair[1]) for t, n, pair in per_pair])
     return requests
 
 
@@ -280,9 +280,9 @@ def scores_of_core(task, requests, log_likelihoods, greedy):
     """acc, by the mean log-likelihood per token, and centered, which is 0 for guessing and 1 where all is right."""
     hits = [int(all(flags)) for flags in greedy]
     if task.form != 'continuation':
-        sizes = [[request.n_targets for request in of_item] for of_item in requests]
+        sizes = [[request.n_targets for request in item_requests] for item_requests in requests]
         per_item = zip(task.items, log_likelihoods, sizes, strict=True)
-        hits = [np.argmax(np.array(nats) / of_item) == item.gold for item, nats, of_item in per_item]
+        hits = [np.argmax(np.array(nats) / item_sizes) == item.gold for item, nats, item_sizes in per_item]
     (acc, error), chance = mean_of(hits), mean_of([item.chance for item in task.items])[0]
     return {'acc': (acc, error), 'centered': ((acc - chance) / (1 - chance), error / (1 - chance))}
 

@@ -46,10 +46,10 @@ def mesh_lines(num_replicas, local_world_size):
 def refuse_differences(config, train_data, val_data):
     """Raises ValueError on every rank if some rank has other keys or data than rank 0, but for its device and paths."""
     values = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
-    prints = ([source.fingerprint for source in of_split.sources] for of_split in (train_data, val_data))
-    of_ranks = everybodys({**values, **dict(zip(('data', 'validation data'), prints, strict=True))})
-    for rank, theirs in enumerate(of_ranks):
-        for key, value in of_ranks[0].items():
+    prints = ([source.fingerprint for source in split.sources] for split in (train_data, val_data))
+    values_by_rank = everybodys({**values, **dict(zip(('data', 'validation data'), prints, strict=True))})
+    for rank, theirs in enumerate(values_by_rank):
+        for key, value in values_by_rank[0].items():
             if theirs[key] != value:
                 raise ValueError(
                     f'rank {rank} has {key}={theirs[key]!r}, rank 0 has {value!r}: '
@@ -66,10 +66,10 @@ def check_start(outer, step, max_iters):
         )
     replicas = everybodys(outer.checksums()[0], outer.group)
     different = [replica for replica in range(outer.replicas) if replicas[replica] != replicas[0]]
-    for of_rank in everybodys(different):  # every group of ranks has compared its own shard
-        if of_rank:
+    for differing in everybodys(different):  # every group of ranks has compared its own shard
+        if differing:
             raise ValueError(
-                f'replica {of_rank[0]} starts from other weights than replica 0: '
+                f'replica {differing[0]} starts from other weights than replica 0: '
                 'give every node the same checkpoint or seed, and the same version of torch'
             )
 
@@ -122,9 +122,9 @@ class Plan:
         """Seconds per round for which training stands still."""
         fragments, overlap = len(self.outer.fragments), self.outer.overlap_steps
         constant, per_number, computing = self.models[dtype]
-        of_fragment = constant + per_number * self.numbers / fragments
+        fragment_seconds = constant + per_number * self.numbers / fragments
         hidden = overlap * self.step_seconds
-        return fragments * max(of_fragment - hidden, computing * self.numbers / fragments if overlap else 0.0)
+        return fragments * max(fragment_seconds - hidden, computing * self.numbers / fragments if overlap else 0.0)
 
     def share(self, dtype, inner_steps):
         """Of the time, what is spent on inner steps."""

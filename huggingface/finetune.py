@@ -41,8 +41,8 @@ LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies ha
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
-OF_NATIVE_MODELS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
-OF_NATIVE_MODELS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
+NATIVE_MODEL_KEYS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
+NATIVE_MODEL_KEYS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
 DROPOUT = re.compile(r'dropout|_pdrop$')
 NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
@@ -122,7 +122,7 @@ class Pretrained:
     def from_keys(cls, config, explicit):
         """From a script's config. Raises ValueError, too, for keys that only a model from scratch has, for a folder
         that is not there, and for one without weights that no earlier start of this run has read."""
-        set_here = [key for key in OF_NATIVE_MODELS if key in explicit]
+        set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
         if set_here:
             given = f'{set_here[0]}={config[set_here[0]]!r}'
             keys = ', '.join(f'{key} ({explicit[key]})' for key in set_here)  # with the file, or 'command line'
@@ -141,7 +141,7 @@ class Pretrained:
         return cls(source or kept, weights_folder=source or init_from, **options)
 
     @classmethod
-    def of_run(cls, out_dir, state, trust_remote_code=False):
+    def from_run(cls, out_dir, state, trust_remote_code=False):
         """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
         folder = os.path.join(out_dir, KEPT)
         if not os.path.isdir(folder):
@@ -190,7 +190,7 @@ class Pretrained:
     def facts(self):
         text = self.config.get_text_config()
         heads, head_dim = heads_of(text)
-        of_mlp = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
+        mlp_size = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
         with torch.device('meta'):
             model = for_training(self)
         own = 'arch vocab_size block_size dropout z_loss lora_rank lora_alpha lora_targets freeze rope_theta yarn'
@@ -200,7 +200,7 @@ class Pretrained:
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
             'head_dim': head_dim,
             'n_embd': text.hidden_size,
-            'mlp_hidden_dim': of_mlp or 4 * text.hidden_size,
+            'mlp_hidden_dim': mlp_size or 4 * text.hidden_size,
             'bias': any(name.endswith('bias') for name, _ in model.named_parameters()),
             'tie_embeddings': bool(getattr(self.config, 'tie_word_embeddings', False)),
             'attention_gate': False,
@@ -287,10 +287,10 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
             if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
                 setattr(part, name, pretrained.dropout if DROPOUT.search(name) else 0.0)
     with torch.device('meta'):
-        of_library = type(pretrained.empty_model())
+        library_class = type(pretrained.empty_model())
     # transformers looks the class up in its module's file, and by its name what the loss is.
-    names = {'__module__': of_library.__module__}
-    model = pretrained.empty_model(type(of_library.__name__, (ForTraining, of_library), names))
+    names = {'__module__': library_class.__module__}
+    model = pretrained.empty_model(type(library_class.__name__, (ForTraining, library_class), names))
     if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
         model.set_attn_implementation(ATTENTION)
     places = {}
@@ -298,7 +298,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
-    model.ties = [of_parameter for of_parameter in places.values() if len(of_parameter) > 1]
+    model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
     model.blocks = find_blocks(model)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
     model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0

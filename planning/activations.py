@@ -39,12 +39,12 @@ def activation_bytes(config, strategy):
         one = {**config, 'n_layer': size}
         key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
         if key not in known_activations:
-            known_activations[key] = of_micro_step(partial(part_of_rank, one), one, strategy != 'ddp')
+            known_activations[key] = micro_step_bytes(partial(part_of_rank, one), one, strategy != 'ddp')
         found.append(known_activations[key])
     return {part: size + (config['n_layer'] - sizes[0]) * (found[-1][part] - size) for part, size in found[0].items()}
 
 
-def of_micro_step(make_model, config, is_sharded):
+def micro_step_bytes(make_model, config, is_sharded):
     """
     {'activations', 'logits': bytes}, see memory.memory_bytes(). The model's own forward, loss and backward run on
     tensors without data, and after each operation the bytes of those that are alive are added up.
@@ -61,7 +61,7 @@ def of_micro_step(make_model, config, is_sharded):
 
 
 def follow_micro_step(make_model, config, device, is_sharded):
-    """of_micro_step() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
+    """micro_step_bytes() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dtype = getattr(torch, config['dtype'])

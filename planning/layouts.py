@@ -93,7 +93,7 @@ def rank(keys, cluster, most=12):
         name, config = name_of(row), configs[row['script']] | row['keys']
         if name in rows or len(rows) == most:
             continue
-        model = step_time.model_of(**step_time.of_model(config))
+        model = step_time.model_of(**step_time.model_keys(config))
         row |= {'name': name, 'gb': memory_gb(config, model, row['strategy'], cluster.gpus)}
         row['sent'] = traffic.communication_bytes(config, model, cluster.gpus, row['strategy'])['sent']
         least = min(row, least or row, key=lambda row: row['gb'])

@@ -69,7 +69,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     counts = counts_of(model)
     whole, trainable = counts['total'], counts['trainable']
     activations = activation_bytes(config, strategy)
-    of_step = sum(size for part, size in activations.items() if not part.startswith('host'))
+    activation_sum = sum(size for part, size in activations.items() if not part.startswith('host'))
     if strategy == 'ddp':
         return {
             'weights': FP32 * whole,
@@ -110,22 +110,22 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
     block, root = count(model.blocks[0].parameters()), count(root_parameters(model))
-    of_block, of_root = ((compute + FP32) * size * trainable // whole for size in (block, root))
+    block_reduction, root_reduction = ((compute + FP32) * size * trainable // whole for size in (block, root))
     parts |= {
         'gathered': compute * (root + blocks_gathered * block),
-        'reduction': max(of_block, of_root),
+        'reduction': max(block_reduction, root_reduction),
         **activations,
     }
     if (sharing := config.get('context_parallel', 1)) > 1:  # of ranks: two at a time, with three gradients; or of all
-        numbers, of_number = keys_and_values(config)
+        numbers, bytes_per_number = keys_and_values(config)
         blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
-        parts['travelling'] = numbers * (blocks[0] * of_number + blocks[1] * FP32)
+        parts['travelling'] = numbers * (blocks[0] * bytes_per_number + blocks[1] * FP32)
     if config.get('tensor_parallel', 1) > 1:
         parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
     # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
     # micro-steps add up, or where it ends with those of the root.
-    begin = of_block + of_step - (parts.get('gradients', 0) if micro_steps == 1 else 0)
-    return parts | {'minus: not at the same moment': max(begin, of_root) - parts['reduction'] - of_step}
+    begin = block_reduction + activation_sum - (parts.get('gradients', 0) if micro_steps == 1 else 0)
+    return parts | {'minus: not at the same moment': max(begin, root_reduction) - parts['reduction'] - activation_sum}
 
 
 def stage_memory(config, model, world_size, stage):
@@ -135,8 +135,8 @@ def stage_memory(config, model, world_size, stage):
     model: part_of_rank(config).
     """
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
-    of_stage = meshes.ranks_of_stage(config, world_size)
-    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
+    stage_ranks = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
     in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
     held = in_blocks + at_ends
     hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
@@ -144,15 +144,15 @@ def stage_memory(config, model, world_size, stage):
     # inputs of the last two blocks stay, so there it is three and two.) What is left belongs to embedding and head.
     first = 2 if config['activation_checkpointing'] == 'offload' else 1
     few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
-    of_block = more['activations'] - few['activations']
+    block_activations = more['activations'] - few['activations']
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     in_flight = min(warm_up + 1, chunks * micro_steps)
-    of_part = n_layer // stages // chunks * of_block + message_bytes(config)
-    activations = in_flight * of_part + max(0, few['activations'] - first * of_block)
+    part_activations = n_layer // stages // chunks * block_activations + message_bytes(config)
+    activations = in_flight * part_activations + max(0, few['activations'] - first * block_activations)
     logits = few['logits'] if stage == stages - 1 else 0
     reduction = max(at_ends, count(model.blocks[0].parameters())) if copies > 1 else at_ends * (stages > 1)
-    of_block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
-    on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in of_block_on_host.items()}
+    block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
+    on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in block_on_host.items()}
     parts = {
         'weights': FP32 * held,
         'gradients': FP32 * held,
@@ -183,26 +183,26 @@ def deepspeed_states(config, model, world_size):
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
     micro_steps = meshes.micro_steps(config, world_size)
     sums_whole = stage == 1 and config['dtype'] == 'bfloat16' and not host
-    of_gradients = trainable if sums_whole else part
+    gradient_numbers = trainable if sums_whole else part
     if stage < 3 and config['dtype'] == 'float32' and not host and trainable == whole:
-        of_gradients = reaching_into_slices(model, world_size)
+        gradient_numbers = reaching_into_slices(model, world_size)
 
     weights = {'weights': compute * (small if stage == 3 else whole)}
     for place, size in ((host_of_slices, compute * math.ceil(whole / world_size) * (stage == 3)), (host, FP32 * part)):
         weights[f'{place}weights'] = weights.get(f'{place}weights', 0) + size
     parts = weights | {
-        f'{host}gradients': FP32 * of_gradients,
+        f'{host}gradients': FP32 * gradient_numbers,
         f'{host}optimizer': FP32 * OPTIMIZER_MOMENTS[config['optimizer']] * part,
     }
     if stage == 1 and micro_steps > 1 and not sums_whole:
-        parts['accumulated'] = FP32 * (trainable - (0 if host else of_gradients))
+        parts['accumulated'] = FP32 * (trainable - (0 if host else gradient_numbers))
     if stage == 3 and world_size > 1:
         parts['gathered'] = compute * min(whole - small, DEEPSPEED_REUSE)
     on_cuda = config['device'].startswith('cuda')
     used = min(DEEPSPEED_BUCKET, trainable)
     bucket = 2 * DEEPSPEED_BUCKET if on_cuda else used  # one is filled while one is reduced; unused memory of a host
-    of_bucket = compute if stage == 2 else FP32
-    return parts | {'reduction': of_bucket * bucket + (FP32 * used if of_bucket < FP32 else 0)}
+    bytes_per_number = compute if stage == 2 else FP32
+    return parts | {'reduction': bytes_per_number * bucket + (FP32 * used if bytes_per_number < FP32 else 0)}
 
 
 def reaching_into_slices(model, world_size):
@@ -234,4 +234,4 @@ def totals(parts):
         place: [size for part, size in parts.items() if part.startswith('host') == on_host]
         for place, on_host in places.items()
     }
-    return {f'total on the {place}': sum(of_place) for place, of_place in sizes.items() if of_place}
+    return {f'total on the {place}': sum(place_sizes) for place, place_sizes in sizes.items() if place_sizes}

@@ -33,8 +33,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
-    of_what = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
-    lines = section(f'model: {of_what}', {name: f'{config[name]:,}' for name in names})
+    model_name = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
+    lines = section(f'model: {model_name}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):
         lines += section(f'rules of heads={config["heads"]} (parameters without norms)', rule_rows(config))
     parameters = {part: f'{n:,}' for part, n in counts.items() if part != 'trainable' or n < counts['total']}
@@ -45,22 +45,22 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if stages:
         part = part_of_rank(config)
-        of_stages = [stage_memory(config, part, world_size, stage) for stage in stages]
-        held = columns([parts | totals(parts) for parts in of_stages])
+        parts_by_stage = [stage_memory(config, part, world_size, stage) for stage in stages]
+        held = columns([parts | totals(parts) for parts in parts_by_stage])
     elif 'activations' not in memory:
         held['activations'] = 'not known: this model does not run without data'
     held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
-    of_run = (
+    run_in_words = (
         f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
     )
-    lines += section(f'memory per rank at the peak of a step, in GB ({of_run})', held)
+    lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', held)
     if stages:
         sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])
         lines += section('sent per rank per step, in GB, by stages 0, 1, ... as above', sent)
 
     sharing = config.get('context_parallel', 1) * config.get('tensor_parallel', 1)
-    of_batch = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
-    lines += ['', 'batch', f'  {of_batch}']
+    batch_arithmetic = batch_line(config['batch_size'], micro_steps, ranks, config['block_size'], sharing)
+    lines += ['', 'batch', f'  {batch_arithmetic}']
     sent = communication_bytes(config, model, world_size, strategy)['sent'] if world_size > 1 else 0
     lines.append(f'  {sent / 1e9:.3f} GB sent per rank per step')
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
@@ -77,9 +77,9 @@ def section(title, rows):
     return ['', title, *(f'  {name:30}{value:>14}' for name, value in rows.items())]
 
 
-def columns(of_stages):
+def columns(parts_by_stage):
     """{part: its GB on stage 0, on stage 1, ...} from [{part: bytes}, ...]."""
-    return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in of_stages) for part in of_stages[0]}
+    return {part: ' '.join(f'{parts[part] / 1e9:8.3f}' for parts in parts_by_stage) for part in parts_by_stage[0]}
 
 
 def schedule_lines(config, tokens_per_step):
@@ -108,19 +108,19 @@ def out_of_memory_advice(config, world_size, strategy):
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
 
     on_cuda = config['device'].startswith('cuda')
-    of_batch = {
+    batch_helps = {
         f'lower batch_size={config["batch_size"]}': config['batch_size'] > 1,
         'set --activation_checkpointing=full': config['activation_checkpointing'] not in ('full', 'offload'),
         'set --activation_checkpointing=offload': on_cuda and config['activation_checkpointing'] == 'full',
         f'lower block_size={config["block_size"]}': True,
     }
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
-    of_states = {  # of frozen weights there are none
+    state_helps = {  # of frozen weights there are none
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
         'use train_fsdp.py on several GPUs': strategy == 'ddp',
         'set --zero_stage=3': config.get('zero_stage', 3) != 3,
         'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
         'set --cpu_offload=params': config.get('cpu_offload') == 'none',
     }
-    helps = of_batch | of_states if largest in ('activations', 'logits') else of_states | of_batch
+    helps = batch_helps | state_helps if largest in ('activations', 'logits') else state_helps | batch_helps
     return f'{need}: ' + ', or '.join(key for key, is_left in helps.items() if is_left)

@@ -65,8 +65,8 @@ def fill_from_heads(config, explicit):
         return {}, []
     if arch not in RULES:
         raise ValueError(f'arch={arch!r}: expected {" or ".join(RULES)} with heads={heads}, no other has a rule')
-    layers, of_heads, head_dim, mlp_ratio, gate = RULES[arch]
-    fewest = 1 if 'n_layer' in explicit else math.ceil(of_heads / layers)  # that make a layer
+    layers, per_heads, head_dim, mlp_ratio, gate = RULES[arch]
+    fewest = 1 if 'n_layer' in explicit else math.ceil(per_heads / layers)  # that make a layer
     if heads < fewest:
         raise ValueError(f'heads={heads}: expected {fewest} or more with arch={arch!r}')
     run, filled, notes = dict(config), {}, []
@@ -78,7 +78,7 @@ def fill_from_heads(config, explicit):
             elif config[key] <= above:
                 raise ValueError(f'{key}={config[key]}: expected more than {above}')
 
-    settle(n_layer=heads * layers // of_heads, n_head=heads, head_dim=head_dim)
+    settle(n_layer=heads * layers // per_heads, n_head=heads, head_dim=head_dim)
     settle(n_embd=run['head_dim'] * run['n_head'])
     settle(mlp_hidden_dim=mlp_ratio * run['n_embd'], attention_gate=gate, above=-1)
     non_embedding, total = rule_counts(run)
@@ -88,8 +88,8 @@ def fill_from_heads(config, explicit):
     if 'learning_rate' in explicit:
         settle(learning_rate=None)
     elif config.get('parametrization', 'standard') != 'standard':
-        of_size = f'heads={heads} gives the rate of this size, parametrization={config["parametrization"]!r}'
-        raise ValueError(f'{of_size} needs that of base_width={config["base_width"]}: add --learning_rate')
+        reason = f'heads={heads} gives the rate of this size, parametrization={config["parametrization"]!r}'
+        raise ValueError(f'{reason} needs that of base_width={config["base_width"]}: add --learning_rate')
     else:
         settle(learning_rate=fitted_learning_rate(arch, optimizer, non_embedding, lr_rule, config['kappa']))
         if batch != (lr_rule, RULE_BLOCK_SIZE):

@@ -96,8 +96,8 @@ def message_bytes(config):
 def keys_and_values(config):
     """(numbers in the keys and values of a layer on one rank, bytes of each): on a CPU attention computes in fp32."""
     numbers = 2 * config['batch_size'] * config['block_size'] * config['n_kv_head'] * config['head_dim']
-    of_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
-    return numbers // config['context_parallel'] // config.get('tensor_parallel', 1), of_number
+    bytes_per_number = BYTES[config['dtype']] if config['device'].startswith('cuda') else FP32
+    return numbers // config['context_parallel'] // config.get('tensor_parallel', 1), bytes_per_number
 
 
 def travelling_bytes(config):

@@ -69,7 +69,7 @@ def assumed(gpu, gpus, node_gpus):
     return Cluster(gpus, node_gpus, within, between, device, 1.0, 0.0, kind.gb)
 
 
-def of_cpus(gpus, node_gpus, cores, gb):
+def cpu_cluster(gpus, node_gpus, cores, gb):
     """The Cluster of ranks on CPUs, before anything was measured: its rates mean nothing until then."""
     check_nodes(gpus, node_gpus)
     unknown = Link(math.inf, math.inf, 0.0, 0.0)
@@ -117,8 +117,8 @@ def with_measured_step(cluster, runs):
         for phase in (0, 1)
     ]
     beside = {}
-    for implementation, of_it in points.items():
-        rates, seconds, _ = max(of_it)
+    for implementation, its_points in points.items():
+        rates, seconds, _ = max(its_points)
         beside[implementation] = [max(0.0, seconds[phase] - scale[phase] * rates[phase]) / parts for phase in (0, 1)]
     beside.setdefault('ddp', next(iter(beside.values())))
     update = min(update for _, _, update in base)
@@ -240,12 +240,12 @@ def step(config, strategy, cluster):
         raise ValueError(f'{gpus} ranks: {tensor} x {context} x {stages} do not divide them')
     ranks = gpus // (tensor * stages)  # among which data is shared out, and weights
     mine = model_of_rank(config)
-    model = model_of(**of_model(mine))
+    model = model_of(**model_keys(mine))
     m, layers = meshes.micro_steps(mine, ranks), mine['n_layer']
     (forward, backward), root = work(mine, model, device)
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
-    of_blocks = layers * (forward + backward)
+    blocks_seconds = layers * (forward + backward)
     waits, waits_ends = layers * (waits_f + waits_b), waits_at_ends(mine, cluster, tensor)  # of a micro-step
 
     # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
@@ -272,7 +272,7 @@ def step(config, strategy, cluster):
 
     # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
     # the head, and what both ends wait for. Chunks shorten the first part: a stage begins with 1/chunks of its work.
-    stage_times = [of_blocks + waits] * (stages - 1) + [of_blocks + waits + root + waits_ends]
+    stage_times = [blocks_seconds + waits] * (stages - 1) + [blocks_seconds + waits + root + waits_ends]
     slowest = max(stage_times)
     running = sum(stage_times) / chunks + (m - 1 / chunks) * slowest
     alone = running / cluster.crowd
@@ -290,7 +290,7 @@ def step(config, strategy, cluster):
         hops = 2 * (stages - 1) * hop
         hops += (m - 1) * 2 * (stages - 1) / stages * hop if chunks == 1 else m * chunks * max(0.0, hop - part / 2)
         hops = max(0.0, alone + hops - running)  # while a rank waits, those that share its core compute
-    compute = m * (of_blocks + root / stages)
+    compute = m * (blocks_seconds + root / stages)
     update = held * device.update
     bubble = running - m * statistics.mean(stage_times)
     exposed += m * (waits + waits_ends / stages) + hops
@@ -300,7 +300,7 @@ def step(config, strategy, cluster):
     }  # fmt: skip
 
 
-def of_model(config):
+def model_keys(config):
     keys = {key: config[key] for key in ModelConfig.__dataclass_fields__}
     return keys | {'yarn': tuple(keys['yarn'])}  # model_of() keeps what it has made, by keys that do not change
 
@@ -351,27 +351,27 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
     if context > 1:
         sharing = ring(cluster, context, tensor)
-        numbers, of_number = sizes.keys_and_values(config)
+        numbers, bytes_per_number = sizes.keys_and_values(config)
         step_s = sharing.latency / max(1, context - 1)
-        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (of_number, sizes.FP32))
+        hop, home = (step_s + numbers * size / sharing.bandwidth for size in (bytes_per_number, sizes.FP32))
         share = attention_share(config, model, cluster.device)
         tile_f = share * forward / context  # one of the context's tiles, beside which the next keys travel
         tile_b = 2.5 * tile_f * cluster.device.scale[1] / cluster.device.scale[0]
         hops = context - 1
         if config.get('context_impl', 'ring') == 'ring':
-            of_forward = beside(hops * hop, hops * tile_f, hops * numbers * of_number, cluster)
-            both = numbers * (of_number + sizes.FP32)
-            of_backward = home + beside(hops * (hop + home), hops * tile_b, hops * both, cluster)
+            context_waits_f = beside(hops * hop, hops * tile_f, hops * numbers * bytes_per_number, cluster)
+            both = numbers * (bytes_per_number + sizes.FP32)
+            context_waits_b = home + beside(hops * (hop + home), hops * tile_b, hops * both, cluster)
         else:
-            of_forward, of_backward = hops * hop, hops * (hop + home)
-        waits_f += of_forward
-        waits_b += of_backward + (of_forward if mode in ('full', 'offload') else 0.0)
+            context_waits_f, context_waits_b = hops * hop, hops * (hop + home)
+        waits_f += context_waits_f
+        waits_b += context_waits_b + (context_waits_f if mode in ('full', 'offload') else 0.0)
     return waits_f, waits_b
 
 
-def tensor_collective(config, cluster, tensor, of_token):
-    """Seconds of a collective of tensor parallelism, of which each rank sends (t-1)/t. of_token: bytes of it all."""
-    sharing, size = ring(cluster, tensor, 1), sizes.tokens_of_rank(config) * of_token
+def tensor_collective(config, cluster, tensor, bytes_per_token):
+    """Seconds of a collective of tensor parallelism, of which each rank sends (t-1)/t. bytes_per_token: of it all."""
+    sharing, size = ring(cluster, tensor, 1), sizes.tokens_of_rank(config) * bytes_per_token
     per_s = sharing.bandwidth if config['device'].startswith('cuda') else slices_per_s(cluster, tensor, 1)
     return sharing.latency + (tensor - 1) / tensor * size / per_s
 
@@ -380,11 +380,11 @@ def waits_at_ends(config, cluster, tensor):
     """Seconds of a micro-step's collectives outside of the layers: two each of embedding and head, one of the loss."""
     if tensor == 1:
         return 0.0
-    of_ends = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
-    return 4 * of_ends + tensor_collective(config, cluster, tensor, 3 * sizes.FP32 * tensor)
+    collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
+    return 4 * collective + tensor_collective(config, cluster, tensor, 3 * sizes.FP32 * tensor)
 
 
-def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_block):
+def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, block_seconds):
     """Seconds per optimizer step that FSDP's and DiLoCo's communication is waited for."""
     is_diloco, is_manual = strategy == 'diloco', config['fsdp_impl'] == 'manual'
     replicas = config['num_replicas'] if is_diloco else config['replicate_size']
@@ -402,7 +402,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
         units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
         counts = sizes.counts_of(model)['total']
         root_share = sum(p.numel() for p in sizes.root_parameters(model)) / counts
-        hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in of_block)
+        hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in block_seconds)
         # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
         overlaps = is_manual or not on_cpu
 
@@ -412,25 +412,25 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, of_b
         # Gathers: a pass over the model in forward and, in stage 3, another in backward. The first unit and the root
         # are waited for.
         one_pass = (shard - 1) / shard * sizes.BYTES[config['dtype']] * counts
-        of_forward = min(inner['all-gather'] / m, one_pass)
-        of_backward = inner['all-gather'] / m - of_forward
-        wire_f = (units + 1) * group.latency + of_forward / group.gather
-        wire_b = (units * group.latency + of_backward / group.gather) if of_backward > 0 else 0.0
+        forward_bytes = min(inner['all-gather'] / m, one_pass)
+        backward_bytes = inner['all-gather'] / m - forward_bytes
+        wire_f = (units + 1) * group.latency + forward_bytes / group.gather
+        wire_b = (units * group.latency + backward_bytes / group.gather) if backward_bytes > 0 else 0.0
         first = root_share + (1 - root_share) / units if overlaps else 0.0  # share of what is gathered
         # Reductions: in the last micro-step or in each; the root's comes last, and nothing is left to hide it.
         reductions = m if config['accumulate'] == 'sharded' else 1
         gloo_twice = 2 if on_cpu and not is_manual else 1
-        of_reduction = inner['reduce-scatter'] / reductions
+        reduction_bytes = inner['reduce-scatter'] / reductions
         per_s = group.bandwidth
         if is_manual and on_cpu:
             per_s = slices_per_s(cluster, shard, stride)
-        wire_r = (units + 1) * gloo_twice * group.latency + of_reduction / per_s
+        wire_r = (units + 1) * gloo_twice * group.latency + reduction_bytes / per_s
         if replicas > 1 and not is_diloco:
             across = ring(cluster, replicas, stride * shard)
             wire_r += 2 * (units + 1) * across.latency + sent['all-reduce'] / reductions / across.bandwidth
         last = root_share if overlaps else 0.0  # share of what is reduced
-        exposed += m * (first * wire_f + added((1 - first) * wire_f, hidden_f, (1 - first) * of_forward))
-        exposed += (m - reductions) * added(wire_b, hidden_b, of_backward)
-        of_both = wire_b + (1 - last) * wire_r, hidden_b, of_backward + (1 - last) * of_reduction
-        exposed += reductions * (last * wire_r + added(*of_both))
+        exposed += m * (first * wire_f + added((1 - first) * wire_f, hidden_f, (1 - first) * forward_bytes))
+        exposed += (m - reductions) * added(wire_b, hidden_b, backward_bytes)
+        gather_and_reduction = wire_b + (1 - last) * wire_r, hidden_b, backward_bytes + (1 - last) * reduction_bytes
+        exposed += reductions * (last * wire_r + added(*gather_and_reduction))
     return exposed

@@ -91,20 +91,22 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
         if (sharing := config.get('context_parallel', 1)) > 1:  # context_manual.py, "What crosses the wire?"
-            numbers, of_number = keys_and_values(config)
+            numbers, bytes_per_number = keys_and_values(config)
             passes = 3 if config['activation_checkpointing'] in ('full', 'offload') else 2
             hops = sharing if config['context_impl'] == 'ring' else sharing - 1
-            of_layer = numbers * (passes * (sharing - 1) * of_number + hops * FP32)
-            sent['keys and values'] = micro_steps * n_layer * of_layer
+            layer_bytes = numbers * (passes * (sharing - 1) * bytes_per_number + hops * FP32)
+            sent['keys and values'] = micro_steps * n_layer * layer_bytes
         if config.get('tensor_parallel', 1) > 1:
-            sent['activations'], of_gradients = sent_by_tensor(config, model, model.parameters(), micro_steps, ranks)
-            sent['all-reduce'] += of_gradients
+            sent['activations'], gradient_bytes = sent_by_tensor(config, model, model.parameters(), micro_steps, ranks)
+            sent['all-reduce'] += gradient_bytes
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
     else:
-        of_number = codec.BYTES[dtype] + (codec.SCALES[dtype] / codec.BLOCKS[dtype] if dtype in codec.SCALES else 0)
-        half = (replicas - 1) * of_number * trained / replicas / config['inner_steps']
+        bytes_per_number = codec.BYTES[dtype] + (
+            codec.SCALES[dtype] / codec.BLOCKS[dtype] if dtype in codec.SCALES else 0
+        )
+        half = (replicas - 1) * bytes_per_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
@@ -120,8 +122,8 @@ def stage_traffic(config, model, world_size, stage):
     the first. The gradients of a tied embedding are exchanged between both ends. model: part_of_rank(config).
     """
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
-    of_stage = meshes.ranks_of_stage(config, world_size)
-    copies, micro_steps = meshes.ranks_for_batches(config, of_stage), meshes.micro_steps(config, of_stage)
+    stage_ranks = meshes.ranks_of_stage(config, world_size)
+    copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
     mine = sum(parameters_of_stage(config, model, stage), [])
     messages = micro_steps * (2 * chunks - (stage == 0) - (stage == stages - 1))
     tied = config['tie_embeddings'] and stages > 1 and stage in (0, stages - 1)
@@ -131,8 +133,8 @@ def stage_traffic(config, model, world_size, stage):
     }
     if config.get('tensor_parallel', 1) > 1:
         ends = stage == 0, stage == stages - 1
-        sent['activations'], of_gradients = sent_by_tensor(config, model, mine, micro_steps, 1, stages, ends)
-        sent['all-reduce'] += of_gradients
+        sent['activations'], gradient_bytes = sent_by_tensor(config, model, mine, micro_steps, 1, stages, ends)
+        sent['all-reduce'] += gradient_bytes
     return sent | {'sent': sum(sent.values())}
 
 
@@ -141,10 +143,10 @@ def sent_by_tensor(config, model, parameters, micro_steps, shard_size, stages=1,
     Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
     parameters: of this rank, each spread over shard_size ranks. ends: whether a stage has the embedding, the head.
     """
-    tensor, of_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
-    times = config['n_layer'] // stages * of_block + 2 * sum(ends)
-    of_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
+    tensor, collectives_per_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
+    times = config['n_layer'] // stages * collectives_per_block + 2 * sum(ends)
+    bytes_per_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
     is_whole = {model.get_parameter(name) for name, part in model.slices.items() if part.dim is None}
     partial_gradients = count((parameter for parameter in parameters if parameter in is_whole), shard_size)
-    activations = micro_steps * (tensor - 1) * tokens_of_rank(config) * of_token
+    activations = micro_steps * (tensor - 1) * tokens_of_rank(config) * bytes_per_token
     return activations, 2 * (tensor - 1) * FP32 * partial_gradients / tensor

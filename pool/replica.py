@@ -186,7 +186,7 @@ class Replica:
         for kind, flat in (('model', self.fragment.anchor), ('momentum', self.fragment.momentum)):
             files = [f'outer/{marker["files"]}_{kind}_{rank:04}' for rank in range(marker['ranks'])]
             numbers, problem = self._read_rows(files, marker['xxh128'][kind], 'float32')
-            if problems := [problem for problem in self._of_ranks(problem) if problem]:
+            if problems := [problem for problem in self._all_gather(problem) if problem]:
                 raise Damaged(problems[0])
             flat.copy_(numbers)
         if self.digest() != marker['state']:
@@ -200,7 +200,7 @@ class Replica:
         self.outer.restart_from_anchors()
         self.fragment.begin_at(self.ledger.step)
 
-    def _of_ranks(self, value):  # [that of rank 0, of rank 1, ...]
+    def _all_gather(self, value):  # [that of rank 0, of rank 1, ...]
         values = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
@@ -235,9 +235,9 @@ class Replica:
         meanwhile: called with the digests while the disk, or the network, is busy."""
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.store.create, f'{name}_{self.rank:04}', data)
-            digests = self._of_ranks(digest_of(data))
+            digests = self._all_gather(digest_of(data))
             meanwhile(digests)
-        if problems := [problem for problem in self._of_ranks(str(written.exception() or '')) if problem]:
+        if problems := [problem for problem in self._all_gather(str(written.exception() or '')) if problem]:
             raise OSError(problems[0])
         self.bytes_written += len(data)
         return digests
@@ -375,7 +375,7 @@ class Replica:
         """Write this rank's rows of the pseudo-gradient, and when all ranks have, the marker."""
         dtype, name = self.config.exchange_dtype, f'rounds/{self.ledger.round:06}/delta_{self.number:02}'
         delta = self.outer.pseudo_gradient(self.fragment).cpu()
-        if not all(self._of_ranks(is_finite(delta.sum()) or is_finite(delta))):  # a sum may overflow
+        if not all(self._all_gather(is_finite(delta.sum()) or is_finite(delta))):  # a sum may overflow
             raise ValueError(
                 f'round {self.ledger.round}: this job has learned numbers that are not finite: nothing is given to the '
                 'pool; look at its data and log, then start it again'
@@ -465,8 +465,10 @@ class Replica:
                 else:
                     average.add_(numbers, alpha=marker['steps'] / total)
             is_good = is_careful or average is None or is_finite(average.sum())
-            of_ranks, are_good = zip(*self._of_ranks((problems, is_good)), strict=True)
-            problems = {number: problem for of_rank in of_ranks for number, problem in of_rank.items()}
+            problems_by_rank, are_good = zip(*self._all_gather((problems, is_good)), strict=True)
+            problems = {
+                number: problem for rank_problems in problems_by_rank for number, problem in rank_problems.items()
+            }
             if not problems and all(are_good):
                 self.average = {number: contents[number] for number in counted}, average
                 return counted, rejected

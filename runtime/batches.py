@@ -45,8 +45,8 @@ def cautions(config, n_windows):
     if trace_step > max_iters:
         lines.append(f'WARNING: trace_step={trace_step} of max_iters={max_iters} steps: nothing is recorded')
     if config['warmup_iters'] >= max_iters:
-        of_steps = f'warmup_iters={config["warmup_iters"]} of max_iters={max_iters} steps'
-        lines.append(f'WARNING: {of_steps}: the learning rate never reaches its peak')
+        warmup_in_words = f'warmup_iters={config["warmup_iters"]} of max_iters={max_iters} steps'
+        lines.append(f'WARNING: {warmup_in_words}: the learning rate never reaches its peak')
     decayed = config['lr_decay_iters'] or max_iters
     if config['min_lr'] == 0 and decayed < max_iters and config['lr_schedule'] != 'constant':
         lines.append(f'WARNING: min_lr=0 from lr_decay_iters={decayed} to max_iters={max_iters}: nothing is learned')
@@ -69,8 +69,8 @@ def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1
     """The batch arithmetic with its numbers, on one line. sharing: ranks that work on the same sequences."""
     groups = world_size // sharing
     sequences = batch_size * accumulation_steps * groups
-    of_ranks = (groups, 'rank' if sharing == 1 else 'rank group')
-    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), of_ranks)
+    rank_factor = (groups, 'rank' if sharing == 1 else 'rank group')
+    factors = ((batch_size, 'sequence'), (accumulation_steps, 'micro-step'), rank_factor)
     per_step = ' x '.join(counted(number, noun) for number, noun in factors)
     return (
         f'{per_step} = {counted(sequences, "sequence")} x {counted(block_size, "token")} '

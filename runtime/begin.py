@@ -112,7 +112,7 @@ def begin(config, explicit, strategy, ranks=None):
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)
     fill_in(run)
-    run.tasks = in_run.of_run(config, run.pretrained, device)  # read now: a mistake in their files ends the run here
+    run.tasks = in_run.tasks_of(config, run.pretrained, device)  # read now: a mistake in their files ends the run here
     return run
 
 
@@ -283,9 +283,9 @@ def fill_rates(run):
     config, explicit = run.config, run.explicit
     if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
-    filled, of_rules = rules.fill_from_heads(vars(config), explicit)
+    filled, rule_notes = rules.fill_from_heads(vars(config), explicit)
     vars(config).update(filled)
-    run.notes += of_rules + batches.cautions(vars(config), run.train_data.n_windows)
+    run.notes += rule_notes + batches.cautions(vars(config), run.train_data.n_windows)
     config.lr_decay_iters = config.lr_decay_iters or config.max_iters
     if config.min_lr is None:
         config.min_lr = config.learning_rate / 10

@@ -284,10 +284,10 @@ class Saver:
                     f'{name} is not finite on rank {rank} at step {step}: nothing is saved; the last good '
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
-        sizes = {name: size for _, of_rank in everybodys for name, size in of_rank.items()}
+        sizes = {name: size for _, rank_copies in everybodys for name, size in rank_copies.items()}
         written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest pieces are dealt out first
         for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-            holders = [rank for rank, (_, of_rank) in enumerate(everybodys) if name in of_rank]
+            holders = [rank for rank, (_, rank_copies) in enumerate(everybodys) if name in rank_copies]
             writer_of[name] = min(holders, key=written.__getitem__)
             written[writer_of[name]] += size
         return {key: tensor for key, tensor in tensors.items() if writer_of.get(names[key], self.rank) == self.rank}

@@ -110,8 +110,8 @@ class Numbers:
         self.loss = total / targets
         n = len(self.ranks)
         bad_loss, bad_gradient = (
-            [rank for rank, flag in zip(self.ranks, of_ranks, strict=True) if flag]
-            for of_ranks in (flags[:n], flags[n:])
+            [rank for rank, flag in zip(self.ranks, rank_flags, strict=True) if flag]
+            for rank_flags in (flags[:n], flags[n:])
         )
         if bad_loss:
             problem = f'loss not finite on {ranks_in_words(bad_loss)}'
@@ -170,12 +170,12 @@ def refuse_different_weights(named_parameters, step, last_good):
         return
     usual, count = collections.Counter(everybodys).most_common(1)[0]
     others = [rank for rank, checksums in enumerate(everybodys) if checksums != usual]
-    of_whom = f'{ranks_in_words(others)} differ from those of the others'
+    who_differs = f'{ranks_in_words(others)} differ from those of the others'
     if 2 * count <= len(everybodys):
-        of_whom = f'{ranks_in_words(list(range(len(everybodys))))} differ'
+        who_differs = f'{ranks_in_words(list(range(len(everybodys))))} differ'
     first = next(name for column, name in enumerate(names) if len({checksums[column] for checksums in everybodys}) > 1)
     raise ValueError(
-        f'weights of {of_whom} after step {step} ({first} first): memory or hardware of a machine; the last good '
+        f'weights of {who_differs} after step {step} ({first} first): memory or hardware of a machine; the last good '
         f'checkpoint is {last_good()}'
     )
 

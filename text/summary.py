@@ -32,8 +32,8 @@ def print_summary(meta, folder, config):
     if left_out > MANY_LEFT_OUT * n_rows:
         print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
     command = 'python train_ddp.py'
-    of_model = Path(config.tokenizer, 'config.json')
-    is_of_a_model = of_model.exists()
+    model_config_path = Path(config.tokenizer, 'config.json')
+    is_of_a_model = model_config_path.exists()
     if meta.get('masked') or is_of_a_model:  # which can learn it
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
@@ -44,7 +44,7 @@ def print_summary(meta, folder, config):
     if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
         block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
     if is_of_a_model:
-        shape = json.loads(of_model.read_text(encoding='utf-8'))
+        shape = json.loads(model_config_path.read_text(encoding='utf-8'))
         positions = shape.get('max_position_embeddings') or shape.get('n_positions') or math.inf  # the second: GPT-2
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))

@@ -178,7 +178,7 @@ def score_in_train_mode(folder, data_dir, compiled):
         torch.nn.init.normal_(parameter, std=0.3)
     config = SimpleNamespace(eval_tasks=[f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], dataset='tiny')
     config.data_dir, config.block_size, config.batch_size = str(data_dir), 32, 2
-    tasks = in_run.of_run(config, None, torch.device('cpu'))
+    tasks = in_run.tasks_of(config, None, torch.device('cpu'))
     tokens, graphs = torch.zeros(2, 32, dtype=torch.int64), torch._dynamo.utils.counters['stats']
     if compiled:
         for block in model.blocks:

@@ -88,7 +88,7 @@ def test_fsdp_waits_for_all_its_bytes_or_hides_them_behind_a_slow_gpu(stage):
 def test_the_hosts_part_in_what_is_waited_for_counts_once(script, strategy):
     keys = {**KEYS, 'fsdp_impl': 'manual', 'global_batch_size': 8}
     config = layouts.keys_of(script, keys, on_cpu=True)
-    cpus = step_time.of_cpus(4, 4, cores=4, gb=8)  # so slow that all is hidden which can be
+    cpus = step_time.cpu_cluster(4, 4, cores=4, gb=8)  # so slow that all is hidden which can be
     cpus = cpus._replace(within=step_time.Link(1e9, 1e9, 0.0, 0.0))
     without, with_host = (step_time.step(config, strategy, cpus._replace(host=host)) for host in (0.0, 1e-9))
     sent = traffic.communication_bytes(config, sizes.empty_model(config), 4, strategy)['sent']
@@ -119,7 +119,7 @@ def test_tensor_parallelism_cuts_the_work_and_waits_for_what_it_sends():
 
 
 def test_over_gloo_tensor_parallelism_sends_slices_straight_to_their_rank():
-    cpus = step_time.of_cpus(4, 2, cores=1, gb=8)
+    cpus = step_time.cpu_cluster(4, 2, cores=1, gb=8)
     cpus = cpus._replace(within=step_time.Link(1e9, 5e8, 0.0, 0.0), between=step_time.Link(1e7, 8e6, 0.0, 0.0))
     assert step_time.slices_per_s(cpus, 2, stride=1) == 5e8  # its ranks are on one node
     config = layouts.keys_of('train_fsdp.py', {**KEYS, 'tensor_parallel': 4}, on_cpu=True)
@@ -184,16 +184,18 @@ def test_measured_links_are_taken_as_they_are():
 
     measured = rows('all ranks', 4, 9e-3, 5e6) + rows('within a node', 2, 1e-4, 1e9)
     measured += rows('between nodes, all ranks of each', 2, 2e-3, 1e7)
-    cpus = step_time.with_measured_links(step_time.of_cpus(4, 2, cores=1, gb=8), measured)
+    cpus = step_time.with_measured_links(step_time.cpu_cluster(4, 2, cores=1, gb=8), measured)
     assert cpus.within.bandwidth == pytest.approx(1e9, rel=0.01) and cpus.between.bandwidth == pytest.approx(
         1e7, rel=0.01
     )
     assert cpus.within.step == pytest.approx(1e-4, rel=0.05) and cpus.between.step == pytest.approx(2e-3, rel=0.05)
     assert cpus.within.gather == pytest.approx(5e8, rel=0.01) and cpus.host == pytest.approx(1e-9) and cpus.crowd == 2
-    one_node = step_time.with_measured_links(step_time.of_cpus(4, 4, cores=2, gb=8), rows('all ranks', 4, 1e-4, 1e9))
+    one_node = step_time.with_measured_links(
+        step_time.cpu_cluster(4, 4, cores=2, gb=8), rows('all ranks', 4, 1e-4, 1e9)
+    )
     assert one_node.within.bandwidth == pytest.approx(1e9, rel=0.01)
     with pytest.raises(ValueError, match='links: nothing of .* measure on nodes of 4 ranks'):
-        step_time.with_measured_links(step_time.of_cpus(8, 4, cores=1, gb=8), measured[:2])
+        step_time.with_measured_links(step_time.cpu_cluster(8, 4, cores=1, gb=8), measured[:2])
 
 
 @pytest.fixture(scope='module')
@@ -206,7 +208,7 @@ def alone(tmp_path_factory):
 
 
 def test_with_a_measured_step_one_process_is_predicted_to_take_it(alone):
-    cpu = step_time.with_measured_step(step_time.of_cpus(1, 1, cores=1, gb=8), [layout_table.run_alone(alone)])
+    cpu = step_time.with_measured_step(step_time.cpu_cluster(1, 1, cores=1, gb=8), [layout_table.run_alone(alone)])
     config = json.loads((alone / 'config.json').read_text())['config']
     found = step_time.step(config, 'ddp', cpu)
     rows = [json.loads(line) for line in (alone / 'metrics.jsonl').read_text().splitlines()]
@@ -260,7 +262,7 @@ def test_a_model_is_counted_once(monkeypatch):
 
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_every_layout_that_the_benchmark_measures_has_a_prediction(ranks):
-    cpus = step_time.of_cpus(ranks, ranks // 2, cores=1, gb=8)
+    cpus = step_time.cpu_cluster(ranks, ranks // 2, cores=1, gb=8)
     for name, (strategy, script, keys) in planner.cases(ranks).items():
         config = layouts.keys_of(script, {**planner.MODEL, **keys}, on_cpu=True)
         layouts.check(config, strategy, ranks)
