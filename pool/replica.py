@@ -51,9 +51,9 @@ import torch.distributed as dist
 from configurator import read_knobs
 from exchange.codec import decode_flat, decode_top2bit, encode_flat, encode_top2bit
 from pool.ledger import Ledger
+from pool.round_watch import RoundWatch
 from pool.rows import checksum, copies, shapes_of
 from pool.store import digest_of, open_store
-from pool.watch import Watch
 from runtime.checkpoint import is_finite
 from runtime.files import ROOT, write_file
 from runtime.processes import on_rank_0
@@ -112,7 +112,7 @@ class Replica:
         if config.replay:
             return
         self._load()
-        self.watch = Watch(self.store, self.name, config.grace_s, config.quorum)
+        self.watch = RoundWatch(self.store, self.name, config.grace_s, config.quorum)
         if self.rank == 0:
             self.watch.begin(self.ledger, self.members)
             self.watch.beat()

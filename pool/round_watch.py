@@ -7,7 +7,7 @@ import threading
 import time
 
 
-class Watch:
+class RoundWatch:
     """What there is of a round, and which jobs live. A thread looks now and then, and gives this job's sign of life."""
 
     def __init__(self, store, name, grace_s, quorum):
