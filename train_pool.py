@@ -116,14 +116,14 @@ if found:  # the moments of the inner optimizer are this job's; its outer parame
 if config.cpu_offload == 'optimizer':
     opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 diloco_check.check_start(outer, step, config.max_iters)  # all ranks hold the same outer parameters
-pool = None
+replica = None
 if not config.eval_only:  # from here on step and outer parameters are those of the pool
-    pool = Replica(config, outer, run.identity | checksums_of_frozen(raw_model), run.notes.append)
-    step = pool.ledger.step
+    replica = Replica(config, outer, run.identity | checksums_of_frozen(raw_model), run.notes.append)
+    step = replica.ledger.step
 
 watch = Watch(run, saved['step'] if found and config.eval_only else step, saved)
 if config.replay:
-    watch.say(f'replay: {pool.replay()}')
+    watch.say(f'replay: {replica.replay()}')
     processes.leave()
 watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # who joins has the pool's weights by now
 watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
@@ -152,9 +152,9 @@ if config.eval_only:
 
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
-def batches_of(replica, at):
-    """This rank's micro-batches of what replica number `replica` reads, from step `at` on."""
-    place, first = replica * world_size + rank, at * global_batch_size
+def batches_of(replica_number, at):
+    """This rank's micro-batches of what replica `replica_number` reads, from step `at` on."""
+    place, first = replica_number * world_size + rank, at * global_batch_size
     return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, jobs_ranks, device)
 
 
@@ -178,23 +178,23 @@ numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
 watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-planner = StorePlan(pool, watch.meter, watch.say) if config.plan else None  # measures the store
+planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
-pool.say, pool.waiting = watch.say, may_leave
-replica, at, end = 0, step, step  # whose data is read, the step that is next, and the end of the part that is claimed
+replica.say, replica.waiting = watch.say, may_leave
+replica_number, at, end = 0, step, step  # whose data is read, the next step, and the end of the part that is claimed
 train_batches = None
 INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
 looked_at = step if step < config.max_iters else saved.get('step', 0)  # the last step at which something was due
 while not watch.must_stop:
-    # the next part of the data that nobody has, the one of replica number `replica`
+    # the next part of the data that nobody has, that of replica `replica_number`
     if at == end:
-        if (part := pool.claim()) is None:  # all is trained
+        if (part := replica.claim()) is None:  # all is trained
             break
         if train_batches:
             train_batches.close()
-        replica, at, end = part
-        step = pool.step
-        train_batches = batches_of(replica, at)
+        replica_number, at, end = part
+        step = replica.step
+        train_batches = batches_of(replica_number, at)
     # the learning rate of this step
     lr = optim.learning_rate_at(
         step, config.learning_rate, config.lr_schedule, config.warmup_iters, config.lr_decay_iters, config.min_lr
@@ -202,11 +202,11 @@ while not watch.must_stop:
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
     if config.dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
-        torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica * world_size + rank)
+        torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica_number * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of this job. This
     # factor turns that into the mean over the replica's targets.
     share = global_batch_size // config.num_replicas
-    targets = run.train_data.count_targets(config.seed, at * global_batch_size + replica * share, share)
+    targets = run.train_data.count_targets(config.seed, at * global_batch_size + replica_number * share, share)
     loss_scale = world_size / targets
 
     # forward and backward, micro-step by micro-step; the gradients add up
@@ -244,12 +244,12 @@ while not watch.must_stop:
     # at the end of a piece, or when the others are done: give what was learned, and take everybody's outer step
     row = {}
     watch.must_stop = watch.stop_request.agreed()
-    round_ends = pool.round_is_over() or watch.must_stop
+    round_ends = replica.round_is_over() or watch.must_stop
     if round_ends:
         with watch.part('outer', 10 * config.timeout_s):
-            row = pool.meet(leaves=watch.must_stop, facts={'tokens': pool.steps * own_tokens})
+            row = replica.meet(leaves=watch.must_stop, facts={'tokens': replica.steps * own_tokens})
         at, watch.must_stop = end, watch.stop_request.agreed()  # or while it waited
-    step = pool.step
+    step = replica.step
     if planner:
         planner.after_step()
 
@@ -275,11 +275,11 @@ while not watch.must_stop:
     if saving or watch.must_stop:
         save(step)
 
-if pool.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
+if replica.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
     step = config.max_iters
     watch.log.row(step, (evaluate() if config.eval_iters else {}) | watch.scores(step))
     save(step)
-pool.leave()
+replica.leave()
 if planner:
     planner.compare()
 watch.end(step)
