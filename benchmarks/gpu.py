@@ -539,7 +539,7 @@ def inner_nanogpt(torch, device, arguments):
 
 # --- traces -----------------------------------------------------------------------------------------------------------
 
-KINDS = {
+KERNEL_KINDS = {
     'NCCL': ('nccl',),
     'attention': ('flash', 'fmha', 'attention', 'sdpa', 'cudnn_generated'),
     'matmuls': ('gemm', 'cutlass', 'nvjet', 'matmul', 'addmm', '::mm', '::bmm', 'linear'),
@@ -567,10 +567,10 @@ def summary_of_trace(path, picture):
             ):
                 kernels.append(event)
     kernels.sort(key=lambda event: event['ts'])
-    sums, busy_until, idle = dict.fromkeys((*KINDS, 'elementwise and others'), 0.0), kernels[0]['ts'], 0.0
+    sums, busy_until, idle = dict.fromkeys((*KERNEL_KINDS, 'elementwise and others'), 0.0), kernels[0]['ts'], 0.0
     for event in kernels:
         name = event['name'].lower()
-        kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
+        kind = next((kind for kind, words in KERNEL_KINDS.items() if any(word in name for word in words)), None)
         sums[kind or 'elementwise and others'] += event['dur'] / 1e3
         idle += max(0.0, event['ts'] - busy_until) / 1e3
         busy_until = max(busy_until, event['ts'] + event['dur'])
@@ -587,13 +587,16 @@ def draw(kernels, path, width=1200, row=16):
     boxes = []
     for event in kernels:
         name = event['name'].lower()
-        kind = next((i for i, words in enumerate(KINDS.values()) if any(word in name for word in words)), len(KINDS))
+        kind = next(
+            (i for i, words in enumerate(KERNEL_KINDS.values()) if any(word in name for word in words)),
+            len(KERNEL_KINDS),
+        )
         x, w = (event['ts'] - begin) / (end - begin) * width, event['dur'] / (end - begin) * width
         y = rows.index(str(event['tid'])) * row
         boxes.append(f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.2):.2f}" height="{row - 2}" fill="{colours[kind]}"/>')
     legend = ''.join(
         f'<text x="{150 * i}" y="{len(rows) * row + 14}" font-size="12" fill="{colours[i]}">{kind}</text>'
-        for i, kind in enumerate((*KINDS, 'others'))
+        for i, kind in enumerate((*KERNEL_KINDS, 'others'))
     )
     size = f'width="{width}" height="{len(rows) * row + 20}"'
     path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(boxes)}{legend}</svg>\n')
@@ -632,8 +635,8 @@ def page(bench):
         '',
         '## Where a step goes, in ms',
         '',
-        f'| run | {" | ".join((*KINDS, "others"))} |',
-        '|---' * (len(KINDS) + 2) + '|',
+        f'| run | {" | ".join((*KERNEL_KINDS, "others"))} |',
+        '|---' * (len(KERNEL_KINDS) + 2) + '|',
     ]
     for name, result in results.items():
         if 'kernels_ms' in result:

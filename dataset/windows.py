@@ -267,7 +267,7 @@ class Conversations(PackedDataset):
         return mask
 
 
-KINDS = {'stream': TokenDataset, 'documents': Documents}
+DATASET_CLASSES = {'stream': TokenDataset, 'documents': Documents}
 
 
 def pack(sizes, capacity):
@@ -307,7 +307,9 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         raise ValueError(f'block_size={block_size}, vocab_size={vocab_size}: expected 1 or more')
     if dataset == 'synthetic':
         tokens = RandomTokens(vocab_size or SYNTHETIC_VOCAB_SIZE, split)
-        return KINDS[windows](dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens)
+        return DATASET_CLASSES[windows](
+            dataset, split, block_size, int(tokens.vocab_size), {}, [dataset], lambda name: tokens
+        )
     folder, command = Path(data_dir) / dataset, _prepare_command(data_dir, dataset)
     raw = folder if folder.exists() else Path(dataset)  # as the user sees it, outside of data_dir
     if raw.exists() and not any(path.suffix in ENDINGS or path.name in PREPARED_FILES for path in raw.glob('*')):
@@ -345,7 +347,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         return tokens.view(np.ndarray)  # a plain array: slicing an np.memmap takes four times as long
 
     shards = _find_shards(folder, split, meta)
-    kind = Conversations if meta.get('masked') else KINDS[windows]
+    kind = Conversations if meta.get('masked') else DATASET_CLASSES[windows]
     return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
 
 

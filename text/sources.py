@@ -27,7 +27,7 @@ from text.conversations import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, h
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
 
-KINDS = {  # how a file is read, by the ending of its name; any other is text
+FILE_KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.jsonl': 'jsonl',
     '.ndjson': 'jsonl',
     '.json': 'json',
@@ -141,7 +141,7 @@ def kind_of(path):
     path = Path(path)
     if path.suffix.lower() in COMPRESSED:
         return 'jsonl' if kind_of(path.with_suffix('')) in ('json', 'jsonl') else 'text'
-    return KINDS.get(path.suffix.lower(), 'text')
+    return FILE_KINDS.get(path.suffix.lower(), 'text')
 
 
 def open_file(path):
@@ -340,7 +340,9 @@ def check_text_field(path, fields, text_field):
 def is_hub_name(dataset):
     """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
     folder, _, file = dataset.partition('/')
-    is_path = os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *KINDS, *COMPRESSED))
+    is_path = (
+        os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *FILE_KINDS, *COMPRESSED))
+    )
     return dataset in HUB_NAMES or (not is_path and re.fullmatch(r'\w[\w.-]*/[\w.-]+', dataset) is not None)
 
 
