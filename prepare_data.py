@@ -130,9 +130,9 @@ config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else c
 if config.num_proc < 1:
     raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
 # Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
-pool = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encoding.start_worker)
-atexit.register(pool.shutdown)
-pool.submit(os.getpid).result()
+workers = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encoding.start_worker)
+atexit.register(workers.shutdown)
+workers.submit(os.getpid).result()
 
 
 def encoded_units(units, rules):
@@ -140,7 +140,7 @@ def encoded_units(units, rules):
     under_way = collections.deque()
     try:
         for unit in units:
-            under_way.append((unit._replace(pieces=None), pool.submit(encoding.encode_unit, unit.pieces, rules)))
+            under_way.append((unit._replace(pieces=None), workers.submit(encoding.encode_unit, unit.pieces, rules)))
             if len(under_way) > max(UNITS_AHEAD, 2 * config.num_proc):
                 unit, future = under_way.popleft()
                 yield unit, future.result()
@@ -150,7 +150,7 @@ def encoded_units(units, rules):
         raise OSError(str(error)) from error
     except Mismatch as mismatch:
         print(f'{mismatch}: starting over without it', flush=True)
-        pool.shutdown(cancel_futures=True)
+        workers.shutdown(cancel_futures=True)
         delete('*.bin', '*.partial', STATE_FILE)
         os.execv(sys.executable, [sys.executable, *sys.argv, '--engine=reference'])
     except BrokenProcessPool as error:
@@ -294,7 +294,7 @@ if was_there:
 def warm_up_workers():
     """Have all workers load the tokenizer; returns futures of what encodes."""
     arguments = (config.tokenizer, folder, source.chat, config.engine)
-    return [pool.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
+    return [workers.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
 
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads

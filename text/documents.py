@@ -48,7 +48,7 @@ class Piece(NamedTuple):
         return document[:HEAD_BYTES]
 
 
-class Unit(NamedTuple):
+class TextUnit(NamedTuple):
     pieces: list
     work: int  # bytes read, rows for a stream: the progress bar adds them up to source.total
     next: tuple  # (part, offset) at which the next unit starts
@@ -58,7 +58,7 @@ class Unit(NamedTuple):
 
 
 def units_of(source, start=(0, 0)):
-    """Yield the Units of a source in order, from the position `start`: a Unit's `next`. Memory: a few MB."""
+    """Yield the TextUnits of a source in order, from the position `start`: a TextUnit's `next`. Memory: a few MB."""
     pieces, size, work = [], 0, 0
     for number in range(start[0], len(source.parts)):
         part = source.parts[number]
@@ -69,10 +69,10 @@ def units_of(source, start=(0, 0)):
             size += sum(piece.length for piece in new_pieces)
             work += new_work
             if size >= UNIT_BYTES:
-                yield Unit(pieces, work, (number, next_offset))
+                yield TextUnit(pieces, work, (number, next_offset))
                 pieces, size, work = [], 0, 0
     if pieces:
-        yield Unit(pieces, work, (len(source.parts), 0))
+        yield TextUnit(pieces, work, (len(source.parts), 0))
 
 
 # A reader yields (pieces, offset behind them, work done). It starts at an offset that it once yielded, or at 0.

@@ -1,9 +1,9 @@
 """
 Units of text to tokens, in worker processes.
 
-    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
+    workers = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
     rules = Rules('gpt2', folder, None, chat=False, fold_system=False, seed=1337, val_hashes=(0, 2**60), engine='auto')
-    {'train': encoded, 'val': encoded}, notes = pool.submit(encode_unit, unit.pieces, rules).result()
+    {'train': encoded, 'val': encoded}, notes = workers.submit(encode_unit, unit.pieces, rules).result()
 
 The tokens of a document do not depend on the unit, the worker, or what was encoded before it.
 """
