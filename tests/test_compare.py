@@ -246,6 +246,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
     process = start()
     said, errors = process.communicate()
@@ -297,6 +298,7 @@ def running(out):
     return [path for path in Path('/proc').glob('[0-9]*/cmdline') if str(out).encode() in command_line(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGHUP])
 def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start, number):
     process = start(SLEEPS='fsdp')
@@ -311,6 +313,7 @@ def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start, num
         assert process.returncode == 0 and start.calls().count('ddp rep0') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs PR_SET_PDEATHSIG')
 def test_a_killed_comparison_leaves_nothing_running(start):
     process = start(SLEEPS='ddp')
@@ -333,6 +336,7 @@ def test_what_cannot_be_started_is_a_failed_run(start):
     assert process.returncode == 1 and "No such file or directory: 'no-such-launcher'" in said
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start):
     process = start('--repeats=1', strategies='ddp,fsdp', STARTS='3', STOPS='fsdp')
     said, errors = process.communicate()
@@ -345,6 +349,7 @@ def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start
     assert process.returncode == 0 and start.calls().count('ddp rep0') == 2, 'FAILED beside DONE is run again'
 
 
+@pytest.mark.slow
 def test_the_lines_of_runs_sh_do_what_compare_does(start):
     said, errors = start('--write_only', '--repeats=1').communicate()
     script = start.out / 'runs.sh'
@@ -369,6 +374,7 @@ def test_runs_sh_resumes_the_half(tmp_path, capsys):
     assert (tmp_path / 'runs/ddp/resumed/checkpoints/step_00000025').is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_half_way_cannot_be_resumed(start):
     process = start('--resume_check', '--repeats=1', strategies='ddp,fsdp')
     said, _ = process.communicate()

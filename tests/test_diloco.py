@@ -966,6 +966,9 @@ def ranks():
     return Results()
 
 
+THREE = pytest.param(3, marks=pytest.mark.slow)
+
+
 def seen(ranks, world_size, name):
     """What each rank saw in a case."""
     rows = [rank[name] for rank in ranks[world_size]]
@@ -974,10 +977,11 @@ def seen(ranks, world_size, name):
     return rows
 
 
+ON_THREE = [f'compare {name} None' for name in (*COMPARED, 'sgd')]
+ON_THREE += ['compare whole manual', 'compare overlap_2_mixed torch']
 COMPARISONS = [
-    *((world_size, f'compare {name} None') for world_size in (2, 3) for name in (*COMPARED, 'sgd')),
-    (3, 'compare whole manual'),
-    (3, 'compare overlap_2_mixed torch'),
+    *((2, f'compare {name} None') for name in (*COMPARED, 'sgd')),
+    *(pytest.param(3, name, marks=pytest.mark.slow) for name in ON_THREE),
     *((4, f'compare {name} {sharding}') for name, sharding in SHARDED),
 ]
 
@@ -1069,7 +1073,7 @@ def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
     assert all(row['same'] for row in seen(ranks, 2, 'plain_loop'))
 
 
-@pytest.mark.parametrize('world_size', [2, 3, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, 4])
 def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
     """Of 7 numbers a parameter fills several, of 2**22 several share one."""
     for row in seen(ranks, world_size, 'buckets'):
@@ -1079,7 +1083,7 @@ def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
             assert size['updates'] == size['expected']
 
 
-@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('world_size', [2, THREE])
 def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks, world_size):
     """Rounding to a grid of width w costs w / sqrt(12); those of the replicas are averaged, their mean is rounded."""
     rows = seen(ranks, world_size, 'quantised')
@@ -1100,7 +1104,9 @@ def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks
 
 
 @pytest.mark.parametrize('name', TWO_BITS)
-@pytest.mark.parametrize('world_size, layout', [(2, ''), (3, ''), (4, ''), (4, ' 4x1')])
+@pytest.mark.parametrize(
+    'world_size, layout', [(2, ''), pytest.param(3, '', marks=pytest.mark.slow), (4, ''), (4, ' 4x1')]
+)
 def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name):
     """SparseLoCo's equation: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
     for row in seen(ranks, world_size, name + layout):
@@ -1113,7 +1119,7 @@ def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name)
             assert counted <= 1.01 * formula
 
 
-@pytest.mark.parametrize('world_size', [2, 3, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, 4])
 def test_one_replica_takes_the_outer_step_of_snoo(ranks, world_size):
     """Sharded over 2, 3 and 4 ranks; over one in test_one_replica_on_one_rank. Nothing at step 0, nothing is sent."""
     for row in seen(ranks, world_size, 'alone'):
@@ -1126,7 +1132,7 @@ def test_one_replica_on_one_rank():
     assert row['worst'] <= apart() and row['sent'] == [*range(3, 31, 3), 31]
 
 
-@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('world_size', [2, THREE])
 def test_error_feedback_makes_the_sum_of_many_rounds_exact(ranks, world_size):
     for row in seen(ranks, world_size, 'error_feedback'):
         for dtype in ('bfloat16', 'int8', 'int4'):
@@ -1143,7 +1149,7 @@ def test_between_bf16_parameters_anchors_and_pseudo_gradients_are_fp32(ranks):
             assert row['between'] > 0.3 and row['parameter_is_rounded_anchor']
 
 
-@pytest.mark.parametrize('world_size', [2, 3])
+@pytest.mark.parametrize('world_size', [2, THREE])
 def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(ranks, world_size):
     for row in seen(ranks, world_size, 'traffic'):
         for name, case in row.items():
@@ -1159,7 +1165,7 @@ def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(
             assert len(case['between']) >= 4 and not any(case['between'])
 
 
-@pytest.mark.parametrize('world_size', [2, 3, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, 4])
 def test_health_is_that_of_the_replicas_pseudo_gradients(ranks, world_size):
     for row in seen(ranks, world_size, 'health'):
         for key, value in row['expected'].items():
@@ -1203,6 +1209,7 @@ def test_other_fragments_in_the_middle_of_a_round_are_refused(ranks):
         assert all('num_fragments=2' in message and '\n' not in message for message in messages)
 
 
+@pytest.mark.slow
 def test_with_another_number_of_replicas_the_round_begins_again_at_the_outer_parameters(ranks):
     """3 replicas; 2 and 1 go on. What was in flight has landed."""
     rows = seen(ranks, 3, 'resume_other_replicas')

@@ -29,7 +29,7 @@ import fsdp_manual
 import optim
 from model import GPT, ModelConfig
 
-STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 20, 2, 24, 16
+STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 12, 2, 24, 16
 # Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
 GPT2 = dict(arch='gpt2', n_layer=3, n_head=3, n_embd=30, mlp_hidden_dim=41, vocab_size=97, bias=False)
 ENOKI = dict(arch='enoki', n_layer=3, n_head=5, head_dim=6, n_embd=10, mlp_hidden_dim=21, vocab_size=97)
@@ -73,10 +73,11 @@ VARIANTS = {
 HSDP = {'hsdp': dict(replicate_size=2), 'hsdp_bf16': dict(replicate_size=2, dtype='bfloat16', accumulate='sharded')}
 
 
-# What the short suite runs of these on 2 ranks: each stage with both ways to accumulate, those with all checkpointing.
+# What the short suite runs of these on 2 and 4 ranks: each stage with both ways to accumulate, and those with all of
+# checkpointing.
 SHORT = ['stage3_unsharded_none', 'stage3_sharded_full', 'stage2_sharded_none', 'stage2_unsharded_selective']
 SHORT += ['stage1_unsharded_full', 'stage1_sharded_selective', 'enoki', 'biases_sgd', 'frozen_embedding', 'prefetch2']
-SHORT += ['units_of_2', 'offload', 'bf16', 'fp16']
+SHORT += ['units_of_2', 'offload', 'bf16', 'fp16', 'hsdp', 'hsdp_bf16']  # the last two on 4 ranks
 
 
 def cases_for(world_size):
@@ -463,7 +464,7 @@ def plain_blocks(prefetch):
 
 
 def is_slow(world_size, name):
-    return world_size in (1, 3) or (world_size == 2 and name not in SHORT)
+    return world_size in (1, 3) or name not in SHORT
 
 
 def run_cases(has_slow_tests):

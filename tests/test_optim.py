@@ -442,8 +442,11 @@ def test_adamw_is_torchs_fused_one_to_the_bit():
         assert ours.keys() == of_torch.keys() and all(torch.equal(ours[slot], of_torch[slot]) for slot in ours)
 
 
+COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ('adana', 'muon')]
+
+
 @pytest.mark.parametrize('flag', [bool, lambda skip: torch.tensor(float(skip))], ids=['host', 'device'])
-@pytest.mark.parametrize('name, compile', [*((name, False) for name in OPTIMIZERS), ('adana', True), ('muon', True)])
+@pytest.mark.parametrize('name, compile', [*((name, False) for name in OPTIMIZERS), *COMPILED])
 def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, compile, flag):
     start, gradients = values()
     plain, its_optimizer = build(name, start, compile=compile)

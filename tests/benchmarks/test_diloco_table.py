@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
 from launch import REPO, environment
 
 from benchmarks import diloco_table
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_repeated(tmp_path):
     command = [sys.executable, 'benchmarks/diloco_table.py', '--short', '--methods=sparseloco', f'--folder={tmp_path}']
     command += ['--rates=1e-3', '--seeds=1']

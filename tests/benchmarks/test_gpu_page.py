@@ -20,6 +20,7 @@ def test_a_stage_of_the_benchmark_leaves_results_and_a_page_and_repeats_nothing(
     assert ' ok ' not in run_script('benchmarks/gpu.py', *arguments).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('impl', ['torch', 'manual'])
 def test_one_of_four_ranks_takes_a_step_alone(tmp_path, impl):
     found = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5)).inner(
@@ -59,6 +60,7 @@ def test_tokens_per_second_by_wall_clock_hold_the_gaps_between_steps_and_neither
     assert gpu.wall_clock(output[:2], rows) == {}, 'between the first two compiles what the first has not'
 
 
+@pytest.mark.slow
 def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path):
     bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
     keys = gpu.TINY | dict(compile=False, max_iters=4, log_interval=1, trace_step=4)
@@ -71,6 +73,7 @@ def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path
     assert rows[0][2] == 'by wall clock' and float(rows[1][2]) == pytest.approx(result['wall_tokens_per_sec'], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_new_page_keeps_what_is_proven_without_a_gpu(tmp_path):
     chapter = (gpu.REPO / 'docs' / 'gpu.md').read_text()
     proven = chapter[chapter.index('## What is proven without a GPU') :]
@@ -85,6 +88,7 @@ def test_a_new_page_keeps_what_is_proven_without_a_gpu(tmp_path):
     assert gpu.kept(page) == f'\n{proven}' and gpu.kept(tmp_path / 'none.md') == ''
 
 
+@pytest.mark.slow
 def test_page_locked_memory_stands_beside_what_the_plan_says(tmp_path):
     bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
     keys = gpu.TINY | dict(compile=False, max_iters=1, cpu_offload='optimizer')

@@ -28,6 +28,7 @@ def check(rows):
         assert [small['bytes'], large['bytes']] == SIZES
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
     said = run_script(RANKS, tmp_path, nproc=2).stdout.splitlines()
     rows = json.loads((tmp_path / 'rank0.json').read_text())
@@ -45,6 +46,7 @@ def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks_have_four_links(tmp_path):
     (port,) = free_ports(1)
     nodes = [start_node(number, tmp_path, port) for number in range(2)]

@@ -32,6 +32,7 @@ def checked(folder, config, dataset):
     return found
 
 
+@pytest.mark.slow
 def test_activations_keep_their_size_under_completep_and_not_under_standard(data_dir, tmp_path):
     (tmp_path / 'config.py').write_text(KEYS)
     dataset = f'--data_dir={data_dir}', '--dataset=tiny'

@@ -93,6 +93,7 @@ def test_the_report_says_what_runs_next_and_repeats_it_and_has_no_address(page):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_a_command_of_the_report_repeats_the_run_to_the_bit(page, tmp_path):
     text = page.read_text().split('<summary>plain-lr0.01/seed1</summary>')[1]
     command = re.sub('<[^>]*>', '', re.search('<pre>(.*?)</pre>', text)[1]).split()

@@ -71,6 +71,7 @@ def law_of(rows):
     return laws.fit_law({'compute': compute}, losses)
 
 
+@pytest.mark.slow
 def test_an_interval_holds_the_truth():
     """25 repetitions of intervals of 95%: 20 or fewer have a probability of 0.3%, and the seeds are fixed."""
     assert (coverage(25, times=60) >= 0.84).all()

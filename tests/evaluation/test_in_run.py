@@ -37,7 +37,7 @@ SCRIPTS = {
     'tuned': ['train_fsdp.py', '--fsdp_impl=manual'],
 }
 SCRIPTS |= {'deepspeed': ['train_deepspeed.py', '--zero_stage=3']} if importlib.util.find_spec('deepspeed') else {}
-SHORT = [('ddp', 1), ('ddp', 2), ('manual', 2), ('tensor', 2), ('diloco', 2), ('lora', 1)]  # of these the short suite
+SHORT = [('ddp', 1), ('ddp', 2), ('manual', 2), ('tensor', 1), ('tensor', 2), ('diloco', 2), ('lora', 1)]  # of these the short suite
 RUN = [*TINY_RUN, '--dtype=float32', '--batch_size=2', '--block_size=32', '--global_batch_size=4', '--max_iters=5']
 RUN += ['--eval_interval=4', '--checkpoint_interval=4', '--keep_checkpoints=3', '--dropout=0.2']
 
@@ -103,7 +103,7 @@ def scores_of(row):
 
 
 @pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=() if name == 'ddp' else pytest.mark.slow) for name in SCRIPTS]
+    'name', [pytest.param(name, marks=() if name in ('ddp', 'tensor') else pytest.mark.slow) for name in SCRIPTS]
 )
 def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks(runs, files, name, tmp_path):
     of_run = {nproc: scores_of(metrics(runs[name, nproc][1])[-1]) for nproc in (1, 2)}

@@ -157,8 +157,10 @@ def measure_step(model, config):
         ('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000),
         ('enoki', 'bfloat16', 'full', 1000),
         ('enoki', 'float32', 'selective', 1000),
-        ('enoki', 'bfloat16', 'none', 40000),  # so large that the loss takes two chunks
-        ('gpt2', 'float32', 'none', 100000),  # four chunks
+        pytest.param(
+            'enoki', 'bfloat16', 'none', 40000, marks=pytest.mark.slow
+        ),  # so large that the loss takes two chunks
+        pytest.param('gpt2', 'float32', 'none', 100000, marks=pytest.mark.slow),  # four chunks
         ('llama with grouped queries', 'float32', 'none', 1000),
         ('llama with grouped queries', 'bfloat16', 'full', 1000),
         ('llama with biases, tied', 'float32', 'selective', 1000),

@@ -26,7 +26,7 @@ def server(tmp_path_factory):
 
 
 # Those that hang on what a store promises are run on both in CI, too; all others with --full.
-BOTH = pytest.mark.parametrize('pool_of', ['folder', 's3'], indirect=True)
+BOTH = pytest.mark.parametrize('pool_of', ['folder', pytest.param('s3', marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.slow)])

@@ -303,7 +303,8 @@ def test_setup_env_takes_the_clusters_wheels_first_and_the_index_for_the_rest(pr
 # --- several machines without Slurm -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('rendezvous', ['static', pytest.param('c10d', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('rendezvous', ['static', 'c10d'])
 def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
     """The two pairs of commands of docs/slurm.md, both agents on this machine."""
     (port,) = free_ports(1)
