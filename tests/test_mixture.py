@@ -252,11 +252,14 @@ def test_validation_is_over_the_same_windows_of_every_source(sources):
     for number, source in enumerate(mixture.sources):
         expected = source.read(range(5))[:, :-1]  # 15 sequences, a third of each
         assert sorted(seen[number]) == sorted(map(tuple, expected.tolist()))
+    for source, bytes_per_token in zip(mixture.sources, (1, 2, 6), strict=True):
+        source.bytes_per_token = bytes_per_token
     row = mixture.losses([(20.0, 10), (30.0, 10), (80.0, 20)])
     assert row['val_loss/web'] == 2 and row['val_loss/code'] == 3 and row['val_loss/books'] == 4
     shares = [456 / 1200, 264 / 1200, 480 / 1200]  # of the run
     assert row['val_loss'] == pytest.approx(sum(share * loss for share, loss in zip(shares, (2, 3, 4), strict=True)))
-    assert row['val_bpb'] == pytest.approx(row['val_loss'] / np.log(2))
+    bytes_per_token = shares[0] * 1 + shares[1] * 2 + shares[2] * 6  # of the text that the run reads
+    assert row['val_bpb'] == pytest.approx(row['val_loss'] / np.log(2) / bytes_per_token)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

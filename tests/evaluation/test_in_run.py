@@ -37,7 +37,8 @@ SCRIPTS = {
     'tuned': ['train_fsdp.py', '--fsdp_impl=manual'],
 }
 SCRIPTS |= {'deepspeed': ['train_deepspeed.py', '--zero_stage=3']} if importlib.util.find_spec('deepspeed') else {}
-SHORT = [('ddp', 1), ('ddp', 2), ('manual', 2), ('tensor', 1), ('tensor', 2), ('diloco', 2), ('lora', 1)]  # of these the short suite
+# Of these the short suite runs:
+SHORT = [('ddp', 1), ('ddp', 2), ('manual', 2), ('tensor', 1), ('tensor', 2), ('diloco', 2), ('lora', 1)]
 RUN = [*TINY_RUN, '--dtype=float32', '--batch_size=2', '--block_size=32', '--global_batch_size=4', '--max_iters=5']
 RUN += ['--eval_interval=4', '--checkpoint_interval=4', '--keep_checkpoints=3', '--dropout=0.2']
 
