@@ -10,6 +10,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, Job, run_many, run_script
 from outputs import column, metrics
 from precision import apart
 from pretrained import save_model, write_chats
+from short import slow_but
 
 import deepspeed_engine
 from planning import memory, sizes
@@ -89,11 +90,6 @@ globals().update(runpy.run_path('train_deepspeed.py', run_name='__main__'))
 """
 FIXED_SCALE = {'fp16': {'enabled': True, 'loss_scale': 128}}
 HALF = ['--max_iters=3']
-
-
-def each(names, run='{}'):
-    """Parameters of a test: those whose run is not of the short suite are slow."""
-    return [name if run.format(name) in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def arguments(out_dir, data_dir, *more):
@@ -178,7 +174,7 @@ def weights_of(out_dir, step):
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    'name', each(['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
+    'name', slow_but(SHORT, ['stage1', 'stage2', 'stage3', 'three1', 'three2', 'three3', 'offload_1', 'offload_3'])
 )
 def test_every_stage_computes_what_one_process_computes(runs, name):
     assert_equal(runs / name, runs / 'single', 1e-4)
@@ -190,7 +186,7 @@ def test_weights_that_are_used_outside_of_their_module_are_gathered(runs):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', each([1, 2, 3], 'bf16_{}'))
+@pytest.mark.parametrize('stage', slow_but(SHORT, [1, 2, 3], 'bf16_{}'.format))
 def test_in_bf16_it_computes_what_the_others_do_up_to_rounding(runs, stage):
     assert_equal(runs / f'bf16_{stage}', runs / 'single_bf16', 5e-3)
     tensor, like = (weights_of(runs / name, 6)['embed.weight'] for name in (f'bf16_{stage}', 'single'))
@@ -238,14 +234,14 @@ def test_an_optimizer_of_ours_runs_on_flat_slices(runs):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', each([1, 3], 'again{}'))
+@pytest.mark.parametrize('stage', slow_but(SHORT, [1, 3], 'again{}'.format))
 def test_a_resumed_run_is_the_same_run(runs, stage):
     assert 'resuming' in (runs / f'again{stage}' / 'train.log').read_text()
     assert_equal(runs / f'again{stage}', runs / f'stage{stage}', apart(STEPS))
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('name', ['ddp_to_deepspeed', pytest.param('deepspeed_to_fsdp', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', slow_but(SHORT, ['ddp_to_deepspeed', 'deepspeed_to_fsdp']))
 def test_scripts_go_on_from_each_others_checkpoints_with_the_optimizer(runs, name):
     """From 1 rank to 3, from 2 to 3: without the moments the loss of step 5 would be another one."""
     assert 'resuming' in (runs / name / 'train.log').read_text()
@@ -313,7 +309,7 @@ def test_lora_trains_as_under_ddp_and_leaves_the_weights_to_the_bit(runs, stage)
 
 
 @needs_deepspeed
-@pytest.mark.parametrize('stage', each([1, 2, 3], 'spikes{}'))
+@pytest.mark.parametrize('stage', slow_but(SHORT, [1, 2, 3], 'spikes{}'.format))
 def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
     """DeepSpeed's own check for overflow has nothing to say about it."""
     out_dir = runs / f'spikes{stage}'
@@ -325,11 +321,7 @@ def test_a_bad_step_with_finite_gradients_changes_no_weight(runs, stage):
 @needs_deepspeed
 @pytest.mark.parametrize(
     ('name', 'dtype'),
-    [
-        ('stage3', 'float32'),
-        pytest.param('bf16_2', 'float32', marks=pytest.mark.slow),
-        pytest.param('in_half', 'bfloat16', marks=pytest.mark.slow),
-    ],
+    slow_but(SHORT, [('stage3', 'float32'), ('bf16_2', 'float32'), ('in_half', 'bfloat16')]),
 )
 def test_the_log_tells_the_dtypes_that_there_are(runs, name, dtype):
     compute = 'float32' if name == 'stage3' else 'bfloat16'

@@ -16,6 +16,7 @@ import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, run_many
 from outputs import column, metrics, tensors_of
 from precision import apart, assert_same_run
+from short import slow_but
 
 from runtime import checkpoint
 
@@ -124,9 +125,7 @@ def as_read_by(reader, written):
     return {**common, **second, **momentum}
 
 
-@pytest.mark.parametrize(
-    'writer', [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-)
+@pytest.mark.parametrize('writer', slow_but(SHORT, ALL))
 def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts, writer):
     step = steps_of(layouts, writer)[0]
     path = path_of(runs / run_of(writer), step)
@@ -153,14 +152,7 @@ def test_before_each_other_save_the_weights_were_others(runs, layouts):
         assert same == [], same
 
 
-@pytest.mark.parametrize(
-    'layout',
-    [
-        pytest.param('cp 2', marks=pytest.mark.slow),
-        'pp 2, 2 chunks',
-        pytest.param('dp 2 x pp 2', marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize('layout', slow_but(SHORT, ['cp 2', 'pp 2, 2 chunks', 'dp 2 x pp 2']))
 def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, monkeypatch, capsys, layout):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')

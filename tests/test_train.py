@@ -8,6 +8,7 @@ import pytest
 from launch import TINY_MODEL, TINY_RUN, run_many, run_ranks, run_script
 from outputs import column, metrics
 from precision import apart, assert_same_run
+from short import slow_but
 
 MANUAL = ('--fsdp_impl=manual',)
 BARE = ('--max_iters=3', '--keep_checkpoints=0', '--eval_iters=0', '--trace_step=2', '--checkpoint_interval=1')
@@ -59,11 +60,6 @@ SHORT |= {f'scaled_muon_{name}' for name in ('ddp', 'fsdp', 'manual', 'diloco')}
 SHORT |= {'ddp_micro1', 'sharded_accumulation', 'zero2', 'hsdp', 'offload', 'manual_stage1', 'manual_offload_optimizer'}
 SHORT |= {'selective', 'async', 'no_clip', 'bf16_fsdp', 'fp16_manual', 'bare_fsdp', 'noise_fsdp', 'noise_diloco'}
 SHORT |= {'count_ddp', 'count_fsdp', 'count_sharded', 'count_zero2', 'count_hsdp', 'own_manual'}
-
-
-def each(names, run='{}'):
-    """Parameters of a test: those whose run is not of the short suite are slow."""
-    return [name if run.format(name) in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def start(cases, nproc, runs, has_slow_tests):
@@ -184,12 +180,12 @@ def test_ddp_and_fsdp_on_two_ranks_give_the_loss_curve_of_one_process(runs, two_
         )  # queries near 0 are normalised
 
 
-@pytest.mark.parametrize('arch', each(['enoki', 'llama', 'qwen3']))
+@pytest.mark.parametrize('arch', slow_but(SHORT, ['enoki', 'llama', 'qwen3']))
 def test_every_architecture_gives_the_same_losses_sharded(runs, two_ranks, arch):
     assert_agree(runs / f'{arch}_fsdp2', runs / arch)
 
 
-@pytest.mark.parametrize('optimizer', each(SCALED, 'scaled_{}'))
+@pytest.mark.parametrize('optimizer', slow_but(SHORT, SCALED, 'scaled_{}'.format))
 def test_completep_is_the_same_under_every_strategy_and_another_run_than_standard(runs, two_ranks, optimizer):
     reference = runs / f'scaled_{optimizer}'
     for name in ('ddp', 'fsdp', 'manual', 'diloco'):
@@ -197,7 +193,7 @@ def test_completep_is_the_same_under_every_strategy_and_another_run_than_standar
     assert largest_difference(runs / 'enoki', reference) > 1e-3
 
 
-@pytest.mark.parametrize('strategy', each(NOISE, 'noise_{}'))
+@pytest.mark.parametrize('strategy', slow_but(SHORT, NOISE, 'noise_{}'.format))
 def test_dropout_is_for_training_alone_and_draws_anew_on_each_rank_in_each_step(runs, two_ranks, strategy):
     out_dir = runs / f'noise_{strategy}'
     assert len(column(out_dir, 'val_loss')) == 3 and largest_difference(out_dir, runs / 'still', 'val_loss') <= apart()
@@ -215,7 +211,8 @@ def test_the_loss_falls(runs, one_process):
 
 @pytest.mark.parametrize(
     'option',
-    each(
+    slow_but(
+        SHORT,
         [
             'ddp_micro1',
             'ddp_micro6',
@@ -234,7 +231,7 @@ def test_the_loss_falls(runs, one_process):
             'selective_ddp',
             'async',
             'deterministic',
-        ]
+        ],
     ),
 )
 def test_an_option_changes_no_number(runs, two_ranks, option):
@@ -242,7 +239,7 @@ def test_an_option_changes_no_number(runs, two_ranks, option):
     assert_agree(runs / option, runs / 'plain', 'val_loss')
 
 
-@pytest.mark.parametrize('script', each(['own_manual', 'own_diloco']))
+@pytest.mark.parametrize('script', slow_but(SHORT, ['own_manual', 'own_diloco']))
 def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
     """And with an optimizer of its own; its only step is too small to be seen."""
     (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
@@ -265,7 +262,7 @@ def test_a_new_run_refuses_weights_that_know_the_tokens_of_another_tokenizer(run
     assert '--tokenizer=bytes`' in rank.stderr and not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('script', each(['ddp', 'fsdp', 'diloco'], 'bare_{}'))
+@pytest.mark.parametrize('script', slow_but(SHORT, ['ddp', 'fsdp', 'diloco'], 'bare_{}'.format))
 def test_a_run_without_checkpoints_and_evaluations_leaves_none_and_traces_the_step_asked_for(runs, two_ranks, script):
     out_dir = runs / f'bare_{script}'
     assert not list((out_dir / 'checkpoints').iterdir()) and (out_dir / 'DONE').exists()
@@ -294,7 +291,7 @@ def test_compiled_blocks_change_no_number_and_are_compiled(runs, two_ranks):
 
 
 @pytest.mark.parametrize(
-    'dtype', each(['bf16_ddp', 'bf16_fsdp', 'bf16_manual', 'fp16_ddp', 'fp16_fsdp', 'fp16_manual'])
+    'dtype', slow_but(SHORT, ['bf16_ddp', 'bf16_fsdp', 'bf16_manual', 'fp16_ddp', 'fp16_fsdp', 'fp16_manual'])
 )
 def test_half_precision_follows_fp32(runs, two_ranks, dtype):
     assert 0 < largest_difference(runs / dtype, runs / 'plain') <= 2e-3

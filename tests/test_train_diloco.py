@@ -14,6 +14,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_many, run_ranks, 
 from outputs import column, metrics
 from precision import apart, assert_same_run
 from prepared import eval_batches, only
+from short import slow_but
 
 import data
 import optim
@@ -50,11 +51,6 @@ LARGEST = ('--exchange_dtype=top2bit', '--exchange_k=512', '--outer_momentum=0',
 # other replicas, by train_ddp.py.
 SHORT = {'1x1', '2x1', 'streaming', 'feedback', 'muon', 'stopped', '2x2_manual', '4x1'}
 RESUMED = {'2x1_8', 'streaming_8', '2x2_manual_8', '4x1_12_2x1', '4x1_8_2x1', '2x1_12_ddp'}
-
-
-def slow_but(short, *cases):
-    """Parameters of a test: of these cases, tuples that begin with the name of a run, those not in `short` are slow."""
-    return [pytest.param(*one, marks=() if one[0] in short else pytest.mark.slow) for one in cases]
 
 
 def arguments(data_dir, out_dir, *more):
@@ -380,14 +376,7 @@ def resumed(runs, data_dir, has_slow_tests):
     'name, replicas',
     slow_but(
         SHORT,
-        ('1x1', 1),
-        ('1x2', 1),
-        ('2x1', 2),
-        ('2x2', 2),
-        ('manual', 2),
-        ('2x2_manual', 2),
-        ('3x1', 3),
-        ('4x1', 4),
+        [('1x1', 1), ('1x2', 1), ('2x1', 2), ('2x2', 2), ('manual', 2), ('2x2_manual', 2), ('3x1', 3), ('4x1', 4)],
     ),
 )
 def test_losses_weights_and_health_are_those_of_diloco_by_hand(runs, by_hand_to_the_end, name, replicas):
@@ -414,7 +403,7 @@ def muloco(data_dir):
     return ByHand(data_dir, 2, with_muon=True).run_to_the_end()
 
 
-@pytest.mark.parametrize('name', slow_but(SHORT, ('muon',), ('muon_2x2',), ('muon_2x2_manual',)))
+@pytest.mark.parametrize('name', slow_but(SHORT, [('muon',), ('muon_2x2',), ('muon_2x2_manual',)]))
 def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, muloco, by_hand_to_the_end, name):
     """MuLoCo, sharded by both implementations and not."""
     assert_same_run(column(runs / name, 'loss'), muloco.loss_curve())
@@ -426,7 +415,7 @@ def test_replicas_that_train_with_muon_are_those_of_a_loop_in_float32(runs, mulo
 
 
 @pytest.mark.parametrize(
-    'name, reference', slow_but(SHORT, ('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1'))
+    'name, reference', slow_but(SHORT, [('2x2', '2x1'), ('2x2_manual', '2x1'), ('manual', '2x1'), ('1x2', '1x1')])
 )
 def test_sharded_replicas_give_the_numbers_of_unsharded_ones(runs, name, reference):
     for key, every in (('loss', 1), ('val_loss', 4)):
@@ -440,7 +429,7 @@ def test_training_lowers_the_loss_of_the_outer_parameters(runs):
 
 
 @pytest.mark.parametrize(
-    'name, steps, outer_steps', slow_but(SHORT, ('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4))
+    'name, steps, outer_steps', slow_but(SHORT, [('2x1_to_12', 12, 2), ('2x1_to_15', 15, 3), ('2x1', 22, 4)])
 )
 def test_the_last_round_ends_with_the_run_and_no_outer_step_is_empty(runs, data_dir, name, steps, outer_steps):
     assert len(health(runs / name)) == outer_steps
@@ -512,15 +501,16 @@ def test_an_exchange_sends_what_its_formula_says(runs):
 
 @pytest.mark.parametrize(
     'name, step',
-    [
-        pytest.param(name, step, marks=() if f'{name}_{step}' in RESUMED else pytest.mark.slow)
-        for steps, names in {
-            (8, 12): ('2x1', 'streaming', 'feedback', '2x2'),
-            (8,): ('largest', 'muon', 'muon_2x2', 'muon_2x2_manual', 'async', 'dropout', 'manual', '1x2', '2x2_manual'),
-        }.items()
-        for name in names
-        for step in steps
-    ],
+    slow_but(
+        RESUMED,
+        [
+            *((name, step) for name in ('2x1', 'streaming', 'feedback', '2x2') for step in (8, 12)),
+            *((name, 8) for name in ('largest', 'muon', 'muon_2x2', 'muon_2x2_manual', 'async', 'dropout', 'manual')),
+            ('1x2', 8),
+            ('2x2_manual', 8),
+        ],
+        '{}_{}'.format,
+    ),
 )
 def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, step):
     ours, theirs = resumed / f'{name}_{step}', resumed / name
@@ -533,7 +523,7 @@ def test_resumed_at_a_rounds_end_or_in_its_middle_is_bit_equal(resumed, name, st
 
 @pytest.mark.parametrize(
     'name, before, after',
-    slow_but(RESUMED, ('4x1_12_2x1', 4, 2), ('4x1_12_2x2', 4, 2), ('2x1_12_1x1', 2, 1), ('2x2_12_1x4', 2, 1)),
+    slow_but(RESUMED, [('4x1_12_2x1', 4, 2), ('4x1_12_2x2', 4, 2), ('2x1_12_1x1', 2, 1), ('2x2_12_1x4', 2, 1)]),
 )
 def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, data_dir, name, before, after):
     by_hand = ByHand(data_dir, before).run(12).end_round().go_on_as(after).run_to_the_end()
@@ -542,7 +532,7 @@ def test_from_a_rounds_end_it_goes_on_with_other_replicas_and_shards(resumed, da
 
 
 @pytest.mark.parametrize(
-    'name, before, after, is_permanent', slow_but(RESUMED, ('4x1_8_2x1', 4, 2, True), ('2x1_8_4x1', 2, 4, False))
+    'name, before, after, is_permanent', slow_but(RESUMED, [('4x1_8_2x1', 4, 2, True), ('2x1_8_4x1', 2, 4, False)])
 )
 def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     resumed, data_dir, name, before, after, is_permanent
@@ -576,7 +566,7 @@ def test_a_ddp_run_goes_on_as_replicas_from_wherever_it_was(resumed, data_dir):
 
 
 @pytest.mark.parametrize(
-    'name', slow_but(RESUMED, ('2x1_12_ddp',), ('2x1_12_fsdp',), ('2x1_12_fsdp_on_4',), ('2x2_12_manual_on_1',))
+    'name', slow_but(RESUMED, [('2x1_12_ddp',), ('2x1_12_fsdp',), ('2x1_12_fsdp_on_4',), ('2x2_12_manual_on_1',)])
 )
 def test_other_scripts_go_on_from_replicas(resumed, two_replicas_then_one, name):
     check_moved_run(resumed / name, two_replicas_then_one, [6, 12])

@@ -13,6 +13,7 @@ from launch import TINY_MODEL, TINY_RUN, run_forked, run_function, run_many, run
 from outputs import metrics
 from precision import apart
 from pretrained import save_model
+from short import slow_but
 
 from evaluation import in_run
 from model import GPT, ModelConfig
@@ -76,11 +77,7 @@ def runs(data_dir, files, tmp_path_factory, has_slow_tests):
 
 @pytest.mark.parametrize(
     'name, nproc',
-    [
-        pytest.param(name, nproc, marks=() if (name, nproc) in SHORT else pytest.mark.slow)
-        for name in SCRIPTS
-        for nproc in (1, 2)
-    ],
+    slow_but(SHORT, [(name, nproc) for name in SCRIPTS for nproc in (1, 2)], lambda *case: case),
 )
 def test_a_run_is_the_same_to_the_bit_with_and_without(runs, name, nproc):
     without, with_tasks = map(metrics, runs[name, nproc])
@@ -103,9 +100,7 @@ def scores_of(row):
     return found
 
 
-@pytest.mark.parametrize(
-    'name', [pytest.param(name, marks=() if name in ('ddp', 'tensor') else pytest.mark.slow) for name in SCRIPTS]
-)
+@pytest.mark.parametrize('name', slow_but(['ddp', 'tensor'], SCRIPTS))
 def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_and_3_ranks(runs, files, name, tmp_path):
     of_run = {nproc: scores_of(metrics(runs[name, nproc][1])[-1]) for nproc in (1, 2)}
     keys = [f'--tasks={",".join(map(str, files))}', '--batch_size=2', '--block_size=32', '--dtype=float32']

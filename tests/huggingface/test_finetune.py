@@ -12,6 +12,7 @@ from launch import TINY_RUN, run_function, run_many, run_script
 from outputs import column
 from precision import apart, assert_same_run
 from pretrained import MODELS, MORE_MODELS, POSITIONS, STATE_SPACE, VOCABULARY, save_model, write_chats
+from short import slow_but
 
 os.environ['HF_HUB_OFFLINE'] = '1'
 
@@ -354,7 +355,7 @@ def trained(tmp_path_factory, models, prepared, has_slow_tests):
 
 @pytest.mark.parametrize(
     ('kind', 'dataset', 'batch_size', 'strategy'),
-    [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow) for case in CASES],
+    slow_but(SHORT, CASES, lambda *case: case),
 )
 def test_ten_steps_are_those_of_a_plain_transformers_loop(trained, plain, kind, dataset, batch_size, strategy):
     losses, expected = column(trained / f'{kind} {dataset} {batch_size} {strategy}', 'loss'), plain(kind, dataset)

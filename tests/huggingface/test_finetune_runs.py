@@ -24,6 +24,7 @@ from outputs import column
 from precision import apart, assert_same_run
 from prepared import only
 from pretrained import POSITIONS, VOCABULARY, save_model
+from short import slow_but
 
 import data
 from dataset import shards
@@ -359,9 +360,7 @@ def run_strategies(prepared, folder, model, nproc, *options):
     return out_dirs
 
 
-@pytest.mark.parametrize(
-    'case', [case if case == 'llama all' else pytest.param(case, marks=pytest.mark.slow) for case in LORA]
-)
+@pytest.mark.parametrize('case', slow_but(['llama all'], LORA))
 def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prepared, tmp_path, case):
     peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
     from safetensors.torch import load_file
@@ -434,9 +433,7 @@ DILOCO = {  # options -> replicas, what is trained
 }
 
 
-@pytest.mark.parametrize(
-    'case', [case if case == 'one replica' else pytest.param(case, marks=pytest.mark.slow) for case in DILOCO]
-)
+@pytest.mark.parametrize('case', slow_but(['one replica'], DILOCO))
 def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepared, tmp_path, case):
     """4 outer steps, with a momentum that would move on what it holds."""
     from safetensors.torch import load_file
