@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from launch import run_function
 from precision import apart
+from short import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -966,7 +967,7 @@ def ranks():
     return Results()
 
 
-THREE = pytest.param(3, marks=pytest.mark.slow)
+THREE, FOUR = (pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))
 
 
 def seen(ranks, world_size, name):
@@ -982,7 +983,7 @@ ON_THREE += ['compare whole manual', 'compare overlap_2_mixed torch']
 COMPARISONS = [
     *((2, f'compare {name} None') for name in (*COMPARED, 'sgd')),
     *(pytest.param(3, name, marks=pytest.mark.slow) for name in ON_THREE),
-    *((4, f'compare {name} {sharding}') for name, sharding in SHARDED),
+    *(pytest.param(4, f'compare {name} {sharding}', marks=pytest.mark.slow) for name, sharding in SHARDED),
 ]
 
 
@@ -1073,7 +1074,7 @@ def test_one_fragment_without_overlap_is_plain_diloco_to_the_bit(ranks):
     assert all(row['same'] for row in seen(ranks, 2, 'plain_loop'))
 
 
-@pytest.mark.parametrize('world_size', [2, THREE, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, FOUR])
 def test_buckets_change_no_bit_and_each_is_updated_once(ranks, world_size):
     """Of 7 numbers a parameter fills several, of 2**22 several share one."""
     for row in seen(ranks, world_size, 'buckets'):
@@ -1104,9 +1105,7 @@ def test_a_quantised_mean_is_as_exact_as_its_dtype_and_the_same_everywhere(ranks
 
 
 @pytest.mark.parametrize('name', TWO_BITS)
-@pytest.mark.parametrize(
-    'world_size, layout', [(2, ''), pytest.param(3, '', marks=pytest.mark.slow), (4, ''), (4, ' 4x1')]
-)
+@pytest.mark.parametrize('world_size, layout', slow_but([2], [(2, ''), (3, ''), (4, ''), (4, ' 4x1')]))
 def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name):
     """SparseLoCo's equation: outer parameters and errors in four rounds of 2, 3, 4 replicas, and 2 x 2."""
     for row in seen(ranks, world_size, name + layout):
@@ -1119,7 +1118,7 @@ def test_two_bit_exchanges_are_those_of_float64(ranks, world_size, layout, name)
             assert counted <= 1.01 * formula
 
 
-@pytest.mark.parametrize('world_size', [2, THREE, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, FOUR])
 def test_one_replica_takes_the_outer_step_of_snoo(ranks, world_size):
     """Sharded over 2, 3 and 4 ranks; over one in test_one_replica_on_one_rank. Nothing at step 0, nothing is sent."""
     for row in seen(ranks, world_size, 'alone'):
@@ -1165,7 +1164,7 @@ def test_bytes_are_those_that_torch_sees_and_the_formula_and_none_between_sends(
             assert len(case['between']) >= 4 and not any(case['between'])
 
 
-@pytest.mark.parametrize('world_size', [2, THREE, 4])
+@pytest.mark.parametrize('world_size', [2, THREE, FOUR])
 def test_health_is_that_of_the_replicas_pseudo_gradients(ranks, world_size):
     for row in seen(ranks, world_size, 'health'):
         for key, value in row['expected'].items():

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from launch import REPO, environment, run_script
+from short import slow_but
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'
 TOKEN = 'hf_' + 'secretsecret' * 3
@@ -250,6 +251,7 @@ def test_only_what_is_needed_arrives_verified_and_recorded(hub, tiny_llama, tmp_
     assert 'LlamaForCausalLM' in result.stdout and COMMIT in result.stdout
 
 
+@pytest.mark.slow
 def test_the_token_goes_to_the_hub_alone_and_into_no_file(hub, tmp_path):
     result = download(hub, tmp_path)
     assert hub.api_saw_token and not hub.cdn_saw_token
@@ -258,12 +260,14 @@ def test_the_token_goes_to_the_hub_alone_and_into_no_file(hub, tmp_path):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_the_default_folder_is_named_after_the_model(hub, tmp_path):
     model = '--model=meta-llama/Tiny-Llama'
     run_script('download_model.py', model, cwd=tmp_path, **settings(hub, tmp_path))
     assert (tmp_path / 'models' / 'Tiny-Llama' / 'download.json').exists()
 
 
+@pytest.mark.slow
 def test_a_killed_download_goes_on_within_the_file(hub, tiny_llama, tmp_path):
     hub.stop_after = BLOCK + 2**20
     folder = tmp_path / 'model'
@@ -289,6 +293,7 @@ def test_a_killed_download_goes_on_within_the_file(hub, tiny_llama, tmp_path):
     check_folder(folder)
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_noticed_and_the_next_run_begins_that_file_anew(hub, tiny_llama, tmp_path):
     sha256 = hashlib.sha256((tiny_llama / SHARDS[1]).read_bytes()).hexdigest()
     download(hub, tmp_path)
@@ -299,7 +304,7 @@ def test_a_damaged_part_is_noticed_and_the_next_run_begins_that_file_anew(hub, t
     assert (tmp_path / 'model' / SHARDS[1]).read_bytes() == (tiny_llama / SHARDS[1]).read_bytes()
 
 
-@pytest.mark.parametrize('name', [SHARDS[1], 'tokenizer.json'])
+@pytest.mark.parametrize('name', slow_but([SHARDS[1]], [SHARDS[1], 'tokenizer.json']))
 def test_a_flipped_byte_is_found_and_mended_by_the_command_that_is_named(hub, tiny_llama, copy, tmp_path, name):
     flip_a_byte(copy / name)
     line = error_line(check_folder(copy, check=False))
@@ -324,6 +329,7 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(hub, copy, tmp_path):
     assert str(copy) in line and '--to=' in line and contents(copy) == before
 
 
+@pytest.mark.slow
 def test_weights_of_an_older_revision_do_not_stay_beside_the_new_ones(hub, copy, tmp_path):
     (copy / 'model.safetensors').write_bytes(b'transformers would prefer this file to the shards')
     download(hub, tmp_path)
@@ -331,6 +337,7 @@ def test_weights_of_an_older_revision_do_not_stay_beside_the_new_ones(hub, copy,
     check_folder(copy)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_over_all_bytes(hub, tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('4H', 24, 100, 0, 0))  # a bar wants columns
@@ -444,6 +451,7 @@ def test_a_damaged_folder_is_refused_by_file_and_with_a_command(copy, damage, re
     assert f'`python download_model.py {expected}' in line
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_those_of_config_json_are_refused_with_what_was_expected_and_found(copy):
     said = check_folder(copy).stdout
     assert 'names and shapes are those of LlamaForCausalLM: 39 tensors\n' in said
@@ -478,6 +486,7 @@ def peak_mb(*arguments, **env):
     return int(result.stdout) / 1024
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_weights(hub, tiny_llama, tmp_path):
     from safetensors import safe_open
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_script
 from pretrained import POSITIONS, save_model
+from short import slow_but
 
 from evaluation import scoring, tasks
 
@@ -179,7 +180,7 @@ def test_log_likelihoods_are_those_of_a_plain_loop(models, files, name, tmp_path
     assert results[3]['word_perplexity'] == pytest.approx(math.exp(-total / len(' '.join(texts).split())), rel=1e-5)
 
 
-@pytest.mark.parametrize('name', ['native', 'gpt2'])
+@pytest.mark.parametrize('name', slow_but(['native'], ['native', 'gpt2']))
 def test_the_numbers_are_the_same_on_1_2_and_3_ranks_however_the_model_is_sharded(models, files, name, tmp_path):
     out_dir, _ = models[name]
     alone = evaluate(out_dir, files, tmp_path / 'alone')

@@ -137,6 +137,7 @@ def test_no_benchmark_imports_anything_of_the_tests():
 BENCHMARKS = [path for path in sorted((REPO / 'benchmarks').glob('[a-z]*.py')) if path.name != 'runs.py']  # no command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('path', BENCHMARKS, ids=lambda path: path.name)
 def test_a_benchmark_says_its_command_and_has_a_help(path):
     name = f'benchmarks/{path.name}'

@@ -12,6 +12,7 @@ from launch import TINY_MODEL, TINY_RUN, run_forked
 from outputs import metrics
 from precision import apart
 from prepared import only
+from short import slow_but
 
 import data
 import optim
@@ -291,7 +292,7 @@ def assert_same_losses(rows, expected):
 @pytest.mark.parametrize(
     'script, nproc, options',
     [
-        ('train_fsdp.py', 4, ()),
+        pytest.param('train_fsdp.py', 4, (), marks=pytest.mark.slow),
         ('train_fsdp.py', 2, ('--fsdp_impl=manual',)),
         ('train_diloco.py', 2, ('--num_replicas=1', '--inner_steps=4', '--outer_lr=1', '--outer_momentum=0')),
     ],
@@ -405,7 +406,7 @@ def test_documents_need_a_token_that_ends_them(tmp_path):
         data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents')
 
 
-@pytest.mark.parametrize('script, nproc', [('train_ddp.py', 1), ('train_fsdp.py', 2)])
+@pytest.mark.parametrize('script, nproc', slow_but(['train_fsdp.py'], [('train_ddp.py', 1), ('train_fsdp.py', 2)]))
 def test_a_run_over_packed_documents_is_one_over_single_documents(tmp_path, script, nproc):
     """20 steps of a script against a loop that gives the model a document at a time."""
     make_documents(tmp_path, 'docs', LENGTHS * 20)

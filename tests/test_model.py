@@ -217,6 +217,7 @@ def test_chunked_loss_and_gradients_equal_a_float64_reference(monkeypatch, token
     check_chunked_loss(monkeypatch, tokens_per_chunk, z_loss, kernel)
 
 
+@pytest.mark.slow
 def test_the_compiled_loss_equals_a_float64_reference(monkeypatch):
     check_chunked_loss(monkeypatch, 7, 0.01, torch.compile(pointwise_cross_entropy, dynamic=False))
 
@@ -336,6 +337,7 @@ class BytesMoved(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_compiled_the_loss_moves_at_most_a_fifth_of_the_bytes_per_logit():
     """bf16, without the matmuls. The compiler counts what its kernels read and write."""
     n, vocab_size = 64, 50304

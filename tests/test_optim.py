@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from launch import run_function
 from precision import apart, error
+from short import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -595,9 +596,11 @@ def sharded_training(rank, folder):
 
 
 @pytest.fixture(scope='module')
-def ranks():
+def ranks(has_slow_tests):
     """{world size: folder with what its ranks saved}."""
-    jobs = {2: (OPTIMIZERS, ('plain', 'shard')), 3: (OPTIMIZERS, ('shard',)), 4: (('muon',), ('hsdp',))}
+    jobs = {2: (OPTIMIZERS, ('plain', 'shard'))}
+    if has_slow_tests:
+        jobs |= {3: (OPTIMIZERS, ('shard',)), 4: (('muon',), ('hsdp',))}
     with tempfile.TemporaryDirectory() as parent:
         folders = {world_size: Path(parent, str(world_size)) for world_size in jobs}
         for world_size, (names, layouts) in jobs.items():
@@ -615,7 +618,7 @@ RUNS = [(2, name, layout) for name in OPTIMIZERS for layout in ('plain', 'shard'
 RUNS += [(3, name, 'shard') for name in OPTIMIZERS] + [(4, 'muon', 'hsdp')]
 
 
-@pytest.mark.parametrize('world_size, name, layout', RUNS)
+@pytest.mark.parametrize('world_size, name, layout', slow_but([2], RUNS))
 def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, layout, ranks, expected):
     for found in found_by(ranks, world_size, name, layout):
         assert max(errors(found['full'], expected[name]).values()) <= TOLERANCE[name]

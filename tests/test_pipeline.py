@@ -24,6 +24,7 @@ from launch import (
 )
 from outputs import assert_same_rows, assert_same_weights, column, complete, last_step, metrics, tensors_of
 from precision import FLOOR, FLOOR_IN_HALF, TIMES, apart, assert_same_run, error, in_float64, times_further
+from short import slow_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -447,6 +448,8 @@ LAYOUT = {  # name: (ranks, script, keys); 6 micro-steps on one pipeline, 3 on e
     '2 stages x tp 2': (4, 'train_pipeline.py', ['--tensor_parallel=2']),
 }
 
+SHORT = ['2 stages', '2 stages x 2 copies']  # of these the short suite runs
+
 
 def case(folder, layout, *more, out=None, **options):
     """A case of run_many: a run of this layout in folder/out."""
@@ -465,11 +468,12 @@ def runs(tmp_path_factory, has_slow_tests):
         run_many([case(folder, 'one', bf16, out='one bf16')], 1, folder)
         halves = [case(folder, '2 stages', bf16, out='bf16'), case(folder, '2 stages', '--dtype=float16', out='fp16')]
         run_many(halves, 2, folder)
-    run_many([case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 4], 4, folder)
+    layouts = [layout for layout in LAYOUT if has_slow_tests or layout in SHORT]
+    run_many([case(folder, layout) for layout in layouts if LAYOUT[layout][0] == 4], 4, folder)
     noisy = '--dropout=0.1'
     run_many(
         [
-            *(case(folder, layout) for layout, (ranks, _, _) in LAYOUT.items() if ranks == 2),
+            *(case(folder, layout) for layout in layouts if LAYOUT[layout][0] == 2),
             case(folder, '2 stages', noisy, out='noisy'),
             case(folder, '2 stages', noisy, '--max_iters=10', out='noisy again'),
             case(folder, '2 stages', noisy, out='noisy again'),
@@ -480,7 +484,7 @@ def runs(tmp_path_factory, has_slow_tests):
     return folder
 
 
-@pytest.mark.parametrize('layout', [name for name in LAYOUT if name != 'one'])
+@pytest.mark.parametrize('layout', slow_but(SHORT, [name for name in LAYOUT if name != 'one']))
 def test_20_steps_have_the_losses_and_norms_of_one_process(runs, layout):
     ours, alone = metrics(runs / layout), metrics(runs / 'one')
     assert len(ours) == len(alone) == 20

@@ -30,6 +30,7 @@ def bash(*command, folder, **env):
     return subprocess.run(['bash', *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
 
 
+@pytest.mark.slow
 def test_quickstart_trains_samples_and_plots_and_runs_again(clone):
     short = ['quickstart.sh', '--max_iters=3', '--eval_iters=1', '--warmup_iters=1']
     first = bash(*short, folder=clone)

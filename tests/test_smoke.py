@@ -8,6 +8,7 @@ import sys
 import pytest
 from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_script
 from outputs import column
+from short import slow_but
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 TINY = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=4']
@@ -52,7 +53,9 @@ def test_plot_it(out_dir, tmp_path):
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
-@pytest.mark.parametrize('script, nproc', [('train_ddp.py', None), ('train_ddp.py', 2), ('train_fsdp.py', 2)])
+@pytest.mark.parametrize(
+    'script, nproc', slow_but(['train_fsdp.py'], [('train_ddp.py', None), ('train_ddp.py', 2), ('train_fsdp.py', 2)])
+)
 def test_sanity_check_needs_no_data_and_leaves_one_checkpoint(script, nproc, tmp_path):
     run_script(script, 'config/sanity_check.py', '--device=cpu', f'--out_dir={tmp_path}', nproc=nproc)
     assert [path.name for path in (tmp_path / 'checkpoints').iterdir()] == ['step_00000001']

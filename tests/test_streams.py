@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from short import slow_but
 from streams import Checker, Event, Stream, load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,12 +97,12 @@ def train_sharded(
 
 @pytest.mark.parametrize(
     'case',
-    [
+    slow_but([True], [
         {}, {'stage': 2}, {'stage': 1}, {'prefetch': 0}, {'prefetch': 2}, {'accumulate': 'sharded'},
         {'mode': 'full'}, {'mode': 'full', 'stage': 2, 'prefetch': 2}, {'per_unit': 2}, {'hsdp': True},
         {'hsdp': True, 'accumulate': 'sharded', 'stage': 1}, {'ranks': 1}, {'ranks': 1, 'stage': 1, 'mode': 'full'},
         {'offload': True}, {'offload': True, 'accumulate': 'sharded'}, {'offload': True, 'ranks': 1},
-    ],
+    ], lambda case: len(case) < 2),
     ids=lambda case: ' '.join(f'{key}={value}' for key, value in case.items()) or 'default',
 )  # fmt: skip
 def test_sharding_has_no_race(fake_group, case):

@@ -35,8 +35,8 @@ WAITS = {'optim.py: if not on_device and bool(skip):': STEPS}
 @pytest.mark.parametrize(
     'run, reads',
     [
-        (('train_ddp.py',), COUNTS),
-        (('train_fsdp.py',), COUNTS),
+        pytest.param(('train_ddp.py',), COUNTS, marks=pytest.mark.slow),
+        pytest.param(('train_fsdp.py',), COUNTS, marks=pytest.mark.slow),
         (('train_fsdp.py', '--fsdp_impl=manual', '--optimizer=adana'), WAITS),
     ],
 )

@@ -47,6 +47,7 @@ def browser():
 ROWS = '[...document.querySelectorAll("table")].at(-2).tBodies[0].rows'  # of the runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', [{}, {'width': 390}, {'scheme': 'dark'}, {'width': 700, 'media': 'print'}], ids=str)
 def test_a_browser_finds_no_error_no_address_and_nothing_that_is_too_wide(page, browser, tmp_path, how):
     browser.open(page, **how)
@@ -64,6 +65,7 @@ def test_a_browser_finds_no_error_no_address_and_nothing_that_is_too_wide(page, 
     assert (tmp_path / 'page.png').stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_click_on_the_head_of_a_column_sorts_by_its_numbers_and_a_second_one_the_other_way(page, browser):
     browser.open(page)
     heads = browser.run(f'[...{ROWS}[0].closest("table").tHead.rows[0].cells].map(cell => cell.textContent)')
@@ -105,6 +107,7 @@ def test_a_command_of_the_report_repeats_the_run_to_the_bit(page, tmp_path):
     assert len(losses[0]) == 12 and losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
     docs, out = REPO / 'docs', tmp_path / 'ladder_adana'
     subprocess.run(['tar', '-xf', docs / 'ladder_adana.tar.xz', '-C', tmp_path], check=True)
@@ -120,6 +123,7 @@ def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
     assert [float(ratio) for ratio, _ in again] == pytest.approx([float(ratio) for ratio, _ in saved], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_browser_finds_no_error_in_the_ladder_of_docs(browser, tmp_path):
     for width in (1000, 390):  # its pictures in docs are taken by `python tests/browser.py` at these widths
         browser.open(REPO / 'docs/ladder_adana.html', width)

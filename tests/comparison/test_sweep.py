@@ -131,6 +131,7 @@ def test_a_run_has_diverged_that_is_worse_than_at_its_beginning():
     assert sweep.has_diverged(sweep.diverged(rows(20, math.nan), 100))
 
 
+@pytest.mark.slow
 def test_a_ladder_tells_the_compute_that_a_recipe_saves_and_foretells_the_next_size():
     """Made of two known laws: the second recipe needs 1.25 times less compute at every loss."""
     chance, rows = random.Random(1), []

@@ -333,8 +333,7 @@ SHORT = [
     ('llama_tied', 'chats', 6, 'fsdp torch'),
     ('gpt2', 'chats', 2, 'fsdp manual'),
 ]
-SHORT += [('llama_tied', 'chats', 2, 'diloco of one replica'), ('llama_tied', 'text among chats', 6, 'fsdp manual')]
-SHORT += [('llama_tied', 'chats', 2, 'fsdp torch, selective')]
+SHORT += [('llama_tied', 'text among chats', 6, 'fsdp manual')]
 
 
 @pytest.fixture(scope='module')

@@ -293,6 +293,7 @@ def knobs(**changes):
     return SimpleNamespace(**{**KNOBS, 'gpus': 4, 'node_gpus': 2, **changes})
 
 
+@pytest.mark.slow
 def test_compare_prints_the_table_the_reason_and_the_command():
     keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4}.items()]
     said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=a100', *keys).stdout
@@ -309,7 +310,12 @@ def test_compare_prints_the_table_the_reason_and_the_command():
     [
         ({'gpu': 'tpu'}, {}, "gpu='tpu': expected h100, h200, a100, or cpu"),
         ({'gpus': 12, 'node_gpus': 8}, {}, 'gpus=12 on nodes of node_gpus=8: .* --gpus=8 or 16'),
-        ({'gpu_gb': 0.001}, {}, r'nothing fits 0.001 GB .* nearest with \d+\.\d GB.* use more --gpus'),
+        pytest.param(
+            {'gpu_gb': 0.001},
+            {},
+            r'nothing fits 0.001 GB .* nearest with \d+\.\d GB.* use more --gpus',
+            marks=pytest.mark.slow,
+        ),
         ({'gpu': 'cpu'}, {}, 'gpu=cpu has no speed to assume: give --measured'),
         ({'measured': ['nowhere']}, {}, 'measured=nowhere: expected the out_dir of a finished run of one process'),
         ({}, {'global_batch_size': None}, 'global_batch_size is not known'),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from launch import run_many
 from outputs import column
+from short import slow_but
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -154,7 +155,7 @@ def measure_step(model, config):
     [
         ('gpt2', 'bfloat16', 'none', 1000),
         ('gpt2', 'float32', 'full', 1000),
-        ('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000),
+        pytest.param('gpt2 with dropout, untied', 'bfloat16', 'selective', 1000, marks=pytest.mark.slow),
         ('enoki', 'bfloat16', 'full', 1000),
         ('enoki', 'float32', 'selective', 1000),
         pytest.param(
@@ -179,6 +180,7 @@ def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
 
 
+@pytest.mark.slow
 def test_checkpointing_and_a_smaller_batch_are_predicted_to_help():
     shape = shape_of('llama with grouped queries')
 
@@ -422,7 +424,7 @@ def test_counts_and_flops_are_those_of_the_transformers_model(pretrained_of, nam
 
 @pytest.mark.parametrize('name', ['llama', 'qwen2', 'qwen3', 'gpt2'])
 @pytest.mark.parametrize(('dtype', 'sharded'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
-@pytest.mark.parametrize('dropout', [0.0, 0.1])
+@pytest.mark.parametrize('dropout', slow_but([0.0], [0.0, 0.1]))
 def test_activations_of_a_transformers_model_are_predicted(pretrained_of, name, dtype, sharded, dropout):
     pretrained = pretrained_of(name, dropout=dropout)
     config = config_of(ModelConfig(**SIZES), dtype=dtype) | keys_of(pretrained)

@@ -56,7 +56,7 @@ def collectives(data_dir, tmp_path_factory):
         pytest.param(1, [1], [], marks=pytest.mark.slow),
         (2, [1, 1], []),
         pytest.param(2, [2, 2], ['--batch_size=1'], marks=pytest.mark.slow),
-        (2, [1, 2], ['--batch_size=1', '--fsdp_impl=manual']),
+        pytest.param(2, [1, 2], ['--batch_size=1', '--fsdp_impl=manual'], marks=pytest.mark.slow),
         pytest.param(3, [1, 1, 1], ['--optimizer=muon'], marks=pytest.mark.slow),
     ],
     ids=['1x1', '2x1', '2x2', '1+2 manual', '3x1 muon'],

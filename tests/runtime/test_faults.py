@@ -26,6 +26,7 @@ from outputs import (
     tensors_of,
     weights_of,
 )
+from short import slow_but
 
 from runtime import checkpoint, health
 
@@ -225,7 +226,7 @@ def all_are_intact(out_dir):
     return all(checkpoint.find_damage(str(path_of(out_dir, step)), print) is None for step in complete(out_dir))
 
 
-@pytest.mark.parametrize('more', [[], ['--async_checkpoint']])
+@pytest.mark.parametrize('more', slow_but([[]], [[], ['--async_checkpoint']]))
 def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_old_checkpoints(may_mount, tmp_path, more):
     """Nine checkpoints of 0.6 MB are to be kept on 4 MB."""
     with small_disk(tmp_path / 'run'):
@@ -305,7 +306,9 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('strategy, ahead', [*((strategy, False) for strategy in SCRIPTS), ('manual', True)])
+@pytest.mark.parametrize(
+    'strategy, ahead', slow_but(['fsdp', 'diloco'], [*((strategy, False) for strategy in SCRIPTS), ('manual', True)])
+)
 def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy, ahead):
     """The same step is left out as if it had not been there: the state after it equals the state before it."""
     out_dir = tmp_path / 'run'
@@ -351,7 +354,7 @@ def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_
     assert 'gradient not finite on rank 1 at step 7' in job.text()
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'manual'])
+@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual']))
 def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path, strategy):
     fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'count': 99}
     job = start(strategy, tmp_path / 'run', '--max_iters=30', '--max_bad_steps=2', fault=fault)
@@ -364,7 +367,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoi
     assert complete(tmp_path / 'run') == [5]
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'manual'])
+@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual']))
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, strategy):
     fault = {'kind': 'weight', 'rank': 1, 'step': 10, 'value': float('nan')}  # after its forward, before its save
     job = start(strategy, tmp_path / 'run', '--max_iters=30', fault=fault)

@@ -138,7 +138,8 @@ def test_replicas_stop_together_where_their_round_ends(tmp_path):
         assert check_stopped(job, out_dir, reason) % 10 == 0
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_hands_a_signal_on_and_the_ranks_save_and_end_by_themselves(tmp_path, number):
     """torchrun itself returns 1, so it is the marker files that count."""
     out_dir = tmp_path / 'run'

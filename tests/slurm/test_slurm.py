@@ -425,6 +425,7 @@ def test_slurm_accepts_the_request_of_a_script_as_committed(cluster, project, na
     assert 'to start at' in result.stderr, result.stderr
 
 
+@pytest.mark.slow
 def test_rorqual_runs_to_done_and_ends_its_chain(uninterrupted):
     out_dir, elements = uninterrupted
     state, log = elements.pop('1')
