@@ -77,7 +77,7 @@ HSDP = {'hsdp': dict(replicate_size=2), 'hsdp_bf16': dict(replicate_size=2, dtyp
 # checkpointing.
 SHORT = ['stage3_unsharded_none', 'stage3_sharded_full', 'stage2_sharded_none', 'stage2_unsharded_selective']
 SHORT += ['stage1_unsharded_full', 'stage1_sharded_selective', 'enoki', 'frozen_embedding', 'units_of_2', 'offload']
-SHORT += ['bf16', 'hsdp']  # the last one on 4 ranks
+SHORT += ['bf16', 'fp16', 'hsdp']  # the last one on 4 ranks
 
 
 def cases_for(world_size):
