@@ -625,7 +625,7 @@ def test_shards_follow_the_equation_and_resume_bit_for_bit(world_size, name, lay
         assert found['resumed equals']
 
 
-@pytest.mark.parametrize('world_size, name, layout', [run for run in RUNS if run[2] != 'plain'])
+@pytest.mark.parametrize('world_size, name, layout', slow_but([2], [run for run in RUNS if run[2] != 'plain']))
 def test_elementwise_optimizers_do_not_communicate_and_muon_does_in_two_all_to_alls(world_size, name, layout, ranks):
     found = found_by(ranks, world_size, name, layout)
     assert all(rank['collectives in a step'] == (2 if name == 'muon' else 0) for rank in found)

@@ -170,7 +170,8 @@ def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_d
     assert 'done' in run_forked('train_ddp.py', *keys, log=runs / 'done.log') and len(metrics(runs / 'ddp')) == 20
     shutil.copytree(runs / 'ddp', runs / 'longer')
     keys = arguments(data_dir, runs / 'longer', '--max_iters=22', '--batch_size=6')
-    run_forked('train_ddp.py', *keys, log=runs / 'longer.log')
+    said = run_forked('train_ddp.py', *keys, log=runs / 'longer.log')
+    assert 'changed since step 20: ' in said and 'max_iters 20 -> 22' in said
     assert column(runs / 'longer', 'step') == list(range(1, 23))
     assert (runs / 'longer' / 'DONE').read_text().strip() == '22'
 
