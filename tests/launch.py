@@ -361,6 +361,8 @@ def run_forked(script, *arguments, nproc=1, log, timeout=1200, **env):
 
 def run_many(cases, nproc, folder, timeout=1800, **env):
     """Run cases (see tests/many_runs.py) in nproc processes started once; {name: what rank 0 held}."""
+    if not cases:
+        return {}
     path = Path(folder) / f'cases_{nproc}_{len(os.listdir(folder))}.json'
     path.write_text(json.dumps(cases))
     run_forked('tests/many_runs.py', path, nproc=nproc, log=f'{path}.log', timeout=timeout, **env)
