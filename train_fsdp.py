@@ -161,10 +161,8 @@ while step < config.max_iters and not watch.must_stop:
     if tensor:
         tensor.sum_partial_gradients()
     scaler.unscale_(opt)
-    if (
-        tensor and scaler.is_enabled()
-    ):  # DTensor has told the ranks of a shard, but not those of a matrix, of an overflow
-        health.share_overflow(scaler, opt)
+    if tensor and scaler.is_enabled():
+        health.share_overflow(scaler, opt)  # DTensor tells the ranks of a shard of an overflow, not those of a matrix
     norm_groups = tensor.norm_groups() if tensor else ()
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
     # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.

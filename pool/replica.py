@@ -26,8 +26,8 @@ A round is complete when every job that is expected has delivered: the jobs that
 were in the last round. It is also complete when `quorum` deltas have been there for grace_s, by the clock of the job
 that looks. A job that is still training sees the first deltas as well: it gives what it has when half of that time has
 passed, or at once if it has joined in this round. A job whose alive/ID has not changed for grace_s is not waited for.
-What counts is decided in one place, so
-no window of data counts twice: a delta that no commit lists never was, and the next ledger returns its piece.
+What counts is decided in one place, so no window of data counts twice: a delta counts only if a commit lists it. Else
+it is ignored, and the next ledger returns its piece.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
 outer step: so all hold the same bits, however many ranks each has. A delta names the digest of the state that it began

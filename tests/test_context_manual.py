@@ -352,7 +352,9 @@ def seen(world_size, tmp_path_factory, has_slow_tests):
 
 
 def test_losses_gradients_and_norms_are_those_of_one_process(seen, world_size):
-    for name in CASES[world_size].keys() & seen[0].keys():
+    names = CASES[world_size].keys() & seen[0].keys()
+    assert world_size == 2 or names >= {*SHORT}
+    for name in names:
         result = seen[0][name]
         assert max(result['loss'], result['norm'], result['gradient']) <= TIMES, (name, result)
         assert result['fell'] > 0.05, name
