@@ -51,7 +51,7 @@ from pool.rows import checksums_of_frozen
 from runtime import checkpoint, errors, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
-from runtime.watch import Watch
+from runtime.watch import NOTHING_DUE, Watch
 
 errors.report_errors()
 config.num_replicas = number_of_replicas(config)  # that share a global batch: of the key, or those of the pool
@@ -183,7 +183,6 @@ journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
 replica_number, at, end = 0, step, step  # whose data is read, the next step, and the end of the part that is claimed
 train_batches = None
-INTERVALS = config.eval_interval, config.eval_tasks_interval, config.checkpoint_interval, config.permanent_interval
 looked_at = step if step < config.max_iters else saved.get('step', 0)  # the last step at which something was due
 while not watch.must_stop:
     # the next part of the data that nobody has, that of replica `replica_number`
@@ -254,25 +253,21 @@ while not watch.must_stop:
         planner.after_step()
 
     # log, evaluate and save what has become due, but only when a round ends: the step in between is an estimate
-    last_step = step == config.max_iters and round_ends
-    crossed = {n for n in INTERVALS if n and step // n > looked_at // n} if round_ends else set()
-    evaluating = config.eval_iters and (last_step or config.eval_interval in crossed)
-    scoring = config.eval_tasks and (last_step or config.eval_tasks_interval in crossed)
-    saving = last_step or config.checkpoint_interval in crossed or config.permanent_interval in crossed
-    if at == 1 or last_step or (config.log_interval and at % config.log_interval == 0):
+    due = watch.due(step, since=looked_at) if round_ends else NOTHING_DUE
+    if at == 1 or due.last or (config.log_interval and at % config.log_interval == 0):
         row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
         if not round_ends:
             journal.show(step, row)
-    if evaluating or scoring:
+    if due.evaluate or due.score:
         with outer.outer_parameters():
-            row |= evaluate() if evaluating else {}
-            row |= watch.scores(step) if scoring else {}
+            row |= evaluate() if due.evaluate else {}
+            row |= watch.scores(step) if due.score else {}
     if row:
         journal.keep(step, watch.with_totals(step, row))
     if round_ends:
         journal.write()
         looked_at = step
-    if saving or watch.must_stop:
+    if due.save or watch.must_stop:
         save(step)
 
 if replica.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy

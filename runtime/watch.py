@@ -37,6 +37,9 @@ class Due(NamedTuple):
     save: bool
 
 
+NOTHING_DUE = Due(last=False, log=False, evaluate=False, score=False, save=False)
+
+
 class Watch:
     """All ranks make one and call its methods at the same places."""
 
@@ -137,12 +140,13 @@ class Watch:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def due(self, step):
-        """What is due after step `step`."""
+    def due(self, step, since=None):
+        """What is due after step `step`, or has become due after step `since` where a script looks less often."""
         config, last = self.config, step == self.config.max_iters
+        since = step - 1 if since is None else since
 
-        def interval(steps):
-            return bool(steps) and step % steps == 0
+        def interval(steps):  # whether a multiple of it lies in (since, step]
+            return bool(steps) and step // steps > since // steps
 
         return Due(
             last=last,

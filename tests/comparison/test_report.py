@@ -84,6 +84,7 @@ def test_a_click_on_the_head_of_a_column_sorts_by_its_numbers_and_a_second_one_t
     assert known == sorted(known) and losses[: len(known)] == [loss for loss in losses if loss], 'empty cells are last'
 
 
+@pytest.mark.slow
 def test_the_report_says_what_runs_next_and_repeats_it_and_has_no_address(page):
     text = page.read_text()
     assert text.index('take learning_rate=') < text.index('<svg') < text.index('<table') < text.index('<pre>')
@@ -138,7 +139,7 @@ def test_commands_of_several_ranks_and_of_odd_keys_can_be_typed():
     assert report.portable(said, 'x/rep0') == wanted
 
 
-def test_without_matplotlib_there_are_tables_and_one_line(page, tmp_path):
+def test_without_matplotlib_there_are_tables_and_one_line(tmp_path):
     (tmp_path / 'runs/a/rep0').mkdir(parents=True)
     (tmp_path / 'runs/a/rep0/FAILED').write_text('error: <i>')
     report.write(tmp_path, 'Sweep', ['a: <u>'], {'Best': [{'run': '<em>', 'loss': '1'}]}, {})

@@ -10,12 +10,15 @@ EVERY = {'max_iters': 20, 'log_interval': 0, 'eval_interval': 0, 'eval_tasks_int
 EVERY |= {'checkpoint_interval': 0, 'permanent_interval': 0}
 
 
-def steps_due(what, tasks=('a task',), **keys):
-    """The steps of a run of 20 after which `what`, a field of Due, is due."""
+def steps_due(what, tasks=('a task',), every=1, **keys):
+    """The steps of a run of 20 after which `what`, a field of Due, is due; it looks only after `every` steps."""
     watch = object.__new__(Watch)
     watch.config = SimpleNamespace(**EVERY | keys)
     watch.run = SimpleNamespace(tasks=SimpleNamespace(tasks=tasks))
-    return [step for step in range(1, 21) if getattr(watch.due(step), what)]
+    looks = range(every, 21, every)
+    if every == 1:
+        return [step for step in looks if getattr(watch.due(step), what)]
+    return [step for step in looks if getattr(watch.due(step, since=step - every), what)]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,8 @@ def steps_due(what, tasks=('a task',), **keys):
 )
 def test_what_is_due_follows_from_the_intervals(what, keys, expected):
     assert steps_due(what, **keys) == expected
+
+
+def test_a_script_that_looks_less_often_does_what_has_become_due_since():
+    assert steps_due('save', every=4, checkpoint_interval=6, permanent_interval=11) == [8, 12, 20]
+    assert steps_due('evaluate', every=5, eval_interval=7) == [10, 15, 20]
