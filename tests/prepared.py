@@ -1,4 +1,4 @@
-"""Run prepare_data.py as a user does, kill it on its way, and read what it leaves; or write what it would leave."""
+"""Run prepare_data.py as a user does, kill it on its way, and read what it leaves."""
 
 import hashlib
 import json
@@ -10,13 +10,11 @@ import pytest
 from launch import SHARED, run_script, start_and_stop_behind
 
 import data
-from dataset import shards
 from dataset.shards import read_shard
 from text import tokenizer as tokenizers
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
-VOCAB_SIZE = 1000  # of what is written here without a tokenizer
 WORDS = [
     'time',
     'and',
@@ -65,9 +63,9 @@ def meta_of(dataset):
 def tokens_of(dataset, split):
     """All tokens of a split, with a check of every shard against meta.json."""
     meta = meta_of(dataset)
-    listed = meta['splits'][split]['shards']
-    tokens = [np.array(read_shard(dataset / shard['file'])) for shard in listed]
-    for shard, part in zip(listed, tokens, strict=True):
+    shards = meta['splits'][split]['shards']
+    tokens = [np.array(read_shard(dataset / shard['file'])) for shard in shards]
+    for shard, part in zip(shards, tokens, strict=True):
         assert part.dtype == meta['dtype'] and len(part) == shard['tokens']
         assert hashlib.sha256((dataset / shard['file']).read_bytes()).hexdigest() == shard['sha256']
     tokens = np.concatenate(tokens)
@@ -101,44 +99,6 @@ def start_and_kill_at(shard, folder, *arguments, before='*'):
     process.wait()
     assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'
     return workers
-
-
-def chats_of(lengths, seed=0):
-    """[(tokens, learned), ...]: conversations of these lengths; 0.4 of their tokens are learned, and the last."""
-    rng = np.random.default_rng(seed)
-    chats = [(rng.integers(0, VOCAB_SIZE, n), rng.random(n) < 0.4) for n in lengths]
-    for _, learned in chats:
-        learned[-1] = True
-    return chats
-
-
-def make_chats(folder, chats, shard_lengths=None):
-    """A masked dataset of the conversations as split train, in shards of these lengths; its meta.json as a dict."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = np.concatenate([tokens for tokens, _ in chats])
-    mask = np.concatenate([learned + 2 * (np.arange(len(learned)) == 0) for _, learned in chats]).astype(np.uint8)
-    borders = np.cumsum(shard_lengths or [len(tokens)])
-    assert borders[-1] == len(tokens)
-    listed = []
-    pieces = zip(np.split(tokens, borders)[:-1], np.split(mask, borders)[:-1], strict=True)
-    for number, (piece, bits) in enumerate(pieces):
-        path = folder / f'train_{number:06}.bin'
-        shards.write_shard(path, piece, np.uint16)
-        bits.tofile(path.with_suffix('.mask'))
-        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, path.with_suffix('.mask'))]
-        shard = {'file': path.name, 'tokens': len(piece), 'sha256': digests[0]}
-        listed.append(shard | {'mask_file': path.with_suffix('.mask').name, 'mask_sha256': digests[1]})
-    split = {'tokens': len(tokens), 'bytes': 3 * len(tokens), 'documents': len(chats), 'shards': listed}
-    split |= {'learned_tokens': int((mask & 1).sum()), 'longest': max(len(tokens) for tokens, _ in chats)}
-    meta = {
-        'name': folder.name,
-        'vocab_size': VOCAB_SIZE,
-        'dtype': 'uint16',
-        'masked': True,
-        'splits': {'train': split},
-    }
-    (folder / 'meta.json').write_text(json.dumps(meta))
-    return meta
 
 
 def only(dataset):

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 from launch import REPO, environment
-from prepared import VOCAB_SIZE, chats_of, eval_batches, make_chats, only
+from prepared import eval_batches, only
 
 import data
 from dataset import shards
 from dataset import windows as on_disk
 from dataset.shuffle import sample_windows
+
+VOCAB_SIZE = 1000
 
 
 def tokens_of(length, seed=0, vocab_size=VOCAB_SIZE):
@@ -559,6 +561,44 @@ def test_synthetic_tokens_are_uniform_fixed_and_differ_between_splits(tmp_path):
 
 
 # --- chats: masks and packing -----------------------------------------------------------------------------------------
+
+
+def chats_of(lengths, seed=0):
+    """[(tokens, learned), ...]: conversations of these lengths; 0.4 of their tokens are learned, and the last."""
+    rng = np.random.default_rng(seed)
+    chats = [(rng.integers(0, VOCAB_SIZE, n), rng.random(n) < 0.4) for n in lengths]
+    for _, learned in chats:
+        learned[-1] = True
+    return chats
+
+
+def make_chats(folder, chats, shard_lengths=None):
+    """A masked dataset of the conversations as split train, in shards of these lengths; its meta.json as a dict."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = np.concatenate([tokens for tokens, _ in chats])
+    mask = np.concatenate([learned + 2 * (np.arange(len(learned)) == 0) for _, learned in chats]).astype(np.uint8)
+    borders = np.cumsum(shard_lengths or [len(tokens)])
+    assert borders[-1] == len(tokens)
+    listed = []
+    pieces = zip(np.split(tokens, borders)[:-1], np.split(mask, borders)[:-1], strict=True)
+    for number, (piece, bits) in enumerate(pieces):
+        path = folder / f'train_{number:06}.bin'
+        shards.write_shard(path, piece, np.uint16)
+        bits.tofile(path.with_suffix('.mask'))
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (path, path.with_suffix('.mask'))]
+        shard = {'file': path.name, 'tokens': len(piece), 'sha256': digests[0]}
+        listed.append(shard | {'mask_file': path.with_suffix('.mask').name, 'mask_sha256': digests[1]})
+    split = {'tokens': len(tokens), 'bytes': 3 * len(tokens), 'documents': len(chats), 'shards': listed}
+    split |= {'learned_tokens': int((mask & 1).sum()), 'longest': max(len(tokens) for tokens, _ in chats)}
+    meta = {
+        'name': folder.name,
+        'vocab_size': VOCAB_SIZE,
+        'dtype': 'uint16',
+        'masked': True,
+        'splits': {'train': split},
+    }
+    (folder / 'meta.json').write_text(json.dumps(meta))
+    return meta
 
 
 def as_learned(tokens, learned):

@@ -7,7 +7,8 @@ from launch import TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal
 from precision import apart, assert_same_run
-from pretrained import save_model
+from prepared import prepare
+from pretrained import save_model, write_chats
 
 H, STEPS, BATCH = 4, 14, 12  # the last round has 2 steps
 RUN = [*TINY_RUN, '--dtype=float32', '--dataset=synthetic', '--block_size=32', f'--global_batch_size={BATCH}']
@@ -93,6 +94,22 @@ def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more
         size = 4 * sum(theirs[name].numel() for name in trained)
         of_rounds = [row['diloco/bytes'] for row in metrics(tmp_path / '0') if 'pool/round' in row]
         assert len(of_rounds) == 4 and {*of_rounds} <= {2 * size, 4 * size}
+
+
+def test_a_job_divides_by_the_targets_of_its_own_part_of_the_batch(tmp_path):
+    """Of conversations each part of a batch has another number of tokens that are learned."""
+    model = save_model(tmp_path / 'model', 'gpt2')
+    write_chats(tmp_path / 'chats.jsonl')
+    prepare(tmp_path, f'--dataset={tmp_path / "chats.jsonl"}', f'--tokenizer={model}', '--name=chats', '--num_proc=1')
+    keys = ['--dataset=chats', f'--data_dir={tmp_path / "data"}', '--max_iters=8', '--eval_iters=0']
+    jobs = [start(model, tmp_path, name, *keys, '--quorum=2', '--grace_s=120') for name in ('first', 'second')]
+    for job in jobs:
+        finish(job)
+    reference = tmp_path / 'collectives'
+    run_forked('train_diloco.py', *arguments(model, reference, *keys), nproc=2, log=tmp_path / 'log')
+    ours, theirs = weights_of(tmp_path / 'first', 8), weights_of(reference, 8)
+    error = sum((ours[name] - value).square().sum() for name, value in theirs.items())
+    assert error <= apart(8) ** 2 * sum(value.square().sum() for value in theirs.values())
 
 
 def stored_as(name, weights):

@@ -11,7 +11,6 @@ from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal, s3_server
 from precision import apart, assert_same_run
-from prepared import chats_of, make_chats
 
 from benchmarks import draw_pool
 from pool.store import open_store
@@ -86,23 +85,6 @@ def test_losses_are_those_of_the_collectives(data_dir, tmp_path, collectives, re
         ours, theirs = weights_of(out_dir, STEPS), weights_of(reference, STEPS)
         error = sum((ours[name] - value).square().sum() for name, value in theirs.items())
         assert error <= apart(STEPS) ** 2 * sum(value.square().sum() for value in theirs.values())
-
-
-def test_a_job_divides_by_the_targets_of_its_own_part_of_the_batch(tmp_path):
-    """Of conversations each part of a batch has another number of tokens that are learned."""
-    lengths = [7, 31, 12, 60, 3, 25, 44, 9, 18] * 20
-    make_chats(tmp_path / 'chats', chats_of(lengths))
-    keys = ['--dataset=chats', '--max_iters=10', '--inner_steps=5', '--eval_iters=0', '--checkpoint_interval=10']
-    jobs = [start(tmp_path, tmp_path, name, *keys, '--quorum=2') for name in ('first', 'second')]
-    for job in jobs:
-        finish(job)
-    reference = tmp_path / 'collectives'
-    run_forked(
-        'train_diloco.py', *arguments(tmp_path, reference, *keys, '--num_replicas=2'), nproc=2, log=tmp_path / 'log'
-    )
-    ours, theirs = weights_of(tmp_path / 'first', 10), weights_of(reference, 10)
-    error = sum((ours[name] - value).square().sum() for name, value in theirs.items())
-    assert error <= apart(10) ** 2 * sum(value.square().sum() for value in theirs.values())
 
 
 def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_its_round(data_dir, tmp_path):
