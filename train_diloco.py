@@ -83,6 +83,8 @@ else:
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
 initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters, the same in every replica
 opt = optim.from_config(raw_model, config, device)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -112,8 +114,6 @@ if found:
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     scaler.load_state_dict(scalers[replica % len(scalers)])
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 
 looks_only = config.eval_only or config.verify  # those two cut no rows of the log

@@ -79,10 +79,10 @@ else:
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters; each rank keeps its slice
 opt = optim.from_config(raw_model, config, device)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 
 watch = Watch(run, step, state)  # the log, and all else that only watches
 watch.self_test(model, raw_model)

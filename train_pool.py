@@ -87,6 +87,8 @@ else:
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
 initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters
 opt = optim.from_config(raw_model, config, device)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -113,8 +115,6 @@ if found:  # the moments of the inner optimizer are this job's; its outer parame
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scaler.load_state_dict(saved.get('scalers', [saved['scaler']])[0])
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 diloco_check.check_start(outer, step, config.max_iters)  # all ranks hold the same outer parameters
 replica = None
 if not config.eval_only:  # from here on step and outer parameters are those of the pool

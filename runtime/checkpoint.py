@@ -492,6 +492,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     names = names_of_tensors(model)
     targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
     if optimizer is not None:
+        zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
         index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
         optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
@@ -499,9 +500,11 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
             prefix, _, slot = key.rpartition('.')
             if prefix in index_of:
                 index = index_of[prefix]
-                # A moment is sharded like its parameter, `step` is a scalar.
-                like = parameters[index] if tensor.dim() else torch.empty(())
-                value = optimizer_state.setdefault(index, {})[slot] = torch.zeros_like(like, dtype=tensor.dtype)
+                if tensor.dim():
+                    value = zeros_like(parameters[index], dtype=tensor.dtype)  # a moment is sharded like its parameter
+                else:
+                    value = torch.zeros((), dtype=tensor.dtype)  # `step`
+                optimizer_state.setdefault(index, {})[slot] = value
                 targets[key] = in_whole(model, names[parameters[index]], value)
 
     def kind(tensors, key):

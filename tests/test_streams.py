@@ -270,14 +270,33 @@ def test_a_rehearsal_is_over_before_its_time_is_read(fake_group):
 # --- runtime/offload.py -----------------------------------------------------------------------------------------------
 
 
-def train_offloaded(removed=()):
-    """Three steps of an optimizer in four parts; the host reads the state behind each."""
-    offload = load('runtime/offload.py', *removed)
+AS_ON_CUDA_MOMENTS = [
+    (
+        "self.host[tensor] = torch.empty_like(tensor, device='cpu', pin_memory=tensor.is_cuda)",
+        'self.host[tensor] = torch.empty_like(tensor); CHECKER.hold_on_host(self.host[tensor])',
+    ),
+    (
+        "host = torch.zeros_like(part, dtype=dtype, device='cpu', pin_memory=part.is_cuda)",
+        'host = torch.empty_like(part); CHECKER.hold_on_host(host); host.zero_()',
+    ),
+]
+
+
+def train_offloaded(removed=(), resumes=False):
+    """Three steps of an optimizer in four parts; the host reads the state behind each. resumes: there are moments of a
+    checkpoint before the first."""
+    offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_MOMENTS)
     parameters = [nn.Parameter(torch.randn(64)) for _ in range(4)]
-    with Checker() as checker:
+    checker = offload.CHECKER = Checker()
+    with checker:
         model = nn.ParameterList(parameters)
         keys = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
         optimizer = offload.StateOnHost(optim.make_optimizer(model, 'adamw', **keys), part_bytes=8 * 64)
+        if resumes:
+            moments = [[optimizer.zeros_like(p, p.dtype) for _ in range(2)] for p in parameters]
+            state = [{'step': torch.ones(()), 'exp_avg': m, 'exp_avg_sq': v} for m, v in moments]
+            optimizer.load_state_dict({'state': dict(enumerate(state))})
+            assert all(checker.memory_of(moment).on_host for both in moments for moment in both)
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(64)
@@ -288,8 +307,9 @@ def train_offloaded(removed=()):
     return checker
 
 
-def test_state_on_its_way_has_no_race():
-    assert_faults(train_offloaded(), removed=False)
+@pytest.mark.parametrize('resumes', [False, True])
+def test_state_on_its_way_has_no_race(resumes):
+    assert_faults(train_offloaded(resumes=resumes), removed=False)
 
 
 WAITS_OF_OFFLOAD = {
@@ -305,9 +325,10 @@ WAITS_OF_OFFLOAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize('resumes', [False, True])
 @pytest.mark.parametrize('wait', WAITS_OF_OFFLOAD)
-def test_without_a_wait_state_on_its_way_has_a_race(wait):
-    assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]]), removed=True)
+def test_without_a_wait_state_on_its_way_has_a_race(wait, resumes):
+    assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]], resumes), removed=True)
 
 
 AS_ON_CUDA_INPUTS = [
