@@ -45,7 +45,7 @@ import fsdp_manual
 import meshes
 import optim
 from exchange import diloco_check
-from runtime import checkpoint, offload, processes
+from runtime import checkpoint, health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import Watch
@@ -113,7 +113,7 @@ if found:
     # Then what only DiLoCo saves; checkpoints of train_ddp.py and train_fsdp.py lack it.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
-    scaler.load_state_dict(scalers[replica % len(scalers)])
+    health.resume_loss_scale(scaler, scalers[replica % len(scalers)])
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 
 looks_only = config.eval_only or config.verify  # those two cut no rows of the log

@@ -90,7 +90,7 @@ class Run:
             return 0, {}
         self.check_resume(checkpoint.read_state(self.found))
         state = checkpoint.load(self.found, model, optimizer)
-        scaler.load_state_dict(state['scaler'])
+        health.resume_loss_scale(scaler, state['scaler'])
         return state['step'], state
 
     def check_resume(self, state):
