@@ -177,7 +177,8 @@ if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
     watch.saver.wait()
-    if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
+    is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
+    if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0 has saved nothing that could take its place
         processes.on_rank_0(checkpoint.discard, found)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
