@@ -85,8 +85,9 @@ else:
     )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters
-opt = optim.from_config(raw_model, config, device)
+home = torch.device('cpu') if offloads else device  # of weights and optimizer
+initialise(raw_model, run, home)  # fp32 masters
+opt = optim.from_config(raw_model, config, home)
 if config.cpu_offload == 'optimizer':
     opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
