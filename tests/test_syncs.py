@@ -59,10 +59,11 @@ def test_within_a_round_of_diloco_it_does_not_either(tmp_path):
 SUMS = 'meter.py: peaks, costs, seconds = ranks.T.tolist()'
 
 
-@pytest.mark.parametrize('run', [pytest.param(('train_pipeline.py', '--pipeline_chunks=1'), id='pipeline')])
-def test_nor_does_it_in_a_pipeline(run, tmp_path):
-    for places in reads_of(*run, f'--out_dir={tmp_path}'):
-        in_each_step = {place: times for place, times in places.items() if times >= STEPS}
+def test_nor_does_it_in_a_pipeline(tmp_path):
+    for places in reads_of('train_pipeline.py', f'--out_dir={tmp_path}'):
+        in_each_step = {
+            place: times for place, times in places.items() if times >= STEPS - 1
+        }  # the first may not count
         assert {*in_each_step} <= {*ON_THE_HOST, *COUNTS} and SUMS in places, places
 
 
