@@ -74,6 +74,8 @@ class Context:
     def part(self, batch):
         """The arguments of the model, from (x, y) or (x, y, starts) of whole sequences; T divides by 2N.
 
+        starts: in host memory (data.batches(starts_on_host=True)), for the host decides which tiles there are.
+
         That is x, y, None, layout: this rank's columns (B, T/N) of tokens and of targets, no starts, and the layout.
         """
         x, y, *starts = batch
@@ -83,8 +85,8 @@ class Context:
         mine = torch.cat((chunks[rank], chunks[-1 - rank]))  # (T/N)
         positions, documents = mine[None], None
         if starts:
-            positions = place_in_documents(*starts, x.shape[1])[1][:, mine]
-            documents = starts[0].cpu()  # a few numbers: the host decides which tiles there are
+            documents = starts[0]
+            positions = place_in_documents(documents.to(x.device, non_blocking=True), x.shape[1])[1][:, mine]
         layout = SharedLayout(positions, documents, self.impl, self.group.group_name)
         return x[:, mine], y[:, mine], None, layout
 

@@ -204,12 +204,14 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def batches(mixture, seed, first_sample, global_batch_size, batch_size, rank, world_size, device):
+def batches(
+    mixture, seed, first_sample, global_batch_size, batch_size, rank, world_size, device, starts_on_host=False
+):  # fmt: skip
     """Endless iterator over this rank's training batches, one (x, y) per micro-step; close() it when done.
 
     x, y: int64 (batch_size, block_size) on `device`; y is x one token later, and may hold -1 where no loss is counted.
     Where documents are packed (x, y, starts): int64 (batch_size, n_starts), where each document of a row begins, which
-    attention must not leave; unused places hold block_size.
+    attention must not leave; unused places hold block_size. starts_on_host: they stay in host memory.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the slots
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
     Ranks that share their sequences count as one. A background thread makes the batches ahead, see run_ahead().
@@ -228,10 +230,10 @@ def batches(mixture, seed, first_sample, global_batch_size, batch_size, rank, wo
             for sources, windows in zip(*by_micro_step, strict=True):
                 yield _host_batch(mixture, sources, windows, batch_size, device)
 
-    return run_ahead(host_batches(), device)
+    return run_ahead(host_batches(), device, starts_on_host)
 
 
-def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device):
+def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, starts_on_host=False):
     """Iterator over (batch, source): this rank's share of the first windows of every source, the same ones every time,
     about n_sequences in all; source is its number.
 
@@ -250,7 +252,7 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device):
         for number, windows in rounds:
             yield _host_batch(mixture, np.full_like(windows, number), windows, batch_size, device)
 
-    return zip(run_ahead(host_batches(), device), [number for number, _ in rounds], strict=True)
+    return zip(run_ahead(host_batches(), device, starts_on_host), [number for number, _ in rounds], strict=True)
 
 
 def _host_batch(mixture, sources, windows, batch_size, device):
@@ -277,7 +279,7 @@ def _host_batch(mixture, sources, windows, batch_size, device):
     return parts
 
 
-def run_ahead(host_batches, device):
+def run_ahead(host_batches, device, starts_on_host=False):
     """Iterate over (x, y, ...) on `device`, from an iterator over host batches that a background thread runs ahead.
 
     The thread ends with the iterator: when this is exhausted, closed or dropped. An error comes where its batch is due.
@@ -285,7 +287,7 @@ def run_ahead(host_batches, device):
     tokens that is 2 x 8 x 2048 x 8 bytes = 262 KB, some 10 us of PCIe: a second stream would save nothing. The pinned
     memory is not rewritten during its copy: torch's allocator records an event with it, and waits for that to pass.
     """
-    device = torch.device(device)
+    device, moving = torch.device(device), 2 if starts_on_host else None
 
     def make_batch():
         if device.type == 'cuda':
@@ -302,6 +304,7 @@ def run_ahead(host_batches, device):
             batch = coming.popleft().result()
             if batch is None:
                 return
-            yield tuple(part.to(device, non_blocking=True) for part in batch)
+            moved = tuple(part.to(device, non_blocking=True) for part in batch[:moving])
+            yield (*moved, *batch[len(moved) :])
     finally:
         thread.shutdown(cancel_futures=True)

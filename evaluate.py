@@ -91,7 +91,7 @@ def append_result(row):
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
 path, step = None, None  # of a checkpoint
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
-    path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step)
+    path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step, patience_s=processes.PATIENCE_S)
     state = checkpoint.read_state(path)
     step = state['step']
 if path and 'transformers' not in state['identity']['model']:

@@ -137,7 +137,7 @@ def assert_each_in_one_group(model, groups):
 
 
 def from_config(model, config, device):
-    """make_optimizer() with the keys of a script's config."""
+    """make_optimizer() with the keys of a script's config. device: where the update computes."""
     return make_optimizer(
         model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
         config.kappa, config.delta, config.wd_ts, config.max_iters,

@@ -62,7 +62,7 @@ raw_model = make_model(run)
 mesh = meshes.make({'shard': world_size}, torch.device('cpu'), config.timeout_s)
 deepspeed_engine.shard_rows(raw_model, mesh)
 initialise(raw_model, run, 'cpu')
-opt = optim.from_config(raw_model, config, device)
+opt = optim.from_config(raw_model, config, device if config.cpu_offload == 'none' else torch.device('cpu'))
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 

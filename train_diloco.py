@@ -45,7 +45,7 @@ import fsdp_manual
 import meshes
 import optim
 from exchange import diloco_check
-from runtime import checkpoint, offload, processes
+from runtime import checkpoint, health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import Watch
@@ -81,8 +81,11 @@ else:
     )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters, the same in every replica
-opt = optim.from_config(raw_model, config, device)
+home = torch.device('cpu') if offloads else device  # of weights and optimizer
+initialise(raw_model, run, home)  # fp32 masters, the same in every replica
+opt = optim.from_config(raw_model, config, home)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -111,9 +114,7 @@ if found:
     # Then what only DiLoCo saves; checkpoints of train_ddp.py and train_fsdp.py lack it.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
-    scaler.load_state_dict(scalers[replica % len(scalers)])
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
+    health.resume_loss_scale(scaler, scalers[replica % len(scalers)])
 diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
 
 looks_only = config.eval_only or config.verify  # those two cut no rows of the log
@@ -177,7 +178,8 @@ if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
     watch.saver.wait()
-    if not (config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0):
+    is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
+    if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0 has saved nothing that could take its place
         processes.on_rank_0(checkpoint.discard, found)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions

@@ -77,12 +77,13 @@ else:
     )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters; each rank keeps its slice
-opt = optim.from_config(raw_model, config, device)
+home = torch.device('cpu') if offloads else device  # of weights and optimizer
+initialise(raw_model, run, home)  # fp32 masters; each rank keeps its slice
+opt = optim.from_config(raw_model, config, home)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
 
 watch = Watch(run, step, state)  # the log, and all else that only watches
 watch.self_test(model, raw_model)
@@ -95,7 +96,8 @@ def evaluate():
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
-    for batch, source in data.eval_batches(run.val_data, windows, batch_size, rank, world_size, device):
+    place = batch_size, rank, world_size, device
+    for batch, source in data.eval_batches(run.val_data, windows, *place, starts_on_host=context is not None):
         watch.at('evaluation', step)
         if context:
             batch = context.part(batch)
@@ -120,8 +122,9 @@ if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 watch.begin_training(model, save)
 train_batches = data.batches(
-    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
-)
+    run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
+    starts_on_host=context is not None,
+)  # fmt: skip
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
     lr = optim.learning_rate_at(

@@ -117,7 +117,7 @@ while step < config.max_iters and not watch.must_stop:
     # into the mean over all targets of the global batch. It is applied to the loss, before backward, because stages
     # hand on gradients as they are and nobody scales them later.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
-    loss_factor = scaler.scale(torch.tensor(1 / targets, device=device))
+    loss_factor = scaler.scale(torch.full((), 1 / targets, device=device))  # torch.tensor() would wait for the device
     targets *= config.tensor_parallel  # so many ranks report the same loss, which step_loss adds up
 
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up

@@ -48,7 +48,7 @@ from exchange import diloco_check
 from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
-from runtime import checkpoint, errors, offload, processes
+from runtime import checkpoint, errors, health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
@@ -85,8 +85,11 @@ else:
     )  # backward begins with its head, which would be gathered again
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-initialise(raw_model, run, 'cpu' if offloads else device)  # fp32 masters
-opt = optim.from_config(raw_model, config, device)
+home = torch.device('cpu') if offloads else device  # of weights and optimizer
+initialise(raw_model, run, home)  # fp32 masters
+opt = optim.from_config(raw_model, config, home)
+if config.cpu_offload == 'optimizer':
+    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
@@ -112,9 +115,7 @@ if found:  # the moments of the inner optimizer are this job's; its outer parame
     run.check_resume(saved)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
-    scaler.load_state_dict(saved.get('scalers', [saved['scaler']])[0])
-if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # from here on, since a checkpoint has filled the moments by now
+    health.resume_loss_scale(scaler, saved.get('scalers', [saved['scaler']])[0])
 diloco_check.check_start(outer, step, config.max_iters)  # all ranks hold the same outer parameters
 replica = None
 if not config.eval_only:  # from here on step and outer parameters are those of the pool

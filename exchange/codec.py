@@ -131,20 +131,31 @@ def grid(shape):
     return (*shape, SIDE, SIDE) if len(shape) == 2 else (1, math.prod(shape), 1, CHUNK)
 
 
-def kept(shape, k):
+def kept(shape, k, device='cpu'):
     """How many numbers of each chunk are sent, int64 (chunks), row of chunks by row: k of a whole one. Of one at the
     edge, which has fewer numbers, as large a share, rounded up."""
     rows, columns, height, width = grid(shape)
-    heights = (rows - torch.arange(0, rows, height)).clamp(max=height)
-    widths = (columns - torch.arange(0, columns, width)).clamp(max=width)
+    heights = (rows - torch.arange(0, rows, height, device=device)).clamp(max=height)
+    widths = (columns - torch.arange(0, columns, width, device=device)).clamp(max=width)
     return (k * heights[:, None] * widths + CHUNK - 1).flatten() // CHUNK
+
+
+def chunks_of(shape, k, device):
+    """Of each number sent its chunk, and which one of that chunk's it is: both int64 (numbers sent), chunk by chunk.
+
+    Computed on the device. Copied to it from pageable memory, they would hold up the host until what is queued there
+    is done: overlapped, until the slowest replica has sent.
+    """
+    sent = int(kept(shape, k).sum())
+    counts = kept(shape, k, device)
+    chunk = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=sent)
+    return chunk, torch.arange(sent, device=device) - (counts.cumsum(0) - counts)[chunk]
 
 
 def places_of(places_in_chunks, shape, k):
     """The same places as indices into the flat tensor: int64 (numbers sent), in the order of chunks."""
     _, columns, height, width = grid(shape)
-    counts = kept(shape, k)
-    chunk = torch.arange(len(counts)).repeat_interleave(counts).to(places_in_chunks.device, non_blocking=True)
+    chunk, _ = chunks_of(shape, k, places_in_chunks.device)
     per_row = -(-columns // width)
     row = chunk // per_row * height + places_in_chunks // width
     return row * columns + chunk % per_row * width + places_in_chunks % width
@@ -156,9 +167,7 @@ def largest(tensor, k):
     sizes = tensor.reshape(rows, columns).abs()
     sizes = F.pad(sizes, (0, -columns % width, 0, -rows % height), value=-1.0)  # what hangs over is never chosen
     chunks = sizes.view(-1, height, sizes.shape[1] // width, width).transpose(1, 2).reshape(-1, CHUNK)
-    is_kept = torch.arange(k) < kept(tensor.shape, k)[:, None]  # (chunks, k); on the host, which waits for nothing
-    chosen = is_kept.flatten().nonzero().flatten().to(tensor.device, non_blocking=True)
-    return chunks.topk(k, dim=1).indices.flatten()[chosen]
+    return chunks.topk(k, dim=1).indices[chunks_of(tensor.shape, k, tensor.device)]
 
 
 def encode_top2bit(tensors, k):

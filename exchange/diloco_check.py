@@ -219,8 +219,12 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     micro_steps = config.global_batch_size // (config.batch_size * dist.get_world_size())
     shards = dist.get_world_size() // config.num_replicas
     steps, passed = 3, []
-    weights = [local(parameter.detach()) for parameter in parameters.values()]
-    start = [tensor.clone() for tensor in weights]
+
+    def weights():
+        """This rank's part of them, looked up each time: sharding with offload puts a pinned copy in its place."""
+        return [local(parameter.detach()) for parameter in parameters.values()]
+
+    start = [tensor.clone() for tensor in weights()]
 
     def gradients_of(step):
         for parameter in parameters.values():
@@ -233,13 +237,14 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
             (model(*next(batches))[0] * shards / targets_of(step)).backward()
         batches.close()
         return [torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)
-                for weight, parameter in zip(weights, parameters.values(), strict=True)]  # fmt: skip
+                for weight, parameter in zip(weights(), parameters.values(), strict=True)]  # fmt: skip
 
     def train(outer, steps):
         """Train in rounds; whether the replicas agree to the bit after each outer step."""
         equal = True
         for step in range(1, steps + 1):
-            torch._foreach_sub_(weights, gradients_of(step - 1), alpha=rate)
+            gradients = gradients_of(step - 1)
+            torch._foreach_sub_(weights(), gradients, alpha=rate)
             for fragment in outer.to_send(step, step == steps):
                 outer.send(fragment, step, last=step == steps)
             if not outer.is_mid_round(step):
@@ -262,15 +267,15 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
         torch._foreach_div_(gradients, outer.replicas)
         if step == 0:
             rate = 0.01 * norm(start) / max(norm(gradients), 1e-30)  # moves the weights by 1%
-        torch._foreach_sub_(weights, gradients, alpha=rate)
-    reference = [tensor.clone() for tensor in weights]
+        torch._foreach_sub_(weights(), gradients, alpha=rate)
+    reference = [tensor.clone() for tensor in weights()]
     moved = norm(torch._foreach_sub(reference, start))
-    torch._foreach_copy_(weights, start)
+    torch._foreach_copy_(weights(), start)
 
     # The same steps as DiLoCo with rounds of one step.
     equal = train(outer, steps)
-    difference = norm(torch._foreach_sub(weights, reference)) / max(moved, 1e-30)
-    torch._foreach_copy_(weights, start)
+    difference = norm(torch._foreach_sub(weights(), reference)) / max(moved, 1e-30)
+    torch._foreach_copy_(weights(), start)
     limit = 1e-4 if config.dtype == 'float32' else 1e-2  # half precision rounds that much coarser
     detail = f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}'
     check('rounds of one step, averaged, are data-parallel SGD', difference <= limit and moved > 0, detail)
@@ -280,7 +285,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     rounds, fragments = 2, len(make_outer().fragments)
     outer = make_outer(inner_steps=max(2, fragments), overlap_steps=0, mix=0.0)
     equal = train(outer, rounds * outer.inner_steps)
-    torch._foreach_copy_(weights, start)
+    torch._foreach_copy_(weights(), start)
     detail = f'{rounds} rounds, {outer.dtype}, {fragments} fragments'
     check('all replicas hold the same bits with the outer settings of this run', equal, detail)
     say(f'verify: {"passed" if all(passed) else "FAILED"}')

@@ -461,7 +461,7 @@ def load(model, pretrained, seed=0):
     found, lacking = weights.find(model)
     whole = {}  # on rank 0 alone
     if lacking:
-        processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()))
+        processes.on_rank_0(lambda: whole.update(whole_model(pretrained).state_dict()), patience_s=processes.PATIENCE_S)
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in tensors_to_load(model):
         local, rows = local_rows(tensors[name])
@@ -561,7 +561,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     processes.reshard(model)  # without a backward pass what forward left gathered would stay so
     model.train()
     if loaded:
-        expected = processes.on_rank_0(reference_logits, pretrained, tokens)
+        expected = processes.on_rank_0(reference_logits, pretrained, tokens, patience_s=processes.PATIENCE_S)
         difference = (logits.cpu() - expected).norm() / expected.norm()
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')

@@ -485,12 +485,13 @@ class Replica:
 
     def _commit(self, counted, rejected):
         """Create this round's commit, or read the one of whoever was quicker."""
+        owners = self.watch.owners
         commit = {
             'pool': self.pool, 'round': self.ledger.round, 'parent': self.parent, 'state': self.state,
-            'closer': self.name, 'claims': 1 + max([*self.watch.owners, *counted], default=-1),
+            'closer': self.name, 'claims': 1 + max([*owners, *counted], default=-1),
             'deltas': [{'number': number, **marker} for number, marker in counted.items()],
             'rejected': [{'number': number, 'why': why} for number, why in rejected.items()],
-            'lost': [{'number': n, 'job': job} for n, job in self.watch.owners.items() if n not in counted],
+            'lost': [{'number': n, 'job': job} for n, job in owners.items() if n not in counted],
             'time': time.time(),
         }  # fmt: skip
         name = f'commits/{self.ledger.round:06}.json'

@@ -24,19 +24,23 @@ class RoundWatch:
 
     def look(self):
         """Look at the round again. Afterwards owners: {number: job}, markers: {number: what the delta's marker says},
-        late: jobs that are waited for, is_committed."""
+        late: jobs that are waited for, is_committed.
+
+        Each look makes new ones, so that whoever goes through one of them needs no lock, while the thread looks again.
+        """
         with self.lock:
-            round, store = f'rounds/{self.round:06}', self.store
+            round, store, owners, markers = f'rounds/{self.round:06}', self.store, {**self.owners}, {**self.markers}
             self.is_committed = f'{self.round:06}.json' in store.list('commits')
             for name in store.list(round):
                 found = re.fullmatch(r'(claim_|delta_)(\d+)(\.json)?', name)
                 number = int(found[2]) if found else self.pieces
                 if number >= self.pieces:  # the rows of a delta, or nothing of ours
                     continue
-                if found[1] == 'claim_' and number not in self.owners:
-                    self.owners[number] = store.read(f'{round}/{name}').decode()
-                elif found[3] and number not in self.markers:
-                    self.markers[number] = self._parse(store.read(f'{round}/{name}'))
+                if found[1] == 'claim_' and number not in owners:
+                    owners[number] = store.read(f'{round}/{name}').decode()
+                elif found[3] and number not in markers:
+                    markers[number] = self._parse(store.read(f'{round}/{name}'))
+            self.owners, self.markers = owners, markers
             now = time.monotonic()
             if self.enough_at is None and self.markers and len(self.markers) >= min(self.quorum, self.pieces):
                 self.enough_at = now

@@ -90,7 +90,7 @@ class Run:
             return 0, {}
         self.check_resume(checkpoint.read_state(self.found))
         state = checkpoint.load(self.found, model, optimizer)
-        scaler.load_state_dict(state['scaler'])
+        health.resume_loss_scale(scaler, state['scaler'])
         return state['step'], state
 
     def check_resume(self, state):
@@ -185,6 +185,17 @@ def open_model_and_data(run):
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
         check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+    if not run.pretrained and (config.lora_rank or config.freeze):
+        key = 'lora_rank' if config.lora_rank else 'freeze'
+        folder = (
+            f'export it with `python export_model.py --out_dir={config.init_from}`, and give the exported folder'
+            if run.start_from
+            else 'give the folder of one as --init_from'
+        )
+        raise ValueError(
+            f'{key}={getattr(config, key)!r} with init_from={config.init_from}: only models of transformers have LoRA '
+            f'and frozen parts: {folder}, or leave {key} out'
+        )
     run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
     run.val_data = data.open_mixture(vars(config), 'val')
 
@@ -235,9 +246,17 @@ def fill_batch(run):
 
 def fill_compile(run):
     config = run.config
-    if config.compile and not processes.has_compiler(config.device):
+    devices = {config.device}
+    offload = vars(config).get('cpu_offload', 'none')
+    updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
+    if updates_on_host and config.optimizer not in ('adamw', 'sgd'):  # those two are never compiled
+        devices.add('cpu')
+    if config.compile and not all(map(processes.has_compiler, devices)):
         config.compile = False
-        run.notes.append('compile: no C compiler is found (CXX or g++ on a CPU, CC or gcc): the run goes on uncompiled')
+        run.notes.append(
+            'compile: no C compiler is found (CXX or g++ for what a CPU computes, CC or gcc for a GPU): '
+            'the run goes on uncompiled'
+        )
     if config.compile:
         run.notes.append('compile: the first step takes a minute or more, and so does the first evaluation')
 
@@ -349,10 +368,11 @@ def find_checkpoint(config, pretrained=None):
     A run that fine-tunes `pretrained` keeps its configuration and tokenizer in out_dir, so that it can go on without
     init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
     """
-    processes.on_rank_0(checkpoint.claim, config.out_dir)
+    patience = {'patience_s': processes.PATIENCE_S}
+    processes.on_rank_0(checkpoint.claim, config.out_dir, **patience)
     if config.eval_only:
-        return processes.on_rank_0(checkpoint.choose_to_read, config.out_dir)
-    found = processes.on_rank_0(checkpoint.choose, config.out_dir, config.resume)
+        return processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, **patience)
+    found = processes.on_rank_0(checkpoint.choose, config.out_dir, config.resume, **patience)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
     return found

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from runtime.checkpoint_parts import CutTensor, LoadPlanner, SavePlanner, local_piece
 from runtime.files import rename_durably, sha256_of, write_file
 
+NFS_LEASE_S = 120  # after which a server has dropped the locks of a client that is gone; Linux's own: 90
 SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
 
 # --- the run's directory ----------------------------------------------------------------------------------------------
@@ -55,24 +56,29 @@ def prepare(out_dir):
         raise type(error)(f'cannot write in out_dir={out_dir} ({error.strerror}): use another --out_dir') from error
 
 
-def claim(out_dir, patience_s=5, say=print):
+def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
     """Lock out_dir for the life of this process, so that two jobs never write into one directory. For rank 0.
 
-    Waits patience_s, for the last processes of a killed job may still be ending when it is restarted.
+    Waits patience_s, for the last processes of a killed job may still be ending when it is restarted; for one on
+    another machine lease_s, since a server keeps the locks of a machine that died.
     Raises ValueError naming the process and host that hold the directory.
     """
     path = os.path.join(out_dir, '.lock')
     # Never closed: the system drops the lock when the process ends, however it ends. A POSIX lock and not flock's,
     # because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + patience_s
+    began, waits_for = time.monotonic(), None
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except (BlockingIOError, PermissionError):  # somebody has it; the error depends on the system
-            if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'another process'
+            holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'another process'
+            is_elsewhere = not holder.endswith(f' on {os.uname().nodename}')
+            if is_elsewhere and holder != waits_for:
+                waits_for = holder
+                say(f'out_dir={out_dir} is in use by {holder}: waiting up to {lease_s} s, in case that has died')
+            if time.monotonic() - began > (max(patience_s, lease_s) if is_elsewhere else patience_s):
                 raise ValueError(f'out_dir={out_dir} is in use by {holder}: stop it or use another --out_dir') from None
             time.sleep(0.1)
         except OSError as error:
@@ -492,6 +498,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     names = names_of_tensors(model)
     targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
     if optimizer is not None:
+        zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
         index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
         optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
@@ -499,9 +506,11 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
             prefix, _, slot = key.rpartition('.')
             if prefix in index_of:
                 index = index_of[prefix]
-                # A moment is sharded like its parameter, `step` is a scalar.
-                like = parameters[index] if tensor.dim() else torch.empty(())
-                value = optimizer_state.setdefault(index, {})[slot] = torch.zeros_like(like, dtype=tensor.dtype)
+                if tensor.dim():
+                    value = zeros_like(parameters[index], dtype=tensor.dtype)  # a moment is sharded like its parameter
+                else:
+                    value = torch.zeros((), dtype=tensor.dtype)  # `step`
+                optimizer_state.setdefault(index, {})[slot] = value
                 targets[key] = in_whole(model, names[parameters[index]], value)
 
     def kind(tensors, key):

@@ -149,6 +149,12 @@ class Numbers:
         )
 
 
+def resume_loss_scale(scaler, saved):
+    """fp16: go on with the loss scale of a checkpoint. A run in another dtype has saved none, {}: then as a new run."""
+    if saved:
+        scaler.load_state_dict(saved)
+
+
 def share_overflow(scaler, optimizer):
     """fp16, after unscale_(): what overflows on one rank, in its part of the model, makes all of them skip the step."""
     for found_inf in scaler._found_inf_per_device(optimizer).values():

@@ -12,7 +12,8 @@ from optim import in_parts, local
 
 
 class StateOnHost:
-    """An optimizer whose moments rest in host memory. Use it in place of the optimizer from here on.
+    """An optimizer whose moments rest in host memory. Use it in place of the optimizer from here on, and before a
+    checkpoint is loaded: that fills the moments where they rest, since the GPU may have no room for all of them.
 
     step() takes part_bytes of them at a time, or those of one parameter: enough for full PCIe speed, little beside the
     model. They cross PCIe twice: 16 bytes per parameter for Adam, 0.15 s per 1B at 55 GB/s, since a part travels to the
@@ -27,11 +28,13 @@ class StateOnHost:
 
     def __init__(self, optimizer, part_bytes=2**28):
         self.optimizer, self.part_bytes = optimizer, part_bytes
-        self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
+        self.param_groups, self.zero_grad, self.state_dict = (
+            optimizer.param_groups, optimizer.zero_grad, optimizer.state_dict
+        )  # fmt: skip
         on_cuda = torch.cuda.is_available()
         self.to_gpu, self.to_host = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
         self.host = {}  # tensor of the state -> page-locked memory, used again in every step
-        self.leave(optimizer.state)
+        assert not optimizer.state, 'this optimizer has moments on the GPU already'
 
     @property
     def state(self):
@@ -39,6 +42,19 @@ class StateOnHost:
         if self.to_host:
             self.to_host.synchronize()
         return self.optimizer.state
+
+    def zeros_like(self, parameter, dtype):
+        """A moment in host memory, for a checkpoint to fill and load_state_dict() to take."""
+        part = local(parameter)
+        host = torch.zeros_like(part, dtype=dtype, device='cpu', pin_memory=part.is_cuda)
+        moment = DTensor(host, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else host
+        self.host[local(moment)] = host.detach()
+        return moment
+
+    def load_state_dict(self, saved):
+        """As that of an optimizer before its first step, which would move the moments to their parameters."""
+        parameters = [parameter for group in self.param_groups for parameter in group['params']]
+        self.optimizer.state.update({parameters[index]: slots for index, slots in saved['state'].items()})
 
     def step(self, skip=False):
         """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient.

@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import pickle
 import shutil
 import signal
 import socket
 import struct
 import sys
+from datetime import timedelta
 
+PATIENCE_S = 7200  # of ranks that wait while rank 0 reads a whole checkpoint or model: 100 GB take ten minutes over NFS
 TORCHRUN_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
@@ -77,21 +80,38 @@ def reshard(model):
             module.reshard()
 
 
-def on_rank_0(decide, *arguments):
-    """Call decide(*arguments) on rank 0 and return its result, or raise its error, on every rank (one broadcast)."""
+def on_rank_0(decide, *arguments, patience_s=None):
+    """
+    Call decide(*arguments) on rank 0 and return its result, or raise its error, on every rank (one broadcast).
+
+    patience_s: for how long the others wait; None = as for any collective (timeout_s), too short for rank 0 to read
+    many gigabytes.
+    """
     import torch
     import torch.distributed as dist
 
-    outcome = [None, None]
+    group = dist.new_group(backend='gloo', timeout=timedelta(seconds=patience_s)) if patience_s else None
+    outcome, error = [None, None], None
     if dist.get_rank() == 0:
         try:
             outcome[0] = decide(*arguments)
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, device=torch.device('cpu'))
+        except Exception as raised:  # a bug, too: the others would wait for the answer
+            error, outcome[1] = raised, for_other_ranks(raised)
+    dist.broadcast_object_list(outcome, group=group, device=torch.device('cpu'))
+    if group is not None:
+        dist.destroy_process_group(group)
     if outcome[1] is not None:
-        raise outcome[1]
+        raise error or outcome[1]
     return outcome[0]
+
+
+def for_other_ranks(error):
+    """A user's mistake as it is, if it can travel; of anything else its name, for the traceback is on rank 0."""
+    if isinstance(error, (ValueError, OSError)):
+        with contextlib.suppress(Exception):  # some classes of libraries cannot be made again from what pickle keeps
+            return pickle.loads(pickle.dumps(error))
+        return (ValueError if isinstance(error, ValueError) else OSError)(str(error))
+    return RuntimeError(f'rank 0 has stopped: {type(error).__name__}: {error}')
 
 
 def ranks_in_words(ranks):

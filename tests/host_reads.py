@@ -18,16 +18,19 @@ REPO = Path(__file__).resolve().parent.parent
 READS = {'item', 'tolist', 'numpy', 'cpu', 'nonzero', 'argwhere', 'equal', 'allclose', 'unique', 'masked_select'}
 READS |= {'__bool__', '__float__', '__int__', '__index__', '__array__', '__contains__'}
 
+COPIES = {'tensor', 'as_tensor'}  # from pageable memory to a device: the host waits until what is queued there is done
+
 
 class HostReads(TorchFunctionMode):
-    """Notes each call for which the host has to know a tensor's numbers, by the line of ours that makes it."""
+    """Notes each call in which the host waits for the device, by the line of ours that makes it."""
 
     def __init__(self):
         super().__init__()
         self.places = Counter()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, '__name__', '') in READS:
+        name = getattr(function, '__name__', '')
+        if name in READS or (name in COPIES and kwargs and kwargs.get('device') is not None):
             frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(REPO))]
             ours = [f for f in frames if not {'tests', '.venv'} & {*Path(f.filename).relative_to(REPO).parts}]
             if ours:

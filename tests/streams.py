@@ -154,8 +154,11 @@ class Checker(TorchDispatchMode):
             self.access(tensor, False, 'a read of the host')
 
     def hold_on_host(self, *tensors):
+        """These are in host memory, and so was all that has been done to them so far."""
         for tensor in tensors_in(tensors):
-            self.memory_of(tensor).on_host = True
+            memory = self.memory_of(tensor)
+            if not memory.on_host:
+                memory.on_host, memory.accesses, memory.last_use = True, [], {}
 
     def copy(self, tensor, to_host=False, non_blocking=True):
         """In place of tensor.to(): what is the GPU's and what the host's is on CPUs here."""

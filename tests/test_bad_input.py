@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from launch import TINY_MODEL, TINY_RUN, Job, environment, run_forked, run_scrip
 
 from dataset import shards
 from dataset.shuffle import sample_windows
+from runtime import begin
 
 RUN = [*TINY_MODEL, *TINY_RUN, '--max_iters=2', '--dtype=float32', '--dataset=tiny']
 
@@ -85,6 +87,18 @@ def test_unwritable_out_dir_is_found_before_the_first_step(train, data_dir, tmp_
 def test_resume_must_without_a_checkpoint(train, data_dir, tmp_path):
     assert 'resume' in error_line(train(data_dir, tmp_path / 'out', '--resume=must'))
     assert 'no checkpoint' in error_line(train(data_dir, tmp_path / 'out', '--eval_only'))
+
+
+@pytest.mark.parametrize('key', ['--lora_rank=8', '--freeze=embed'])
+def test_lora_and_frozen_parts_without_a_model_of_transformers_are_refused(train, data_dir, tmp_path, key):
+    line = error_line(train(data_dir, tmp_path / 'out', key))
+    assert key.strip('-').split('=')[0] in line and 'init_from=scratch' in line and '--init_from' in line
+    assert not (tmp_path / 'out').exists()
+    config = SimpleNamespace(init_from='out/mine', lora_rank=8, freeze=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(begin, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
+        with pytest.raises(ValueError, match='lora_rank=8 .* `python export_model.py --out_dir=out/mine`'):
+            begin.open_model_and_data(SimpleNamespace(config=config, explicit={}, pretrained=None))
 
 
 def test_half_set_launcher_variables(data_dir, tmp_path):

@@ -1314,3 +1314,47 @@ def test_nccl_may_keep_few_multiprocessors_busy_while_the_gpu_computes(monkeypat
         assert options.config.max_ctas == diloco.OVERLAPPED_CTAS and options._timeout == timeout
     else:
         assert options is None
+
+
+class Offloaded(nn.Module):
+    """At its first forward another tensor takes the place of its weight, as sharding puts page-locked memory there."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.is_pinned = nn.Parameter(torch.randn(8)), False
+
+    def forward(self, x):
+        if not self.is_pinned:
+            self.weight.data, self.is_pinned = self.weight.data.clone(), True
+        return ((self.weight * x).square().sum(),)
+
+    def set_requires_gradient_sync(self, sync):
+        pass
+
+    def set_reshard_after_backward(self, reshard, recurse):
+        pass
+
+
+@pytest.mark.parametrize('is_broken', [False, True])
+def test_verify_looks_at_the_weights_that_train_also_where_others_have_taken_their_place(is_broken):
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, said = Offloaded(), []
+        parameters = {'weight': model.weight}
+
+        def make_outer(**keys):
+            keys = {'update': average, 'inner_steps': 2, **keys}
+            if is_broken:
+                keys['update'] = lambda theta, delta, momentum: None  # nothing is ever learned
+            return diloco.Outer(parameters, group=dist.group.WORLD, **keys)
+
+        def batches_from(step):
+            yield (torch.full((8,), 1.0 + step),)
+
+        config = SimpleNamespace(
+            global_batch_size=1, batch_size=1, num_replicas=1, accumulate='unsharded', dtype='float32'
+        )
+        passed = diloco_check.verify(model, parameters, batches_from, lambda step: 1, make_outer, config, said.append)
+    finally:
+        dist.destroy_process_group()
+    assert passed is not is_broken and any('FAIL' in line for line in said) is is_broken, said

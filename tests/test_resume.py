@@ -10,6 +10,7 @@ from faults import send
 from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_many
 from outputs import column, metrics
 from precision import assert_same_run
+from short import slow_but
 
 from runtime import checkpoint
 
@@ -174,6 +175,19 @@ def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_d
     assert 'changed since step 20: ' in said and 'max_iters 20 -> 22' in said
     assert column(runs / 'longer', 'step') == list(range(1, 23))
     assert (runs / 'longer' / 'DONE').read_text().strip() == '22'
+
+
+@pytest.mark.parametrize(
+    'script, more',
+    slow_but(['train_ddp.py'], [('train_ddp.py', ()), ('train_diloco.py', ('--num_replicas=1', '--inner_steps=1'))]),
+)
+def test_a_run_goes_on_in_float16_that_had_no_loss_scale_so_far(runs, data_dir, script, more):
+    out_dir = runs / f'float16_{script}'
+    shutil.copytree(runs / 'ddp', out_dir)
+    keys = arguments(data_dir, out_dir, '--max_iters=22', '--batch_size=6', '--dtype=float16', *more)
+    assert 'dtype float32 -> float16' in run_forked(script, *keys, log=runs / 'float16.log')
+    assert column(out_dir, 'step') == list(range(1, 23))
+    assert checkpoint.read_state(checkpoint.choose(str(out_dir)))['scaler']['scale'] > 0
 
 
 def test_keeps_the_last_checkpoints_and_always_one_at_max_iters(runs):

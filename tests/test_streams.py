@@ -175,9 +175,11 @@ DILOCO_AS_ON_CUDA = [
 
 
 def train_diloco(
-    removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False
-):
-    """Three rounds of four steps, in which somebody reads the whole state."""
+    removed=(), fragments=2, overlap=1, mix=0.5, dtype='bfloat16', error_feedback=True, on_host=False, rehearses=False,
+    resumes=False,
+):  # fmt: skip
+    """Three rounds of four steps, in which somebody reads the whole state. resumes: after step 6, with something in
+    flight, another Outer goes on from it."""
     diloco = load('diloco.py', *DILOCO_AS_ON_CUDA, *removed)
     diloco.digest = lambda tensors: sum(tensor.sum() for tensor in tensors)
     parameters = {f'blocks.{number}.w': nn.Parameter(torch.randn(40, 16)) for number in range(2)}
@@ -188,13 +190,22 @@ def train_diloco(
         anchor.sub_(delta, alpha=0.7).sub_(momentum, alpha=0.63)
 
     checker = diloco.CHECKER = Checker()
-    with checker, torch.no_grad():
+
+    def make_outer():
         outer = diloco.Outer(
             parameters, update, dist.group.WORLD, inner_steps=4, num_fragments=fragments, overlap_steps=overlap,
             mix=mix, dtype=dtype, error_feedback=error_feedback, on_host=on_host, bucket=512,
         )  # fmt: skip
         for fragment in outer.fragments if on_host else ():
             checker.hold_on_host(fragment.anchor, fragment.momentum, fragment.error)
+        return outer
+
+    def read(tensors):  # a checkpoint
+        for key, tensor in tensors.items():
+            tensor.copy_(stored[key])
+
+    with checker, torch.no_grad():
+        outer = make_outer()
         if rehearses:
             outer.rehearse(1024, dtype)
         for step in range(1, 13):
@@ -209,7 +220,11 @@ def train_diloco(
             if step == 5:
                 outer.checksums()
             if step == 6:
-                sum(tensor.double().sum() for tensor in outer.tensors(True).values())
+                stored = {key: tensor.double().float() for key, tensor in outer.tensors(True).items()}
+                if resumes:
+                    saved = {'step': step, 'diloco': outer.state(step)}
+                    outer = make_outer()
+                    assert outer.resume(saved, read) == step
             if step == 8:
                 with outer.outer_parameters():
                     sum(parameter.sum() for parameter in parameters.values())
@@ -225,6 +240,8 @@ DILOCO = {
     'the largest numbers': {'overlap': 1, 'dtype': 'top2bit'},
     'state on the host': {'on_host': True},
     'state on the host, plain': {'on_host': True, 'overlap': 0, 'mix': 0.0, 'dtype': 'int8'},
+    'resumed': {'resumes': True, 'overlap': 2, 'mix': 0.0},
+    'resumed, state on the host': {'resumes': True, 'on_host': True},
 }
 
 
@@ -270,14 +287,33 @@ def test_a_rehearsal_is_over_before_its_time_is_read(fake_group):
 # --- runtime/offload.py -----------------------------------------------------------------------------------------------
 
 
-def train_offloaded(removed=()):
-    """Three steps of an optimizer in four parts; the host reads the state behind each."""
-    offload = load('runtime/offload.py', *removed)
+AS_ON_CUDA_MOMENTS = [
+    (
+        "self.host[tensor] = torch.empty_like(tensor, device='cpu', pin_memory=tensor.is_cuda)",
+        'self.host[tensor] = torch.empty_like(tensor); CHECKER.hold_on_host(self.host[tensor])',
+    ),
+    (
+        "host = torch.zeros_like(part, dtype=dtype, device='cpu', pin_memory=part.is_cuda)",
+        'host = torch.empty_like(part); CHECKER.hold_on_host(host); host.zero_()',
+    ),
+]
+
+
+def train_offloaded(removed=(), resumes=False):
+    """Three steps of an optimizer in four parts; the host reads the state behind each. resumes: there are moments of a
+    checkpoint before the first."""
+    offload = load('runtime/offload.py', *removed, *AS_ON_CUDA_MOMENTS)
     parameters = [nn.Parameter(torch.randn(64)) for _ in range(4)]
-    with Checker() as checker:
+    checker = offload.CHECKER = Checker()
+    with checker:
         model = nn.ParameterList(parameters)
         keys = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
         optimizer = offload.StateOnHost(optim.make_optimizer(model, 'adamw', **keys), part_bytes=8 * 64)
+        if resumes:
+            moments = [[optimizer.zeros_like(p, p.dtype) for _ in range(2)] for p in parameters]
+            state = [{'step': torch.ones(()), 'exp_avg': m, 'exp_avg_sq': v} for m, v in moments]
+            optimizer.load_state_dict({'state': dict(enumerate(state))})
+            assert all(checker.memory_of(moment).on_host for both in moments for moment in both)
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(64)
@@ -288,8 +324,9 @@ def train_offloaded(removed=()):
     return checker
 
 
-def test_state_on_its_way_has_no_race():
-    assert_faults(train_offloaded(), removed=False)
+@pytest.mark.parametrize('resumes', [False, True])
+def test_state_on_its_way_has_no_race(resumes):
+    assert_faults(train_offloaded(resumes=resumes), removed=False)
 
 
 WAITS_OF_OFFLOAD = {
@@ -305,9 +342,10 @@ WAITS_OF_OFFLOAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize('resumes', [False, True])
 @pytest.mark.parametrize('wait', WAITS_OF_OFFLOAD)
-def test_without_a_wait_state_on_its_way_has_a_race(wait):
-    assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]]), removed=True)
+def test_without_a_wait_state_on_its_way_has_a_race(wait, resumes):
+    assert_faults(train_offloaded([WAITS_OF_OFFLOAD[wait]], resumes), removed=True)
 
 
 AS_ON_CUDA_INPUTS = [
@@ -376,9 +414,9 @@ class AtOnce:
     def __init__(self, **options):
         pass
 
-    def submit(self, function):
+    def submit(self, function, *arguments):
         future = Future()
-        future.set_result(function())
+        future.set_result(function(*arguments))
         return future
 
     def shutdown(self, cancel_futures):
@@ -419,7 +457,7 @@ def test_batches_that_run_ahead_have_no_race():
 
 
 def test_batches_would_have_a_race_in_a_stream_of_their_own_or_in_the_same_memory():
-    copies = 'tuple(part.to(device, non_blocking=True) for part in batch)'
+    copies = 'tuple(part.to(device, non_blocking=True) for part in batch[:moving])'
     assert_faults(prefetch([(copies, 'COPY_BESIDE(batch)')]), removed=True)
     assert_faults(prefetch(memory_is_used_again=True), removed=True)
 
@@ -444,6 +482,103 @@ def stage(removed=()):
 def test_a_checkpoint_is_on_the_host_before_it_is_written():
     assert_faults(stage(), removed=False)
     assert_faults(stage([('            torch.cuda.synchronize()\n', '            pass\n')]), removed=True)
+
+
+class AtLast:
+    """In place of ThreadPoolExecutor: what is submitted runs when its result is asked for, as late as a thread may."""
+
+    def __init__(self, **options):
+        pass
+
+    def submit(self, function, *arguments):
+        return SimpleNamespace(result=lambda: function(*arguments))
+
+
+def save_twice(removed=(), thread=AtOnce):
+    """(checker, what was written of each step) of two checkpoints that a thread writes while training goes on."""
+    checkpoint = load(
+        'runtime/checkpoint.py',
+        ('any(local_piece(tensor).is_cuda for tensor in tensors.values())', 'True'),
+        (
+            "self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)",
+            'self.copies[key] = torch.empty_like(piece); CHECKER.hold_on_host(self.copies[key])',
+        ),
+        *removed,
+    )
+    saver, written = checkpoint.Saver.__new__(checkpoint.Saver), {}
+    saver.keep, saver.copies, saver.thread, saver.pending = 1, {}, thread(), None
+    saver.failure = None
+    checker = checkpoint.CHECKER = Checker()
+    saver._checked_share = lambda step, tensors: tensors
+
+    def write(step, tensors, state, staging_s):
+        written[step] = {key: copy + 0 for key, copy in saver.copies.items()}
+
+    saver._write = write
+    with checker:
+        model = nn.Linear(4, 2)
+        optimizer = optim.make_optimizer(model, 'adamw', learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+        for step in (1, 2):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            saver.save(step, model, optimizer, {})
+            with torch.no_grad():
+                model.weight.add_(step)  # training goes on
+        saver.wait()
+    return checker, written
+
+
+WAITS_OF_SAVES = {
+    'a checkpoint is on the host before a thread writes it': (
+        '            torch.cuda.synchronize()\n', '            pass\n'
+    ),
+    'the one before is written before its memory is used again': (
+        '        self._go_on_after(self._finish_pending)\n', ''
+    ),
+}  # fmt: skip
+
+
+def test_checkpoints_that_a_thread_writes_are_those_of_their_steps():
+    torch.manual_seed(0)
+    checker, at_once = save_twice()
+    assert_faults(checker, removed=False)
+    torch.manual_seed(0)
+    checker, at_last = save_twice(thread=AtLast)
+    assert_faults(checker, removed=False)
+    for step in (1, 2):
+        assert all(torch.equal(at_last[step][key], value) for key, value in at_once[step].items())
+    assert not torch.equal(at_once[1]['model.weight'], at_once[2]['model.weight'])
+
+
+def test_without_a_wait_checkpoints_are_damaged():
+    copied, written = WAITS_OF_SAVES.values()
+    assert_faults(save_twice([copied])[0], removed=True)
+    assert save_twice([written], thread=AtLast)[1].keys() == {2}  # and nobody would know of an error in the first
+
+
+def measure(removed=()):
+    """Three steps, timed by events."""
+    meter = load('runtime/meter.py', *removed)
+    meter.device_name, meter.memory_gb = lambda device: 'a GPU', lambda device: {}
+    with Checker() as checker:
+        times = meter.Meter(torch.device('cuda'), 1, 100, 1e6)
+        x = torch.zeros(8)
+        for _ in range(3):
+            times.begin_step()
+            times.mark('forward')
+            x = x * 2
+            times.end_step()
+        times.read_all()
+        assert times.training_seconds > 0
+    return checker
+
+
+def test_a_step_is_over_before_its_time_is_read(fake_group):
+    fake_group(1)
+    assert_faults(measure(), removed=False)
+    assert_faults(measure([('            self._unread[0].end.synchronize()\n', '            pass\n')]), removed=True)
+    assert_faults(measure([('self._unread and self._unread[0].end.query()', 'self._unread')]), removed=True)
 
 
 def decide(removed_in_health=(), removed_in_optim=()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from launch import run_script
 
+import data
 import optim
 from model import GPT, ModelConfig
 
@@ -53,6 +54,33 @@ def test_within_a_round_of_diloco_it_does_not_either(tmp_path):
     for places in reads_of('train_diloco.py', '--num_replicas=2', '--inner_steps=5', f'--out_dir={tmp_path}'):
         in_each_step = {place: times for place, times in places.items() if times >= STEPS}
         assert {*in_each_step} <= {*ON_THE_HOST} and len(in_each_step) < len(places), places
+
+
+SUMS = 'meter.py: peaks, costs, seconds = ranks.T.tolist()'
+
+
+def test_nor_does_it_in_a_pipeline(tmp_path):
+    for places in reads_of('train_pipeline.py', f'--out_dir={tmp_path}'):
+        in_each_step = {
+            place: times for place, times in places.items() if times >= STEPS - 1
+        }  # the first may not count
+        assert {*in_each_step} <= {*ON_THE_HOST, *COUNTS} and SUMS in places, places
+
+
+@pytest.mark.slow
+def test_nor_where_ranks_share_sequences_of_several_documents(data_dir, tmp_path):
+    """The host knows where documents begin: it need not ask the device for what it has sent there."""
+    keys = ['--dataset=tiny', f'--data_dir={data_dir}', '--windows=documents', '--context_parallel=2', '--arch=llama']
+    for places in reads_of('train_fsdp.py', *keys, '--vocab_size=257', f'--out_dir={tmp_path}'):
+        in_each_step = {place: times for place, times in places.items() if times >= STEPS}
+        assert {*in_each_step} <= {*ON_THE_HOST, *COUNTS} and SUMS in places, places
+
+
+def test_the_beginnings_of_documents_stay_on_the_host_for_who_wants_them_there():
+    batches = [tuple(torch.arange(12).view(3, 4) for _ in range(3)) for _ in range(2)]
+    for on_host, expected in ((True, ['meta', 'meta', 'cpu']), (False, ['meta'] * 3)):
+        for batch in data.run_ahead(iter(batches), 'meta', on_host):
+            assert [part.device.type for part in batch] == expected
 
 
 @pytest.mark.parametrize('name', optim.OPTIMIZERS)

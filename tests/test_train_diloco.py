@@ -50,7 +50,7 @@ LARGEST = ('--exchange_dtype=top2bit', '--exchange_k=512', '--outer_momentum=0',
 # The runs that the short suite starts, and those that it resumes: in mid-round, with something in flight, sharded, as
 # other replicas, by train_ddp.py.
 SHORT = {'1x1', '2x1', 'streaming', 'feedback', '2x2_manual', '4x1'}
-RESUMED = {'streaming_8', 'feedback_8', '4x1_12_2x1', '4x1_8_2x1', '2x1_12_ddp'}
+RESUMED = {'streaming_8', 'feedback_8', '4x1_12_2x1', '4x1_8_2x1', '4x1_8_unsaved', '2x1_12_ddp'}
 
 
 def arguments(data_dir, out_dir, *more):
@@ -343,6 +343,7 @@ def resumed(runs, data_dir, has_slow_tests):
         again('1x2', 8, 1),
         again('4x1', 12, 2, on='2x1'),
         again('4x1', 8, 2, '--permanent_interval=8', on='2x1'),
+        again('4x1', 8, 2, '--keep_checkpoints=0', on='unsaved'),
         again('ddp', 8, 2, on='2x1'),
         again('2x1', 12, 0, on='ddp', script='train_ddp.py'),
         again('2x1', 12, 0, on='fsdp', script='train_fsdp.py'),
@@ -545,6 +546,12 @@ def test_from_the_middle_of_a_round_other_replicas_go_back_to_where_it_began(
     # The checkpoint that it has left is deleted, and step 8 saved anew, unless it is to be kept for ever.
     state = checkpoint.read_state(resumed / name / 'checkpoints' / 'step_00000008')
     assert state['diloco']['num_replicas'] == (before if is_permanent else after)
+
+
+def test_a_run_that_goes_back_and_saves_nothing_leaves_the_checkpoint_that_there_is(resumed):
+    assert re.search('back .* step 6\n', (resumed / '4x1_8_unsaved' / 'train.log').read_text())
+    newest = checkpoint.choose(str(resumed / '4x1_8_unsaved'))
+    assert newest.endswith('step_00000008') and checkpoint.read_state(newest)['diloco']['num_replicas'] == 4
 
 
 def check_moved_run(out_dir, by_hand, rounds):

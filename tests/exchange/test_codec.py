@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from precision import apart
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from exchange import codec
 
@@ -186,6 +188,29 @@ def test_tensors_laid_end_to_end_are_those_alone():
         alone = torch.zeros(tensor.numel())
         alone[places] = numbers
         assert torch.equal(part, alone)
+
+
+def test_the_host_neither_waits_for_the_device_nor_copies_to_it():
+    """The device 'meta' stands for a GPU: what needs a number from there raises an error, and a copy from the host's
+    memory, which is pageable, is seen."""
+    copies = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            devices = {t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)}
+            if len(devices) > 1:
+                copies.append(str(function))
+            return result
+
+    shapes = [torch.Size(shape) for shape in SHAPES]
+    with Watch():
+        tensors = [torch.empty(shape, device='meta') for shape in shapes]
+        payload = codec.encode_top2bit(tensors, k=64)
+        places, numbers = codec.decode_top2bit(payload, shapes, k=64)
+        for dtype in DENSE:
+            codec.decode(codec.encode(torch.empty(3, 1024, device='meta'), dtype), dtype)
+    assert not copies and places.shape == numbers.shape and places.is_meta
 
 
 def test_zeros_and_what_is_not_finite_in_the_largest():

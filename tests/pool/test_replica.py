@@ -6,6 +6,7 @@ import os
 import random
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pool_jobs import MOMENTUM, RATE, Jobs, inner_step, journal, s3_server, whol
 
 from exchange import codec
 from pool.ledger import Ledger
+from pool.round_watch import RoundWatch
 from pool.store import open_store
 
 
@@ -456,6 +458,23 @@ def test_what_a_job_finds_that_is_not_its_own_is_refused_in_one_line_on_every_ra
         (tmp_path / 'run' / 'train.log').touch()
         assert 'inside of' in refused(address=str(tmp_path / 'run' / 'pool'))
         assert not (tmp_path / 'run' / 'pool').exists()
+
+
+def test_a_thread_that_looks_again_does_not_disturb_who_goes_through_what_it_has_seen(tmp_path):
+    store = open_store(str(tmp_path))
+    watch = RoundWatch(store, 'me', grace_s=60, quorum=1)
+    watch.begin(SimpleNamespace(round=0, pieces=3), set())
+    for number in range(2):
+        store.create(f'rounds/000000/claim_{number:02}', b'job')
+    store.create('rounds/000000/delta_00.json', b'{"job": "job"}')
+    watch.look()
+    seen = []
+    for number, (claim, _) in enumerate(zip(watch.owners, itertools.cycle(watch.markers), strict=False)):
+        seen.append(claim)
+        store.create('rounds/000000/claim_02', b'late')
+        store.create(f'rounds/000000/delta_{number + 1:02}.json', b'{"job": "job"}')
+        watch.look()
+    assert seen == [0, 1] and [*watch.owners] == [*watch.markers] == [0, 1, 2]
 
 
 def test_a_job_that_has_learned_no_numbers_gives_nothing(pool_of):

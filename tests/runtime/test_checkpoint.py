@@ -771,6 +771,28 @@ def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_pa
     checkpoint.claim(tmp_path)  # the same process, say a second run in a notebook
 
 
+def test_a_lock_of_another_machine_is_waited_for_as_its_server_may_outlive_it(tmp_path):
+    """An NFS server keeps the lock of a machine that died for its lease. Here the holder dies once somebody waits."""
+    claimed = CONTEXT.Event()
+    process = fork(hold, str(tmp_path), claimed)
+    assert claimed.wait(60)
+    said = []
+
+    def die(line):
+        said.append(line)
+        process.kill()
+
+    try:
+        (tmp_path / '.lock').write_text('process 12 on n9')
+        with pytest.raises(ValueError, match='in use by process 12 on n9: stop'):
+            checkpoint.claim(tmp_path, patience_s=0.1, lease_s=0.2)
+        checkpoint.claim(tmp_path, patience_s=0, say=die)
+    finally:
+        process.kill()
+    (line,) = said
+    assert 'process 12 on n9' in line and f'{checkpoint.NFS_LEASE_S} s' in line
+
+
 def test_an_out_dir_that_cannot_be_written_is_found_before_training(tmp_path):
     checkpoint.prepare(tmp_path / 'new' / 'run')
     assert os.listdir(tmp_path / 'new' / 'run') == ['checkpoints'] and not os.listdir(tmp_path / 'new/run/checkpoints')

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretrained import save_model
 from torch import nn
 
@@ -9,21 +10,39 @@ import optim
 from huggingface.finetune import Pretrained, for_training
 from model import GPT, ModelConfig
 from optim import in_parts
+from runtime import checkpoint
 from runtime.offload import StateOnHost, bytes_of_moments, checkpoint_activations
 
 KEYS = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, wd_ts=10)
 
 
-def train(optimizer, part_bytes):
+def resumed(before, optimizer):
+    """An optimizer with the state of the one before, as checkpoint.load() gives it."""
+    saved, found = before.state_dict()['state'], {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    for index, slots in saved.items():
+        for slot, tensor in slots.items():
+            value = optimizer.zeros_like(parameters[index], tensor.dtype) if tensor.dim() else torch.zeros(())
+            found.setdefault(index, {})[slot] = value.copy_(tensor)
+    optimizer.load_state_dict({'state': found})
+    return optimizer
+
+
+def train(optimizer_name, part_bytes):
     """Final parameters, the sizes of the parts of the last step, and the optimizer; part_bytes None: not offloaded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = optim.make_optimizer(model, optimizer, **KEYS)
     parts = []
-    optimizer.register_step_pre_hook(lambda *_: parts.append(sum(p.grad is not None for p in model.parameters())))
+
+    def make():
+        found = optim.make_optimizer(model, optimizer_name, **KEYS)
+        found.register_step_pre_hook(lambda *_: parts.append(sum(p.grad is not None for p in model.parameters())))
+        return found
+
+    optimizer = make()
     for number in range(6):
-        if number == 3 and part_bytes is not None:  # as after a resume: there is state already
-            optimizer = StateOnHost(optimizer, part_bytes)
+        if number == 3 and part_bytes is not None:
+            optimizer = resumed(optimizer, StateOnHost(make(), part_bytes))
         parts.clear()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
@@ -39,6 +58,36 @@ def test_the_update_is_the_same_in_parts(name):
     assert whole == [6] and len(parts) > 1 and sum(parts) == 6
     kinds = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     assert kinds and all(value.device.type == 'cpu' for value in kinds)
+
+
+def test_a_checkpoint_fills_the_moments_where_they_rest(tmp_path):
+    """Beside the parameters, as torch's load_state_dict() has them, they may not have room, all at once."""
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoint.prepare(str(tmp_path))
+        model = nn.Linear(6, 8)
+        before, after = (optim.make_optimizer(model, 'adamw', **KEYS) for _ in range(2))
+        model(torch.randn(4, 6)).sum().backward()
+        before.step()
+        checkpoint.Saver(str(tmp_path), keep=1, say=lambda line: None).save(1, model, before, {})
+        after = StateOnHost(after)
+        checkpoint.load(checkpoint.choose(str(tmp_path)), model, after)
+    finally:
+        dist.destroy_process_group()
+    for parameter in model.parameters():
+        for name, tensor in before.state[parameter].items():
+            assert torch.equal(after.state[parameter][name], tensor)
+            if tensor.dim():
+                assert after.host[after.state[parameter][name]].data_ptr() == after.state[parameter][name].data_ptr()
+
+
+def test_an_optimizer_with_moments_on_the_gpu_is_refused():
+    model = nn.Linear(6, 8)
+    optimizer = optim.make_optimizer(model, 'adamw', **KEYS)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(AssertionError, match='moments on the GPU'):
+        StateOnHost(optimizer)
 
 
 def test_the_gradients_are_there_after_the_step_as_without_offload():

@@ -1,13 +1,17 @@
 """What a run finds out before it starts: its device, a compiler, the network; and one line where that cannot work."""
 
+import contextlib
 import os
 import re
 import sys
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, run_script
+import torch.distributed as dist
+from launch import REPO, TINY_MODEL, TINY_RUN, run_function, run_script
 from outputs import column
 
 import deepspeed_engine
@@ -56,6 +60,80 @@ def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_does_not_choose_it(mon
     assert processes.choose_dtype('float16', cuda) == torch.float16
     with pytest.raises(ValueError, match='Tesla V100 has no bfloat16: --dtype=float16, or float32'):
         processes.choose_dtype('bfloat16', cuda)
+
+
+def wait_for_rank_0(folder, patience_s):
+    """What each rank gets of an answer that takes rank 0 longer than the process group waits, or its error."""
+    store = dist.FileStore(f'{folder}/short_{patience_s}', 2)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    try:
+        return processes.on_rank_0(lambda: time.sleep(3) or 'read', patience_s=patience_s)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_wait_longer_for_what_rank_0_reads_than_for_a_collective(tmp_path):
+    assert run_function(2, wait_for_rank_0, tmp_path, 60) == ['read', 'read']
+    assert 'imed out' in run_function(2, wait_for_rank_0, tmp_path, None)[1]
+
+
+def errors_of_rank_0():
+    """What on_rank_0() raises on this rank, for each error there."""
+
+    class NotToBeCopied(OSError):
+        def __init__(self, first, second):
+            super().__init__(f'{first} {second}')
+
+    def fail(error):
+        raise error
+
+    found = []
+    for error in (
+        ValueError('a key'),
+        PermissionError(13, 'a file'),
+        NotToBeCopied('of a', 'library'),
+        KeyError('bug'),
+    ):
+        with pytest.raises(Exception) as raised:
+            processes.on_rank_0(fail, error)
+        found.append((type(raised.value).__name__, str(raised.value)))
+    return found
+
+
+def test_whatever_ends_rank_0_is_raised_on_all_ranks():
+    """Else the others wait for its answer until they time out."""
+    first, second = run_function(2, errors_of_rank_0)
+    assert first == [
+        ('ValueError', 'a key'),
+        ('PermissionError', '[Errno 13] a file'),
+        ('NotToBeCopied', 'of a library'),
+        ('KeyError', "'bug'"),
+    ]
+    assert second[:2] == first[:2] and second[2] == ('OSError', 'of a library')
+    assert second[3] == ('RuntimeError', "rank 0 has stopped: KeyError: 'bug'")
+
+
+def slow_answers(out_dir):
+    """(what rank 0 is asked at the start of a run, for how long the others wait)."""
+    asked, on_rank_0 = [], processes.on_rank_0
+
+    def ask(decide, *arguments, patience_s=None):
+        asked.append((decide.__name__, patience_s))
+        return on_rank_0(decide, *arguments, patience_s=patience_s)
+
+    processes.on_rank_0 = ask
+    for eval_only in (False, True):
+        with contextlib.suppress(ValueError):  # there is no checkpoint
+            begin.find_checkpoint(SimpleNamespace(out_dir=out_dir, resume='auto', eval_only=eval_only))
+    return asked
+
+
+def test_a_checkpoint_may_take_an_hour_to_verify(tmp_path):
+    (asked,) = run_function(1, slow_answers, str(tmp_path))
+    assert dict(asked).keys() == {'claim', 'choose', 'choose_to_read'}
+    assert all(patience_s > 3600 for _, patience_s in asked)
 
 
 def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_win(monkeypatch):
@@ -113,6 +191,31 @@ def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
     result = run_script('train_ddp.py', *keys, '--compile', '--max_iters=2', CXX='no-such-compiler')
     assert 'compile: no C compiler is found' in result.stdout and column(tmp_path, 'step') == [1, 2]
+
+
+@pytest.mark.parametrize(
+    'strategy, optimizer, cpu_offload, needs_cxx',
+    [
+        ('fsdp', 'adana', 'none', False),
+        ('fsdp', 'adana', 'optimizer', False),  # its moments travel to the GPU, which updates
+        ('fsdp', 'adana', 'params', True),
+        ('fsdp', 'adamw', 'params', False),  # PyTorch's fused kernel
+        ('deepspeed', 'adana', 'optimizer', True),
+    ],
+)
+def test_an_update_that_is_compiled_for_the_host_needs_a_compiler_for_it(
+    monkeypatch, tmp_path, strategy, optimizer, cpu_offload, needs_cxx
+):
+    monkeypatch.setenv('CC', sys.executable)  # some program
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    config = SimpleNamespace(device='cuda:0', compile=True, optimizer=optimizer, cpu_offload=cpu_offload)
+    run = SimpleNamespace(config=config, strategy=strategy, notes=[])
+    begin.fill_compile(run)
+    assert config.compile is not needs_cxx and any('CXX' in note for note in run.notes) == needs_cxx
+    monkeypatch.setenv('CXX', sys.executable)
+    config.compile = True
+    begin.fill_compile(run)
+    assert config.compile
 
 
 def test_without_nvcc_deepspeed_is_missing_in_one_line(monkeypatch, tmp_path):

@@ -226,10 +226,10 @@ def test_mistakes_found_by_the_plan_and_on_the_node(project, tmp_path):
 
     with open(tmp_path / '.lock', 'w') as lock:  # what a run in tmp_path holds
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        lock.write('process 12 on n9')
+        lock.write(f'process 12 on {os.uname().nodename}')
         lock.flush()
         found = errors(bash(f'{check} --device=cpu', project, **in_job()))
-    assert len(found) == 1 and f'out_dir={tmp_path} is in use by process 12 on n9' in found[0]
+    assert len(found) == 1 and f'out_dir={tmp_path} is in use by process 12 on {os.uname().nodename}' in found[0]
 
 
 def test_a_tokenizer_that_is_missing_or_damaged(project, tmp_path):
