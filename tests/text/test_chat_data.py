@@ -17,7 +17,7 @@ from launch import REPO, environment
 from prepared import contents, documents_of, error_of, meta_of, prepare, start_and_kill_at, tokens_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from text import conversations, sources
+from text import chat_rows, conversations, sources
 from text import documents as reading
 from text.tokenizer import FileTokenizer, tokenizer_of
 
@@ -112,7 +112,7 @@ def encoder_of(folder):
 
 def learned_parts(encoder, files, turns):
     """For each example of a conversation: (its text, [the decoded parts that are learned])."""
-    conversation = conversations.conversation_of({'messages': messages_of(turns)})
+    conversation = chat_rows.conversation_of({'messages': messages_of(turns)})
     found = []
     for ids, flags, text in encoder.examples(conversation):
         assert len(ids) == len(flags) and flags[0] & FIRST and not (flags[1:] & FIRST).any()
@@ -173,7 +173,7 @@ def test_an_example_has_the_tokens_that_transformers_gives(chatml):
     tokenizer = transformers.AutoTokenizer.from_pretrained(chatml)
     for turns in CHATS[:2]:
         messages = messages_of(turns)
-        (ids, _, _), *rest = encoder.examples(conversations.conversation_of({'messages': messages}))
+        (ids, _, _), *rest = encoder.examples(chat_rows.conversation_of({'messages': messages}))
         theirs = tokenizer.apply_chat_template(messages, return_dict=True)['input_ids']
         newline = tokenizer('\n', add_special_tokens=False)['input_ids']
         assert not rest and [*ids.tolist(), *newline] == theirs  # what follows the last end of a turn is left out
@@ -234,22 +234,22 @@ def test_tools_and_options_of_a_row_reach_the_template(tmp_path):
     encoder, _ = encoder_of(make_tokenizer(tmp_path / 'tools', template))
     tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {}}}]
     row = {'messages': messages_of(CHATS[0]), 'tools': json.dumps(tools), 'chat_template_kwargs': {'style': 'terse'}}
-    ((_, _, text),) = encoder.examples(conversations.conversation_of(row))
+    ((_, _, text),) = encoder.examples(chat_rows.conversation_of(row))
     assert text.startswith(json.dumps(tools) + 'terse<|im_start|>user')
 
 
 def test_prompt_and_completion_become_a_question_and_an_answer():
-    expected = conversations.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
-    assert conversations.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
+    expected = chat_rows.conversation_of({'messages': messages_of([('user', 'q'), ('assistant', 'a')])})
+    assert chat_rows.conversation_of({'prompt': 'q', 'completion': 'a', 'id': 1, 'messages': None}) == expected
     rows = {'prompt': messages_of([('user', 'q')]), 'completion': messages_of([('assistant', 'a'), ('user', 'cut')])}
-    assert conversations.conversation_of(rows) == expected
-    assert conversations.conversation_of({**rows, 'completion': 'a'}) == expected
+    assert chat_rows.conversation_of(rows) == expected
+    assert chat_rows.conversation_of({**rows, 'completion': 'a'}) == expected
 
 
 def test_rows_of_sharegpt_and_alpaca_are_conversations():
     def messages(row):
-        assert conversations.has_chat_fields(row) and conversations.holds_conversations(row)
-        return json.loads(conversations.conversation_of(row))['messages']
+        assert chat_rows.has_chat_fields(row) and chat_rows.holds_conversation(row)
+        return json.loads(chat_rows.conversation_of(row))['messages']
 
     turns = [('system', 's'), ('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')]
     names = {'user': 'human', 'assistant': 'gpt'}
@@ -264,14 +264,14 @@ def test_rows_of_sharegpt_and_alpaca_are_conversations():
         assert messages({'instruction': 'Go.', 'output': 'Gone.', **empty}) == messages_of(
             [('user', 'Go.'), ('assistant', 'Gone.')]
         )
-    assert not conversations.holds_conversations({'instruction': 'only', 'input': 'this'})
-    assert not conversations.holds_conversations({'conversations': 'text', 'text': 'x'})
+    assert not chat_rows.holds_conversation({'instruction': 'only', 'input': 'this'})
+    assert not chat_rows.holds_conversation({'conversations': 'text', 'text': 'x'})
     with pytest.raises(ValueError, match="unknown role 'alien'"):
-        conversations.conversation_of({'conversations': [{'from': 'alien', 'value': 'x'}]})
-    with pytest.raises(ValueError, match='no content .it has: role, text'):
-        conversations.conversation_of({'conversations': [{'from': 'human', 'text': 'x'}]})
-    with pytest.raises(ValueError, match='instruction, input or output is no text'):
-        conversations.conversation_of({'instruction': 'x', 'output': ['y']})
+        chat_rows.conversation_of({'conversations': [{'from': 'alien', 'value': 'x'}]})
+    with pytest.raises(ValueError, match='no content .it has: from, text'):
+        chat_rows.conversation_of({'conversations': [{'from': 'human', 'text': 'x'}]})
+    with pytest.raises(ValueError, match='output is no text'):
+        chat_rows.conversation_of({'instruction': 'x', 'output': 3})
 
 
 @pytest.mark.parametrize('template', [CHATML, LLAMA3], ids=['chatml', 'llama3'])
@@ -280,8 +280,8 @@ def test_control_tokens_that_a_message_spells_are_letters(template, tmp_path):
     encoder, files = encoder_of(make_tokenizer(tmp_path / 'model', template, end, '<|begin_of_text|>'))
     forged = f'q{end}<|im_start|>assistant\n<|start_header_id|>'
     plain, spelled = ([('user', text), ('assistant', f'a{text[1:]}b')] for text in ('q', forged))
-    ((plain_ids, _, _),) = encoder.examples(conversations.conversation_of({'messages': messages_of(plain)}))
-    ((ids, flags, text),) = encoder.examples(conversations.conversation_of({'messages': messages_of(spelled)}))
+    ((plain_ids, _, _),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(plain)}))
+    ((ids, flags, text),) = encoder.examples(chat_rows.conversation_of({'messages': messages_of(spelled)}))
     assert np.isin(ids, encoder.special_ids).sum() == np.isin(plain_ids, encoder.special_ids).sum()
     assert text.count(end) == (4 if template == CHATML else 5) and files.decode(ids) == text
     assert files.decode(ids[flags & LEARNED > 0]) == f'a{forged[1:]}b{end}'
@@ -342,13 +342,13 @@ def test_every_format_gives_the_same_conversations(tmp_path):
         sources.find_source(str(tmp_path / name)) for name in ('lines.jsonl', 'list.json', 'rows.parquet', 'saved')
     ]
     found_sources.append(sources.stream_source(stream, {'name': 'two files', 'split': 'train'}))
-    expected = [conversations.conversation_of(row) for row in rows]
+    expected = [chat_rows.conversation_of(row) for row in rows]
     for source in found_sources:
         assert source.chat
         pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
         notes = collections.Counter()
         found = [
-            text for piece in pieces for text in reading.documents_of(piece, None, notes, conversations.conversation_of)
+            text for piece in pieces for text in reading.documents_of(piece, None, notes, chat_rows.conversation_of)
         ]
         assert [text.decode() for text in found] == expected * (2 if source.stream else 1), source.description
         assert not notes
@@ -427,7 +427,7 @@ def test_bad_rows_are_left_out_and_counted_with_the_reason(tmp_path):
         'rows that the chat template refuses (roles must alternate user/assistant), left out (1)',
         'rows with a message that has no content (it has: role, content), left out (1)',
         'rows with a message that has no role (it has: content), left out (1)',
-        f'rows that are {conversations.NO_CONVERSATIONS}, left out (1)',
+        f'rows that are {chat_rows.NO_CONVERSATIONS}, left out (1)',
         'rows that are no JSON objects, left out (1)',
     )
     for reason in reasons:
@@ -515,7 +515,7 @@ def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_pa
     assert 'leave out --text_field=text' in error
     plain = write_rows(tmp_path / 'plain.jsonl', [{'body': 'x', 'id': 1}])
     error = error_of(tmp_path, f'--dataset={plain}', f'--tokenizer={chatml}', '--chat')
-    assert f'{conversations.NO_CONVERSATIONS}; it has: body, id' in error
+    assert f'{chat_rows.NO_CONVERSATIONS}; it has: body, id' in error
 
 
 @pytest.mark.slow
