@@ -74,6 +74,7 @@ class ChatEncoder:
     def __init__(self, folder, eot):
         import transformers
         from tokenizers import Tokenizer, normalizers, processors
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
@@ -91,22 +92,25 @@ class ChatEncoder:
         controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
         self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
         self.eot = eot
-        # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.
+        # Not AutoTokenizer: it imports torch, 190 MB per worker. What renders is the same, here without the method
+        # around it, apply_chat_template(), which drops the nulls that some templates ask for.
+        self.render = render_jinja_template
         transformers.logging.set_verbosity_error()  # it warns that the folder names another class
         try:
             self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            self.renderer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
+            self.render([[{'role': 'user', 'content': 'x'}]], chat_template=self.renderer.get_chat_template())
         except Exception as error:  # that this message is refused says nothing of other messages
             is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
             if is_broken or not hasattr(self, 'renderer'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
         template = template_of(folder) or ''
-        self.knows_developers = 'developer' in template
+        self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
         self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
         # Some ask for null where a message is nothing but a tool call. Others would write 'None'.
         asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
         self.no_content = None if asks_for_null else ''
-        self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')  # DeepSeek's joins strings
+        # DeepSeek's joins them with + to other text, as no other does.
+        self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
 
     def examples(self, conversation, fold_system=False):
         """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
@@ -205,7 +209,7 @@ class ChatEncoder:
         try:
             template = self.renderer.get_chat_template(None, options.get('tools'))
             options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
-            return self.renderer.apply_chat_template(messages, tokenize=False, **options)
+            return self.render([messages], **{**self.renderer.special_tokens_map, **options})[0][0]
         except Exception as error:  # a template may raise anything
             has_system = any(message['role'] in INSTRUCTIONS for message in messages)
             mend = '; --fold_system gives system messages to the user' if has_system else ''
