@@ -27,7 +27,7 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # text
-    dataset = 'stdlib'  # or a file, a folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, OWNER/NAME on the hub
+    dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub, fineweb-10BT, -100BT, fineweb-edu-10BT [path]
     text_field: str | None = None  # field of the text in rows, or '{title}\n{text}'; None = text, or all of .jsonl rows
     chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first rows are
     chat_fields = []  # their fields, where they are none of the known ones: a list of messages, or QUESTION,ANSWER
@@ -37,14 +37,14 @@ class Config:
     dedup = False  # leave out documents that are the same as one before, to the byte
     max_tokens: int | None = None  # stop when the train split has so many; None = read everything
     # tokens
-    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
+    tokenizer = 'bpe'  # bpe (trained on the text), bytes, tiktoken's names (gpt2, ...), a Hugging Face folder [path]
     vocab_size = 2048  # of the trained BPE
     val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
     val_rule: Literal['hash', 'tail'] | None = None  # documents by a hash, or the end of a text file; None = what fits
     seed = 1337  # of the hash that chooses the validation documents
     # files
     name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
-    data_dir = 'data'  # where datasets live
+    data_dir = 'data'  # where datasets live [path]
     shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
     # system
     num_proc: int | None = None  # processes that tokenize; None = one per core
@@ -52,7 +52,7 @@ class Config:
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
     tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,arc_easy,piqa,mmlu, ...
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
-    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
+    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop [path]
     peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop
 
 
