@@ -74,7 +74,7 @@ def say(line):
 def read_prompts(path):
     """The prompts of a .jsonl file. Raises ValueError with the number of a line that has none."""
     found = []
-    with open(path, encoding='utf-8') as file:
+    with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -94,7 +94,7 @@ def read_prompts(path):
 if config.prompt and config.prompts is not None:
     raise ValueError('prompt and prompts are both given: leave one out')
 if config.prompt.startswith('FILE:'):
-    with open(os.path.expanduser(config.prompt.removeprefix('FILE:')), encoding='utf-8') as file:
+    with open(os.path.expanduser(config.prompt.removeprefix('FILE:')), encoding='utf-8-sig') as file:
         config.prompt = file.read()
 texts = [config.prompt] if config.prompts is None else read_prompts(config.prompts)
 if config.num_samples is not None and config.num_samples < 1:
