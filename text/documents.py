@@ -381,6 +381,8 @@ def _texts(piece, data, text_field, notes, conversation_of, any_row):
         except ValueError as reason:
             notes[f'{piece.origin}: {reason}, left out'] += 1
             continue
+        if piece.kind == 'jsonl' and not (text_field or conversation_of) and text and 'text' not in row:
+            notes[f"{piece.origin}: rows without a field 'text', all strings of them are learned"] += 1
         yield text.encode('utf-8', 'replace')
 
 

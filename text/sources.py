@@ -54,6 +54,7 @@ FILE_KINDS = {  # how a file is read, by the ending of its name; any other is te
 COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text, tables, and lines of JSON, which .json.gz holds as a rule
 MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # with which such files begin
 BOM = b'\xef\xbb\xbf'  # with which Windows begins a text in UTF-8; it is no part of it
+ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
 LFS_POINTER = b'version https://git-lfs.github.com/spec/'
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
@@ -226,26 +227,20 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
             if like != part.path and sha256_of(like) == sha256_of(part.path):
                 skipped.append(f'{part.path}: the same as {like}')
                 continue
-        fields = dict.fromkeys(name for row in rows for name in row)
-        has_no_rows = part.kind in ('text', 'yaml')
-        if chat and (has_no_rows or (rows and not any(has_chat_fields(row, chat_fields) for row in rows))):
-            wanted = f'no conversations (a row has {", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
-            skipped.append(f'{part.path}: {wanted}' + (f'; it has: {", ".join(fields)}' if fields else ''))
+        fields = list(dict.fromkeys(name for row in rows for name in row))
+        may_be_chat = not rows or any(has_chat_fields(row, chat_fields) for row in rows)
+        if chat and (part.kind in ('text', 'yaml') or not may_be_chat):
+            skipped.append(f'{part.path}: {_no_conversations(fields, chat_fields)}')
             continue
-        names |= fields
-        if not chat and part.kind in ROW_KINDS:
-            # Rows of .json and .jsonl may lack the field 'text': all their strings are read then.
-            wanted = text_field or (None if part.kind in ('json', 'jsonl') else 'text')
-            try:
-                if wanted and (fields or part.kind != 'json'):
-                    check_text_field(part.path, fields, wanted)
-            except ValueError as error:
-                if (
-                    part.kind not in ('csv', 'json') or len(found) == 1
-                ):  # others are in many a tree, as tables, settings
-                    raise
-                skipped.append(str(error))
-                continue
+        # Rows of .json and .jsonl may lack the field 'text': all their strings are read then.
+        wanted = text_field or (None if part.kind in ('json', 'jsonl') else 'text')
+        lack = _lack_of(wanted, fields) if wanted and not chat and part.kind in ROW_KINDS else None
+        if lack and part.kind in ('csv', 'json') and len(found) > 1:  # as tables and settings are in many a tree
+            skipped.append(f'{part.path}: {lack}')
+            continue
+        if lack:
+            raise ValueError(f'{part.path}: {lack}')
+        names |= dict.fromkeys(fields)
         line = f'{Path(part.path).relative_to(root).as_posix()} {part.end} {sha256}\n'
         digest.update(line.encode('utf-8', 'surrogateescape'))
         parts.append(part)
@@ -256,16 +251,32 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
     source = Source(description, parts, n_bytes, text_field, chat, chat_fields, skipped=skipped)
-    rows = [row for part, _, rows in found if part.kind == 'jsonl' for row in rows]
-    source.line = _how_read(source, names, rows, said_text)
+    lists = [rows for part, _, rows in found if part.kind == 'jsonl' or (part.kind == 'json' and len(rows) > 1)]
+    source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
     return source
 
 
-ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
+def _no_conversations(fields, chat_fields):
+    """Why rows with these fields cannot be read as conversations."""
+    wanted = f'no conversations ({", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
+    return wanted + (f'; it has: {", ".join(fields)}' if fields else '')
+
+
+def _lack_of(text_field, fields):
+    """Which of the fields that text_field names is not among these, in words; None where all are. Without any rows to
+    be seen, as in a .json file that is one long text, nothing is missed."""
+    missing = next((name for name in fields_of(text_field) if fields and name not in fields), None)
+    if missing is None:
+        return None
+    return (
+        f'has no field {missing!r}, choose with --text_field; it has: {", ".join(fields)}; '
+        '--chat_fields=QUESTION,ANSWER reads conversations'
+    )
 
 
 def _how_read(source, names, rows, said_text):
-    """A line that says how rows are read, where that is not plain; names: all fields; rows: some of .jsonl."""
+    """A line that says how rows are read, where that is not plain; names: all fields; rows: some of files that may lack
+    the field 'text'."""
     if source.chat:
         read = source.columns(names)
         others = [name for name in names if name not in read]
@@ -497,16 +508,6 @@ def _cut_tail(part, fraction):
     return [part._replace(end=cut, split='train'), part._replace(start=cut, split='val')]
 
 
-def check_text_field(path, fields, text_field):
-    """Raise ValueError when there is no such field, with those that there are."""
-    for name in fields_of(text_field):
-        if name not in fields:
-            raise ValueError(
-                f'{path}: has no field {name!r}, choose with --text_field; it has: {", ".join(fields)}; '
-                '--chat_fields=QUESTION,ANSWER reads conversations'
-            )
-
-
 # --- datasets of the Hugging Face hub ---------------------------------------------------------------------------------
 
 
@@ -576,10 +577,10 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
         names = names or list(dict.fromkeys(name for row in rows for name in row))
     if chat is None:
         chat = text_field is None and _are_conversations({description['name']: rows})
-    if not chat:
-        check_text_field(description['name'], names, text_field or 'text')
-    elif not has_chat_fields(names, chat_fields):
-        raise ValueError(f'{description["name"]}: {NO_CONVERSATIONS}; it has: {", ".join(names)}')
+    if not chat and (lack := _lack_of(text_field or 'text', names)):
+        raise ValueError(f'{description["name"]}: {lack}')
+    if chat and not has_chat_fields(names, chat_fields):
+        raise ValueError(f'{description["name"]}: {_no_conversations(names, chat_fields)}')
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None

@@ -587,7 +587,7 @@ def test_a_folder_with_conversations_leaves_out_what_has_no_rows(chatml, tmp_pat
     write_rows(folder / 'chats.jsonl', [{'prompt': f'question {n}', 'completion': f'answer {n}'} for n in range(20)])
     result = prepare(tmp_path, f'--dataset={folder}', f'--tokenizer={chatml}', '--name=mixed')
     assert f'left out: {folder}/README.md: no conversations' in result.stdout
-    assert f'{folder}/a_config.json: rows that are no conversations' in result.stdout
+    assert f'left out: {folder}/a_config.json: no conversations' in result.stdout
     found = [part for split in ('train', 'val') for part in conversations_of(tmp_path / 'data' / 'mixed', split)]
     assert sorted(parts for _, parts in found) == sorted([f'answer {n}<|im_end|>'] for n in range(20))
 

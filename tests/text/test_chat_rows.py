@@ -295,8 +295,11 @@ def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_pa
 
 def test_rows_of_which_all_strings_are_learned_are_named_with_the_keys_that_read_them(tmp_path):
     path = write_rows(tmp_path / 'rows.jsonl', [{'source': 'q', 'target': 'a'}] * 3)
-    line = sources.find_source(str(path)).line
-    assert 'source, target' in line and '--text_field=' in line and '--chat_fields=' in line
+    source = sources.find_source(str(path))
+    assert 'source, target' in source.line and '--text_field=' in source.line and '--chat_fields=' in source.line
+    assert [(count, "without a field 'text'" in note) for note, count in texts_of(source)[1].items()] == [(3, True)]
+    (tmp_path / 'rows.json').write_text('[{"source": "q", "target": "a"}, {"source": "q"}]')
+    assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
     assert sources.find_source(str(path), chat=False).line is None  # the user has said it
     assert sources.find_source(str(write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}] * 3))).line is None
     line = sources.find_source(str(write_rows(tmp_path / 'gsm.jsonl', [{**ROWS['gsm8k'], 'id': 1}] * 3))).line
