@@ -193,12 +193,21 @@ def test_what_a_template_does_not_write_is_a_reason(folders):
     assert text.startswith('<|im_start|>system\nbe kind')
 
 
-def test_a_text_in_another_order_or_outside_of_what_is_learned_is_refused(tmp_path):
-    backwards = CHATML.replace('in messages', 'in messages | reverse')
-    swapped = CHATML.replace('in messages', 'in messages | sort(attribute="role")')
-    for name, template in (('backwards', backwards), ('swapped', swapped)):
-        with pytest.raises(ValueError, match='the chat template does not write'):
-            learned(make_tokenizer(tmp_path / name, template), {'messages': TWO_TURNS})
+def test_a_text_in_another_order_or_cut_off_where_it_is_learned_is_refused(tmp_path):
+    write = '{%- for message in messages %}'
+    others = "{%- for message in messages | rejectattr('role', 'equalto', 'assistant') | reverse %}"
+    answers = "{%- for message in messages | selectattr('role', 'equalto', 'assistant') %}"
+    body, prompt = CHATML.removeprefix(write).split('{%- if add')
+    backwards = make_tokenizer(tmp_path / 'backwards', f'{others}{body}{answers}{body}{{%- if add{prompt}')
+    assert learned(backwards, {'messages': QA})[0][1] == ['a<|im_end|>']
+    with pytest.raises(ValueError, match="user's message the chat template does not write as it is"):
+        learned(backwards, {'messages': [{'role': 'user', 'content': 'first'}, *QA]})
+    short = CHATML.replace(
+        '+ message.content', "+ (message.content[:5] if message.role == 'assistant' else message.content)"
+    )
+    turns = messages_of([('user', 'Say: hello there'), ('assistant', 'hello there')])
+    with pytest.raises(ValueError, match="assistant's message the chat template does not write as it is"):
+        learned(make_tokenizer(tmp_path / 'short', short), {'messages': turns})
 
 
 def test_an_answer_that_begins_like_the_prompts_thought_is_learned_whole(tmp_path):
@@ -332,6 +341,10 @@ def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones
     for window in windows:
         assert window.count('<|im_start|>assistant\n【#### ') == window.count('<|im_end|>】') >= 1
         assert '!!' not in window  # padding
+    write_rows(tmp_path / 'text.jsonl', [{'text': f'text {number} ' * 9} for number in range(99)])
+    prepare(tmp_path, f'--dataset={tmp_path}/text.jsonl', f'--tokenizer={folders["chatml"]}', '--name=text')
+    mixed = prepare(tmp_path, '--peek=gsm,text').stdout
+    assert '--- text, window ' in mixed and '【#### ' in mixed
     error = error_of(tmp_path, *options, '--chat_fields=question,answer', '--chat=False')
     assert 'chat=False' in error and 'chat_fields=question,answer' in error
     error = error_of(tmp_path, *options, '--chat_fields=answer,question')
