@@ -30,6 +30,7 @@ PAIRS = (
     ('problem', 'solution'),
     ('inputs', 'targets'),
 )
+TURNS = (('input', 'output'), ('human', 'assistant'), ('user', 'assistant'))  # in place of two messages, as Capybara's
 CONTEXTS = ('input', 'context')  # beside a question, what it is about
 SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list, the system message
 CHOICES = ('choices', 'options')  # beside a question: without them it cannot be answered
@@ -53,6 +54,7 @@ PARTS_OF_TREES = (
 )
 
 INSTRUCTIONS = ('system', 'developer')
+QA_ROLES = ('user', 'assistant')  # of those who take turns
 ROLES = {name: name for name in (*INSTRUCTIONS, 'user', 'assistant', 'tool')}
 ROLES |= dict.fromkeys(('human', 'prompter'), 'user')
 ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assistant')
@@ -161,9 +163,17 @@ def _messages_of(row, fields):
 
 
 def _list_of(value):
-    messages = _parsed(value)
-    if not isinstance(messages, list):
+    """The messages of a field that holds a list of them."""
+    elements = _parsed(value)
+    if not isinstance(elements, list):
         raise ValueError('rows whose messages are no list')
+    messages = []
+    for element in elements:
+        turn = next((turn for turn in TURNS if isinstance(element, dict) and set(turn) <= set(element)), None)
+        if turn:
+            messages += [{'role': role, 'content': element[name]} for role, name in zip(QA_ROLES, turn, strict=True)]
+        else:
+            messages.append(element)
     return messages
 
 
@@ -173,7 +183,7 @@ def _turns_of(row, questions, answer):
     for turn in row.get('history') or []:  # Alpaca's: pairs that came before
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError('rows whose history is no list of questions and answers')
-        messages += [{'role': role, 'content': text} for role, text in zip(('user', 'assistant'), turn, strict=True)]
+        messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
     prompt = _as_messages(row[questions[0]])
     if prompt is not None:
         messages += [message if _role_of(message) != 'assistant' else {**message, 'weight': 0} for message in prompt]
@@ -215,7 +225,7 @@ def _role_of(message):
 def _message_of(message, number):
     """A message as conversation_of() describes it. number: its place, which gives plain strings a role."""
     if isinstance(message, str):
-        return {'role': ('user', 'assistant')[number % 2], 'content': message}
+        return {'role': QA_ROLES[number % 2], 'content': message}
     message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     fields = ', '.join(key for key in message if message[key])[:60] or 'no fields'
     if 'role' not in message and isinstance(message.get('from'), str):

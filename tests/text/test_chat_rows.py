@@ -65,6 +65,8 @@ ROWS = {
     'sharegpt': {'conversations': [{'from': 'Human', 'value': 'q'}, {'from': 'GPT', 'value': 'a'}]},
     'sharegpt of bing': {'conversations': [{'from': 'user', 'value': 'q'}, {'from': 'bing', 'value': 'a'}]},
     'lima': {'conversations': ['q', 'a'], 'source': 'web'},
+    'capybara': {'conversation': [{'input': 'q', 'output': 'a'}], 'source': 'web'},
+    'firefly': {'conversation': [{'human': 'q', 'assistant': 'a'}], 'category': 'x'},
     'dialog': {'dialog': ['q', 'a']},
     'lmsys': {'conversation': [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}], 'turn': 1},
     'prompter': {'messages': [{'role': 'prompter', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]},
