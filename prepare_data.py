@@ -3,7 +3,7 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
 
     python prepare_data.py                                           # the standard library, with a BPE trained on it
     python prepare_data.py --dataset=input.txt --tokenizer=bytes     # one file: its end is the validation split
-    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .md, .json(l), .csv, .yaml, .parquet
+    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .json(l), .csv, .yaml, .parquet
     python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune a model: its tokenizer
     python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Qwen3-0.6B    # instruction data: rows of messages
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub

@@ -45,7 +45,7 @@ FORMATS_IN_WORDS = (
 )
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
-    'rows that are preference pairs (chosen and rejected), of which no loss is learned here: '
+    'rows that are preference pairs (chosen and rejected), for which there is no loss here: '
     '--chat_fields=prompt,chosen learns the chosen answers, --chat=False all strings as text'
 )
 PARTS_OF_TREES = (
