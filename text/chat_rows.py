@@ -46,7 +46,8 @@ FORMATS_IN_WORDS = (
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
     'rows that are preference pairs (chosen and rejected), for which there is no loss here: '
-    '--chat_fields=prompt,chosen learns the chosen answers, --chat=False all strings as text'
+    '--chat_fields=prompt,chosen learns the chosen answers (--chat_fields=chosen, where these are lists of messages), '
+    '--chat=False all strings as text'
 )
 PARTS_OF_TREES = (
     'rows that are single messages of trees (parent_id, role, text): join each path of a tree to one row of messages, '
