@@ -1,8 +1,10 @@
 """Rows of instruction data of every common shape: read as they are meant, or refused with the reason."""
 
 import collections
+import functools
 import json
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -288,6 +290,28 @@ def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
             stream.write_table(kind)
         source = sources.find_source(str(path))
         assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': QA})] * 3
+
+
+def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{'messages': None}, {'messages': QA}]), tmp_path / 'a.parquet'
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{'source': 'q', 'target': 'a'}]), tmp_path / 'b.parquet')
+
+    def source_of(name, **options):
+        stream = datasets.load_dataset('parquet', data_files=str(tmp_path / name), split='train', streaming=True)
+        return sources.stream_source(stream, {'name': name, 'split': 'train'}, **options)
+
+    for source in (source_of('a.parquet'), source_of('b.parquet', chat=True, chat_fields=['source', 'target'])):
+        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
+        notes, as_conversation = (
+            collections.Counter(),
+            functools.partial(chat_rows.conversation_of, fields=source.chat_fields),
+        )
+        found = [text for piece in pieces for text in reading.documents_of(piece, None, notes, as_conversation)]
+        assert source.chat and [json.loads(text)['messages'] for text in found] == [QA]
+    with pytest.raises(ValueError, match="no field 'text'.*source, target; --chat_fields=QUESTION,ANSWER"):
+        source_of('b.parquet')
 
 
 def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_path):
