@@ -354,6 +354,14 @@ def test_a_damaged_compressed_file_is_named(tmp_path):
     content = bytearray((tmp_path / 'rows.jsonl.gz').read_bytes())
     content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
     (tmp_path / 'rows.jsonl.gz').write_bytes(content)
+    write_compressed(
+        tmp_path / 'table.csv.gz', b'text\n' + b'\n'.join(os.urandom(99).hex().encode() for _ in range(9999))
+    )
+    content = bytearray((tmp_path / 'table.csv.gz').read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
+    (tmp_path / 'table.csv.gz').write_bytes(content)
+    with pytest.raises(OSError, match='table.csv.gz: damaged behind row [0-9]{3,}: .*inflate'):
+        list(reading.units_of(sources.find_source(str(tmp_path / 'table.csv.gz'))))
     line = error_of(tmp_path, f'--dataset={tmp_path / "rows.jsonl.gz"}', '--tokenizer=bytes', '--val_fraction=0')
     assert 'rows.jsonl.gz: damaged behind byte ' in line
 
@@ -543,6 +551,9 @@ def test_a_saved_dataset_has_the_files_that_its_state_names(tmp_path):
     (file,) = state['_data_files']
     (tmp_path / 'saved' / file['filename']).rename(tmp_path / 'saved' / 'cache-1.arrow')
     with pytest.raises(ValueError, match=f'{file["filename"]} is missing: copy the folder again'):
+        texts_in(tmp_path / 'saved')
+    (tmp_path / 'saved' / 'state.json').write_text('version https://git-lfs.github.com/spec/v1\n')
+    with pytest.raises(ValueError, match='state.json: not as save_to_disk writes it .*`git lfs pull`'):
         texts_in(tmp_path / 'saved')
     state['_data_files'] = [{'filename': 'cache-1.arrow'}]
     (tmp_path / 'saved' / 'state.json').write_text(json.dumps(state))

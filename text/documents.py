@@ -205,8 +205,8 @@ def _read_csv(source, part, offset):
                     work = 0 if is_packed else file.tell() - position
                     yield pieces, row, work
                     pieces, size, position = [], 0, position + work
-        except ValueError as error:
-            raise OSError(f'{part.path}: {error}') from error
+        except (ValueError, OSError) as error:
+            raise OSError(f'{part.path}: damaged behind row {row}: {reason_of(error)}') from error
         yield pieces, row, part.end - position
 
 

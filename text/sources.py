@@ -191,18 +191,27 @@ def fields_of(text_field):
 def _saved_files(folder, split):
     """The .arrow files of a folder written by datasets' save_to_disk, in order."""
     if (folder / 'dataset_dict.json').exists():
-        splits = json.loads((folder / 'dataset_dict.json').read_text(encoding='utf-8'))['splits']
+        splits = _json_of(folder / 'dataset_dict.json').get('splits', [])
         if split not in splits:
             raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
     state = folder / 'state.json'
-    named = json.loads(state.read_text(encoding='utf-8')).get('_data_files') if state.exists() else None
+    named = _json_of(state).get('_data_files') if state.exists() else None
     files = [folder / file['filename'] for file in named] if named else sorted(folder.glob('*.arrow'))
     missing = [file for file in files if not file.exists()]
     if missing or not files:
         gone = missing[0] if missing else folder / 'data-00000-of-00001.arrow'
         raise ValueError(f'dataset={folder}: {gone} is missing: copy the folder again')
     return files
+
+
+def _json_of(path):
+    """The object in a JSON file that save_to_disk has written."""
+    try:
+        return dict(json.loads(path.read_text(encoding='utf-8')))
+    except (ValueError, TypeError) as error:
+        reason = f'not as save_to_disk writes it ({one_line(error)})'
+        raise ValueError(f'{path}: {reason}: copy it again, or fetch it with `git lfs pull`') from error
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, chat_fields):
@@ -457,7 +466,7 @@ def _rows_of_columns(path, kind, chat_fields):
                 batch = next((batch for batch in stream if len(batch)), None) if read else None
                 batch = batch and batch.select(read)
         rows = batch.slice(0, ROWS_LOOKED_AT).to_pylist() if batch else []
-    except (ValueError, OSError) as error:  # pyarrow's errors are among them
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
         raise ValueError(f'damaged: {one_line(error)}') from error
     empty = {name: '' if name == 'text' else None for name in names}
     return [empty | row for row in rows or [{}]]

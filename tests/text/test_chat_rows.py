@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
+from chats import CHATML, LEARNED, QWEN3, conversations_of, encoder_of, make_tokenizer, messages_of, write_rows
 from prepared import error_of, meta_of, prepare
-from test_chat_data import CHATML, LEARNED, QWEN3, conversations_of, encoder_of, make_tokenizer, messages_of, write_rows
 
 from text import chat_rows, sources
 from text import documents as reading
