@@ -422,14 +422,13 @@ def _without_nulls(value):
 
 def _rows_of_json(data, notes, origin):
     """The elements of a list, or what else the file is: an object, or one after another."""
-    decoder = json.JSONDecoder()
+    contents, position, decoder = [], 0, json.JSONDecoder()
     try:
         text = data.decode('utf-8-sig').strip()
-        contents = []
-        while text:
-            content, end = decoder.raw_decode(text)
+        while position < len(text):
+            content, end = decoder.raw_decode(text, position)
             contents.append(content)
-            text = text[end:].lstrip()
+            position = re.compile(r'\s*').match(text, end).end()
     except (ValueError, RecursionError) as error:
         notes[f'{origin}: not JSON, left out: {str(error)[:100]}'] += 1
         return
