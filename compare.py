@@ -45,7 +45,7 @@ class Config:
     at_once = 1  # runs of a sweep side by side, each with its share of the cores
     coordinates = {}  # axis -> size -> keys: do activations keep their size? Models of the recipes; docs/sweeps.md
     # how
-    out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME
+    out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME [path]
     launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
     bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
     trace = False  # record a step of each run for chrome://tracing
@@ -60,12 +60,12 @@ class Config:
     gpus = 8  # --plan: ranks of the cluster
     node_gpus = 8  # --plan: ranks on each node
     gpu = 'h100'  # --plan: h100, h200, a100, of which speed and links are assumed; or cpu, with --measured and --links
-    measured = []  # --plan: out_dirs of train_ddp.py in one process, whose speed it takes
-    links: str | None = None  # --plan: the file with measured links; --bench_links writes it
+    measured = []  # --plan: out_dirs of train_ddp.py in one process, whose speed it takes [path]
+    links: str | None = None  # --plan: the file with measured links; --bench_links writes it [path]
     cores = 1  # --plan --gpu=cpu: cores of a node, which its ranks share
-    plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else
+    plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else [path]
     keys = []  # --plot: draw these keys of metrics.jsonl in place of the loss, as in --keys=grad_norm,val_bpb
-    output: str | None = None  # the picture that --plot writes; None = loss.png in the folder that holds the runs
+    output: str | None = None  # the picture that --plot writes; None = loss.png in the folder of the runs [path]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Knob:
     types: tuple[str, ...]  # names of the accepted types, 'None' among them where it is; () = any
     choices: tuple  # the only values of a Literal; () = any
     default: object
-    tags: tuple[str, ...]  # what keys.py says of the key in brackets: 'result', 'per job'
+    tags: tuple[str, ...]  # what keys.py says of the key in brackets: 'result', 'per job', 'path'
 
 
 class Mistake(Exception):
@@ -333,7 +333,8 @@ def parse(text, knob, given):
             raise Mistake(f'{given} needs a value: {given}=..., expected {expected(knob)}')
         text = 'True'
     if isinstance(text, list):
-        return [element for word in text for element in elements(word)]
+        words = [element for word in text for element in elements(word)]
+        return at_home(words) if 'path' in knob.tags else words
     readings = [WORDS[text]] if text in WORDS else []
     if set(knob.types) - {'str', 'None'} or not knob.types:  # a string is taken as typed, quotes and all
         for read in (ast.literal_eval, float):  # float: inf and nan are no literals
@@ -358,7 +359,14 @@ def checked(value, knob, given):
     fitting = [possible[kind] for kind in knob.types if kind in possible] if knob.types else [value]
     if not fitting or (knob.choices and value is not None and value not in knob.choices):
         raise Mistake(f'{given} expects {expected(knob)}, given {value!r}')
-    return fitting[0]
+    return at_home(fitting[0]) if 'path' in knob.tags else fitting[0]
+
+
+def at_home(value):
+    """A path, or each of a list, with the home folder for a ~ at its beginning: shells leave --key=~/x as it is."""
+    if isinstance(value, list):
+        return [at_home(path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def elements(value):

@@ -21,13 +21,16 @@ import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from dataset.mixture import SourceOrder, names_in, parse_stages
+from dataset.shards import LEARNED
 from dataset.shuffle import sample_windows
-from dataset.windows import open_dataset
+from dataset.windows import open_dataset, read_meta
+from text.conversations import marked_text
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
 MAX_EPOCHS = 4  # over a source of a mixture: until then repeated text is nearly as good as new (arXiv 2305.16264)
@@ -186,19 +189,43 @@ def folder_of(keys, data_dir=None):
     return next((folder for folder in folders if os.path.exists(os.path.join(folder, 'meta.json'))), folders[0])
 
 
-def peek(dataset, data_dir, n_windows=8, n_tokens=256):
-    """Print the beginnings of a run's first windows, with their source and the borders of documents."""
+def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
+    """Print the beginnings of a run's first windows, with their source and the borders of documents. Of windows of
+    conversations the first whole ones, with what is learned in them in brackets."""
     keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
-    mixture = open_mixture({**keys, 'block_size': n_tokens, 'vocab_size': None}, 'train')
+    metas = [read_meta(Path(data_dir, name)) for name in names_in(parse_stages(keys))]
+    longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
+    if longest:  # none is to be cut; only documents go together with conversations
+        keys['windows'] = 'documents'
+    mixture = open_mixture({**keys, 'block_size': longest or n_tokens, 'vocab_size': None}, 'train')
     mixture.plan(1, n_windows)
     decode = tokenizer_of(folder_of(keys)).decode
     for number, window in zip(*mixture.locate(np.arange(n_windows), seed=1337), strict=True):
         source = mixture.sources[number]
-        tokens = np.array(source.read([window])[0]).ravel()[:n_tokens]  # of conversations the inputs
+        where = f'{mixture.names[number]}, window {window:,} of {source.n_windows:,}'
+        if source.is_chat:
+            chats = conversations_in(*(row[0] for row in source.read([window])))
+            print(f'--- {where}, {len(chats)} conversations in it, what is learned in 【 】:')
+            for chat in chats[:n_chats]:
+                print(marked_text(*chat, decode, '【', '】'), end='\n\n')
+            continue
+        tokens = np.array(source.read([window])[0]).ravel()[:n_tokens]
         parts = np.split(tokens, np.flatnonzero(tokens == source.eot) + 1)
         text = '【end of document】\n'.join(decode(part[part != source.eot]) for part in parts)
-        where = f'window {window:,} of {source.n_windows:,}, {len(parts) - 1} documents end in it'
-        print(f'--- {mixture.names[number]}, {where}:\n{text}')
+        print(f'--- {where}, {len(parts) - 1} documents end in it:\n{text}')
+
+
+def conversations_in(x, y, starts):
+    """[(tokens, flags)] of the conversations in a window: rows of what Conversations.read() returns."""
+    borders = [*starts[starts < len(x)].tolist(), len(x)]
+    chats = []
+    for begin, end in itertools.pairwise(borders):
+        learned = y[begin:end] >= 0
+        if learned.any():  # else it is padding
+            last = begin + int(np.flatnonzero(learned)[-1]) + 1  # a conversation ends with an answer
+            tokens = np.append(x[begin:last], y[last - 1])
+            chats.append((tokens, np.append(False, learned[: last - begin]) * np.uint8(LEARNED)))
+    return chats
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

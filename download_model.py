@@ -16,8 +16,8 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    model: str | None = None  # OWNER/NAME on the hub, or a folder to check
-    to: str | None = None  # the folder to download into; None = models/NAME
+    model: str | None = None  # OWNER/NAME on the hub, or a folder to check [path]
+    to: str | None = None  # the folder to download into; None = models/NAME [path]
     revision = 'main'  # branch, tag or commit on the hub
 
 

@@ -26,17 +26,17 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # what
-    out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder
+    out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder [path]
     step: int | None = None  # take the checkpoint of this step; None = the newest
-    tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
+    tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
     protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
     num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
     limit: int | None = None  # only the first so many items of each task
-    results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir
-    samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl
+    results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir [path]
+    samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl [path]
     # text to tokens
-    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
-    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
+    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
+    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
     block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions for
     trust_remote_code = False  # run the Python files of a Hugging Face model, where transformers has no class for it
     # system

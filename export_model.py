@@ -26,13 +26,13 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    out_dir = 'out/quickstart'  # the run whose model is exported
+    out_dir = 'out/quickstart'  # the run whose model is exported [path]
     step: int | None = None  # take the checkpoint of this step; None = the newest
-    to: str | None = None  # the folder to write; None = models/ and the name of out_dir
+    to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['float32', 'bfloat16', 'float16'] | None = None  # None = as in init_from, else float32
     adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
     max_shard_size = '5GB'  # larger weights are split into files of this size and an index
-    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
+    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
     trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
 
 

@@ -12,6 +12,7 @@ in brackets at the end of a comment are tags. Those of a section hold for each o
     [result]    the loss and the weights depend on it, so runs that are compared should have the same value. Keys that
                 decide how the same numbers are computed are without it, even where rounding differs.
     [per job]   jobs that train together in a pool may each have their own value.
+    [path]      a file or folder, or a list of them: a ~ at its beginning is the home folder. In any script.
 
 Standard library only, and little of that: configurator.py reads this file before `--help` answers.
 """
@@ -21,7 +22,7 @@ from typing import Literal
 
 class Keys:
     # I/O [per job]
-    out_dir = 'out/train'  # checkpoints, metrics.jsonl and train.log are written here: one folder per run
+    out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
@@ -44,12 +45,12 @@ class Keys:
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
-    data_dir = 'data'  # where datasets live [result, per job]
+    data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
     block_size = 1024  # tokens per sequence
     # model [result]
-    init_from = 'scratch'  # or weights from an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job]
+    init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
     heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
@@ -115,7 +116,7 @@ class TaskKeys:
     """Of scripts that can score a model on tasks while it trains; a model in stages cannot be scored."""
 
     # I/O [per job]
-    eval_tasks = []  # files of tasks that the model is scored on, as by evaluate.py: tasks/piqa.jsonl,tasks/mine.jsonl
+    eval_tasks = []  # files of tasks to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
     eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
 
 

@@ -3,7 +3,7 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
 
     python prepare_data.py                                           # the standard library, with a BPE trained on it
     python prepare_data.py --dataset=input.txt --tokenizer=bytes     # one file: its end is the validation split
-    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .md, .json(l), .yaml, .parquet
+    python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .json(l), .csv, .yaml, .parquet
     python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune a model: its tokenizer
     python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Qwen3-0.6B    # instruction data: rows of messages
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
@@ -11,9 +11,10 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
     python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
     python prepare_data.py --verify=NAME                             # are the files as they were written?
 
-Conversations are rows with `messages`, `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and
-`output` (Alpaca). The tokenizer's chat template writes them, and the loss counts on the assistant's tokens only: they
-are marked in train_000000.mask. One conversation is printed, with what is learned.
+Conversations are rows with `messages` or `conversations` (ShareGPT), or with a question and an answer as `prompt` and
+`completion`, `instruction` and `output` (Alpaca), `question` and `answer`; --chat_fields names others. The tokenizer's
+chat template writes them, and the loss counts on the assistant's tokens only: they are marked in train_000000.mask.
+At the end one example of what was written is printed, with what is learned of it.
 
 This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on, to the same bytes.
 """
@@ -26,23 +27,24 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # text
-    dataset = 'stdlib'  # or a file, a folder, fineweb-10BT, fineweb-100BT, fineweb-edu-10BT, OWNER/NAME on the hub
+    dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub, fineweb-10BT, -100BT, fineweb-edu-10BT [path]
     text_field: str | None = None  # field of the text in rows, or '{title}\n{text}'; None = text, or all of .jsonl rows
-    chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first row is one
+    chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first rows are
+    chat_fields = []  # their fields, where they are none of the known ones: a list of messages, or QUESTION,ANSWER
     fold_system = False  # for chat templates that refuse system messages: write them into the user's message
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
     dedup = False  # leave out documents that are the same as one before, to the byte
     max_tokens: int | None = None  # stop when the train split has so many; None = read everything
     # tokens
-    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a name of tiktoken's (gpt2, ...), or a Hugging Face folder
+    tokenizer = 'bpe'  # bpe (trained on the text), bytes, tiktoken's names (gpt2, ...), a Hugging Face folder [path]
     vocab_size = 2048  # of the trained BPE
     val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
     val_rule: Literal['hash', 'tail'] | None = None  # documents by a hash, or the end of a text file; None = what fits
     seed = 1337  # of the hash that chooses the validation documents
     # files
     name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
-    data_dir = 'data'  # where datasets live
+    data_dir = 'data'  # where datasets live [path]
     shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
     # system
     num_proc: int | None = None  # processes that tokenize; None = one per core
@@ -50,7 +52,7 @@ class Config:
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
     tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,arc_easy,piqa,mmlu, ...
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
-    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop
+    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop [path]
     peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop
 
 
@@ -60,6 +62,7 @@ config, explicit = configure(Config)
 import atexit
 import collections
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -73,18 +76,18 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from dataset.shards import ShardWriter, read_shard, verify
+from dataset.shards import ShardWriter, verify
 from evaluation.known_tasks import make_tasks
 from runtime import errors
 from runtime.files import write_file
 from text import encoding, sources
-from text.conversations import FORMATS_IN_WORDS, conversation_of, marked_text, template_of
+from text.chat_rows import FORMATS_IN_WORDS, conversation_of
+from text.conversations import template_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
-from text.summary import print_summary
+from text.summary import print_example, print_summary
 from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
 errors.report_errors(lambda: 'lower num_proc')
@@ -93,7 +96,6 @@ STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json d
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
 SAVE_SECONDS = 10  # the work that a kill can cost
 UNITS_AHEAD = 64  # of a MB: they keep the workers busy for a third of a second, while a shard goes to disk
-EXAMPLE_TOKENS = 4096  # of the conversation that is printed
 FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
 
@@ -175,14 +177,17 @@ tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
 if config.text_field and '{' in config.text_field:  # a template; shells hand on \n as two characters
     config.text_field = config.text_field.replace('\\n', '\n')
+if config.chat_fields and config.chat is False:
+    raise ValueError(f'chat=False reads text, and chat_fields={",".join(config.chat_fields)} conversations: choose one')
+config.chat = True if config.chat_fields else config.chat
 if config.chat and config.text_field is not None:
     raise ValueError(f'chat=True reads {FORMATS_IN_WORDS}: leave out --text_field={config.text_field}')
 if sources.is_hub_name(config.dataset):
     stream, about = sources.open_stream(config.dataset, config.source_config, config.source_split, hub_folder)
-    source = sources.stream_source(stream, about, config.text_field, config.chat)
+    source = sources.stream_source(stream, about, config.text_field, config.chat, config.chat_fields)
 else:
     tail_fraction = config.val_fraction if config.val_rule == 'tail' and config.val_fraction else None
-    options = (config.text_field, config.source_split, tail_fraction, config.chat, config.dedup)
+    options = (config.text_field, config.source_split, tail_fraction, config.chat, config.dedup, config.chat_fields)
     source = sources.find_source(config.dataset, *options)
 chat_template = template_of(config.tokenizer) if source.chat and os.path.isdir(config.tokenizer) else None
 if source.chat and not chat_template:
@@ -197,6 +202,8 @@ if config.fold_system and not source.chat:
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
+if source.line:
+    print(source.line)
 for line in source.skipped[:10]:
     print(f'left out: {line}')
 if len(source.skipped) > 10:
@@ -219,7 +226,7 @@ settings = {  # what decides the tokens
     'fold_system': config.fold_system or None,  # as in datasets made before there was this key
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
-settings |= {key: vars(config)[key] for key in ('dedup', 'max_tokens') if vars(config)[key]}
+settings |= {key: vars(config)[key] for key in ('dedup', 'max_tokens', 'chat_fields') if vars(config)[key]}
 
 
 def refuse(state_of_folder):
@@ -304,12 +311,13 @@ warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while thi
 
 def hashes_and_sizes(notes):
     """(hash, bytes) of each document, of a long one for each stretch. Of text files only the heads are read."""
+    as_conversation = functools.partial(conversation_of, fields=source.chat_fields) if source.chat else None
     for unit in units_of(source):
         for piece in unit.pieces:
             if piece.kind == 'text' and piece.data is None:
                 yield encoding.hash_of(piece, None, config.seed), piece.length
                 continue
-            for document in documents_of(piece, config.text_field, notes, conversation_of if source.chat else None):
+            for document in documents_of(piece, config.text_field, notes, as_conversation, config.chat is False):
                 yield encoding.hash_of(piece, document, config.seed), len(document)
 
 
@@ -355,7 +363,8 @@ def bpe_sample():
     """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
     left = BPE_SAMPLE_BYTES
     for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
-        for document in documents_of(piece, config.text_field, collections.Counter()):  # the workers count the notes
+        # The workers count the notes.
+        for document in documents_of(piece, config.text_field, collections.Counter(), any_row=config.chat is False):
             if encoding.split_of(piece, document, config.seed, val_hashes) == 'train':
                 yield from cut_up(document, encoding.STRETCH_BYTES)
                 left -= len(document)
@@ -413,8 +422,8 @@ seen = encoding.Seen(folder / 'seen.partial', state.get('seen', 0)) if config.de
 notes = collections.Counter(state['notes'])
 start = saved_at = time.perf_counter()
 saved_shards = tokens_made = bytes_made = 0
-options = (config.text_field, source.chat, config.fold_system)
-rules = encoding.Rules(config.tokenizer, folder, *options, config.seed, val_hashes, config.engine, config.dedup)
+options = (config.text_field, source.chat or config.chat, config.fold_system, config.seed, val_hashes, config.engine)
+rules = encoding.Rules(config.tokenizer, folder, *options, config.dedup, source.chat_fields)
 unit_of_work = {'unit': 'B' if 'bytes' in facts else ' rows', 'unit_scale': True}
 with tqdm(total=source.total, initial=state['work'], disable=None, leave=False, **unit_of_work) as bar:  # on a terminal
     for unit, (encoded, new_notes) in encoded_units(units_of(source, state['position']), rules):
@@ -478,13 +487,7 @@ for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')
 if len(notes) > 10:
     print(f'{len(notes) - 10:,} more such lines: the first hundred are in {folder}/meta.json')
-if source.chat:
-    shard = meta['splits']['train']['shards'][0]
-    tokens = np.array(read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
-    flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
-    marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
-    print(f'what is learned of a conversation stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
-    print(marked_text(tokens, flags, encoder.decode, *marks))
 rates = f'{bytes_made / seconds / 1e6:.1f} MB/s, {tokens_made / seconds / 1e6:.2f}M tokens/s'
+print_example(meta, folder)
 print(f'{rates} with {config.num_proc} processes, reading and writing included')
 print_summary(meta, folder, config)

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 from typing import Literal
 
@@ -23,13 +24,13 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    out_dir = 'out/quickstart'  # the run whose model writes
+    out_dir = 'out/quickstart'  # the run whose model writes [path]
     step: int | None = None  # take the checkpoint of this step; None = the newest
-    data_dir: str | None = None  # where the run's dataset, and with it the tokenizer, lies; None = where the run had it
-    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own
+    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
+    tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
     trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
     prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
-    prompts: str | None = None  # a .jsonl file with {"prompt": ...} a line; for each, stdout gets {"prompt", "answer"}
+    prompts: str | None = None  # a .jsonl file, {"prompt": ...} a line; stdout gets {"prompt", "answer"} lines [path]
     chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
     system: str | None = None  # the system message before it; begins the prompt where the template refuses one
     num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
@@ -73,7 +74,7 @@ def say(line):
 def read_prompts(path):
     """The prompts of a .jsonl file. Raises ValueError with the number of a line that has none."""
     found = []
-    with open(path, encoding='utf-8') as file:
+    with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -93,7 +94,7 @@ def read_prompts(path):
 if config.prompt and config.prompts is not None:
     raise ValueError('prompt and prompts are both given: leave one out')
 if config.prompt.startswith('FILE:'):
-    with open(config.prompt.removeprefix('FILE:'), encoding='utf-8') as file:
+    with open(os.path.expanduser(config.prompt.removeprefix('FILE:')), encoding='utf-8-sig') as file:
         config.prompt = file.read()
 texts = [config.prompt] if config.prompts is None else read_prompts(config.prompts)
 if config.num_samples is not None and config.num_samples < 1:

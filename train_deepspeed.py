@@ -27,7 +27,7 @@ class Config(Keys, TaskKeys):
     # deepspeed
     zero_stage = 3  # what is sharded: 1 = moments; 2 = gradients, too; 3 = weights, too
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
-    deepspeed_config: str | None = None  # a DeepSpeed JSON file to use instead of the one written to out_dir
+    deepspeed_config: str | None = None  # a DeepSpeed JSON file to use instead of the one written to out_dir [path]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
     # diloco [result]
     num_replicas: int | None = None  # replicas that share a global batch, in as many jobs or others; None = the pool's
     # pool [per job]
-    exchange = ''  # where the jobs meet: a folder, or s3://bucket/name
+    exchange = ''  # where the jobs meet: a folder, or s3://bucket/name [per job, path]
     quorum = 1  # deltas without which no round is closed
     grace_s = 60.0  # a round with a quorum waits so long for others; a job that is silent for so long is dead
     keep_deltas = False  # delete none, so that --replay can begin with the first round

@@ -323,7 +323,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
         close = difflib.get_close_matches(dataset, found, n=1)
         hint = f'did you mean {close[0]}? If not, ' if close else ''
         raise FileNotFoundError(f'dataset={dataset}: there is no {folder}; {hint}make it with {command}; {holds}')
-    meta = _read_meta(folder)
+    meta = read_meta(folder)
     if not meta and (folder / 'unfinished.json').exists():
         raise ValueError(f'{folder}: half prepared; finish it with the same {command}')
     facts = meta.get('splits', {}).get(split, {})
@@ -351,7 +351,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
 
 
-def _read_meta(folder):
+def read_meta(folder):
     """The dict in a dataset's meta.json; {} when there is none."""
     path = folder / 'meta.json'
     if not path.exists():

@@ -93,7 +93,7 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness'):
 
 def read_items(path):
     items = []
-    with open(path, encoding='utf-8') as file:
+    with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 items.append(item_of(line, f'{path}, row {number}'))

@@ -9,7 +9,7 @@ import sys
 import pytest
 from launch import REPO
 
-from configurator import read_knobs
+from configurator import checked, parse, read_knobs
 from keys import OTHER_TRAINERS
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
@@ -193,9 +193,33 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
     defaults = {}
     for script in TRAIN_SCRIPTS:
         for key, knob in read_knobs(REPO / script).items():
-            assert {*knob.tags} <= {'result', 'per job'}, (script, key, knob.tags)
+            assert {*knob.tags} <= {'result', 'per job', 'path'}, (script, key, knob.tags)
             default = defaults.setdefault(key, (knob.default, knob.types, knob.choices))
             assert default == (knob.default, knob.types, knob.choices), (script, key)
+
+
+PATHS = {  # keys that name files or folders; those of train scripts in one row
+    'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config'},
+    'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'verify'},
+    'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
+    'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples'},
+    'export_model': {'out_dir', 'data_dir', 'to'},
+    'download_model': {'model', 'to'},
+    'compare': {'out_dir', 'measured', 'links', 'plot', 'output'},
+}
+
+
+def test_a_tilde_is_the_home_folder_in_every_key_that_is_a_path(monkeypatch):
+    monkeypatch.setenv('HOME', '/home/reader')
+    for script in sorted(REPO.glob('*.py')):
+        paths = PATHS['train' if script.stem.startswith('train_') else script.stem] if read_knobs(script) else set()
+        for key, knob in read_knobs(script).items():
+            if 'str' in knob.types and not knob.choices:
+                expected = '/home/reader/x' if key in paths else '~/x'
+                assert parse('~/x', knob, key) == checked('~/x', knob, key) == expected, (script, key)
+            elif 'list' in knob.types and key in paths:
+                assert parse('~/x,y/~z', knob, key) == parse(['~/x,y/~z'], knob, key) == ['/home/reader/x', 'y/~z']
+            assert ('path' in knob.tags) == (key in paths), (script, key)
 
 
 @pytest.mark.parametrize('script', TRAIN_SCRIPTS)

@@ -398,6 +398,11 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
     assert '\n' not in str(caught.value)
 
 
+def test_a_byte_order_mark_before_a_file_of_tasks_is_none_of_its_text(tmp_path):
+    (tmp_path / 'windows.jsonl').write_text(f'\ufeff{json.dumps(GOOD)}\n', encoding='utf-8')
+    assert len(tasks.read_task(tmp_path / 'windows.jsonl').items) == 1
+
+
 def test_a_model_that_knows_nothing_has_no_perplexity_that_a_float_could_hold(tmp_path):
     path = write_rows(tmp_path / 'words.jsonl', [{'context': 'a', 'continuation': 'b' * 9}] * 2)
     scores = tasks.scores_of(tasks.read_task(path), None, [[-800.0], [-900.0]], [[False], [True]])

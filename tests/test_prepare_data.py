@@ -1,6 +1,7 @@
 """prepare_data.py from the command line: what it reads, the shards it writes, kills, and bad input."""
 
 import collections
+import csv
 import fcntl
 import hashlib
 import http.server
@@ -40,8 +41,8 @@ from prepared import (
 import data
 from benchmarks import prepare_data_rate
 from runtime.files import sha256_of
+from text import chat_rows, encoding, sources
 from text import documents as reading
-from text import encoding, sources
 from text import tokenizer as tokenizers
 
 # --- what a new user does ---------------------------------------------------------------------------------------------
@@ -353,6 +354,14 @@ def test_a_damaged_compressed_file_is_named(tmp_path):
     content = bytearray((tmp_path / 'rows.jsonl.gz').read_bytes())
     content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
     (tmp_path / 'rows.jsonl.gz').write_bytes(content)
+    write_compressed(
+        tmp_path / 'table.csv.gz', b'text\n' + b'\n'.join(os.urandom(99).hex().encode() for _ in range(9999))
+    )
+    content = bytearray((tmp_path / 'table.csv.gz').read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
+    (tmp_path / 'table.csv.gz').write_bytes(content)
+    with pytest.raises(OSError, match='table.csv.gz: damaged behind row [0-9]{3,}: .*inflate'):
+        list(reading.units_of(sources.find_source(str(tmp_path / 'table.csv.gz'))))
     line = error_of(tmp_path, f'--dataset={tmp_path / "rows.jsonl.gz"}', '--tokenizer=bytes', '--val_fraction=0')
     assert 'rows.jsonl.gz: damaged behind byte ' in line
 
@@ -423,6 +432,132 @@ def test_peek_prints_windows_with_source_and_borders(tmp_path):
         assert ('uno' in body) == head.startswith('one') and ('dos' in body) == head.startswith('two')
         assert body.count('【end of document】') == 2  # of 122 to 124 tokens each, in a window of 256
     assert 'did you mean two' in error_of(tmp_path, '--peek=one,twoo')
+
+
+# --- what real files are ----------------------------------------------------------------------------------------------
+
+
+def texts_in(path, text_field=None, **options):
+    """(documents, notes, Source) of what lies there, read in this process."""
+    source, notes = sources.find_source(str(path), text_field, **options), collections.Counter()
+    pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
+    documents = [text.decode() for piece in pieces for text in reading.documents_of(piece, text_field, notes)]
+    return documents, notes, source
+
+
+def test_tables_are_read_as_rows(tmp_path):
+    (tmp_path / 'a.csv').write_bytes('\ufefftext,id\n"one, ""two""\nlines",1\n\nplain,2\nshort\n'.encode())
+    documents, notes, _ = texts_in(tmp_path / 'a.csv')
+    assert documents == ['one, "two"\nlines', 'plain'] and notes.total() == 1
+    assert texts_in(tmp_path / 'a.csv', '{id}: {text}')[0] == ['1: one, "two"\nlines', '2: plain']
+    (tmp_path / 'b.tsv').write_text('body\tn\nx, y\t1\n')
+    assert texts_in(tmp_path / 'b.tsv', 'body')[0] == ['x, y']
+    with pytest.raises(ValueError, match="no field 'text', choose with --text_field; it has: body, n"):
+        texts_in(tmp_path / 'b.tsv')
+    documents, _, source = texts_in(tmp_path)  # in a tree it is left out, and named
+    assert len(documents) == 2 and "b.tsv: has no field 'text'" in source.skipped[0]
+    (tmp_path / 'c.csv').write_bytes('question,answer\nGröße?,1\n'.encode() + 'Größe?,2\n'.encode('latin-1'))
+    source, notes = sources.find_source(str(tmp_path / 'c.csv')), collections.Counter()
+    (piece, other), *_ = [unit.pieces for unit in reading.units_of(source)]
+    as_conversation = chat_rows.conversation_of
+    assert source.chat and 'Größe?' in next(reading.documents_of(piece, None, notes, as_conversation)).decode()
+    assert not list(reading.documents_of(other, None, notes, as_conversation)) and 'not UTF-8' in str(notes)
+    (tmp_path / 'empty.csv').write_text('\n')
+    with pytest.raises(ValueError, match='a table without a header'):
+        texts_in(tmp_path / 'empty.csv')
+
+
+def test_reading_a_table_goes_on_behind_any_unit(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, 'UNIT_BYTES', 3000)
+    monkeypatch.setattr(reading, 'PIECE_BYTES', 1000)
+    with open(tmp_path / 'rows.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([('id', 'text'), *enumerate(make_texts(100))])
+    write_compressed(tmp_path / 'rows.csv.gz', (tmp_path / 'rows.csv').read_bytes())
+    for name in ('rows.csv', 'rows.csv.gz'):
+        assert texts_in(tmp_path / name)[0] == make_texts(100)
+        source = sources.find_source(str(tmp_path / name))
+        units = list(reading.units_of(source))
+        assert len(units) > 5 and sum(unit.work for unit in units) == source.total
+        for number, unit in enumerate(units):
+            rest = [piece for one in reading.units_of(source, unit.next) for piece in one.pieces]
+            assert rest == [piece for one in units[number + 1 :] for piece in one.pieces]
+
+
+def test_a_misspelt_field_of_a_json_file_is_refused_with_those_it_has(tmp_path):
+    (tmp_path / 'rows.json').write_text(json.dumps([{'text': 'a', 'url': 'http'}, {'text': 'b', 'url': 'http'}]))
+    assert texts_in(tmp_path / 'rows.json')[0] == texts_in(tmp_path / 'rows.json', 'text')[0] == ['a', 'b']
+    with pytest.raises(ValueError, match="no field 'txt'.* it has: text, url"):
+        texts_in(tmp_path / 'rows.json', 'txt')
+    (tmp_path / 'rows.yaml').write_text('- {text: a, url: http}\n')
+    assert texts_in(tmp_path / 'rows.yaml', 'txt')[0] == []
+
+
+def test_a_json_file_with_one_object_behind_another_is_read(tmp_path):
+    rows = [{'text': 'one'}, {'text': 'two'}]
+    for name, content in (
+        ('lines', '\n'.join(map(json.dumps, rows))),
+        ('indented', '\n'.join(json.dumps(row, indent=2) for row in rows)),
+        ('bom', '\ufeff' + '\n'.join(map(json.dumps, rows)) + '\n'),
+    ):
+        (tmp_path / f'{name}.json').write_text(content, encoding='utf-8')
+        assert texts_in(tmp_path / f'{name}.json')[:2] == (['one', 'two'], {})
+    assert sources.find_source(str(tmp_path / 'lines.json')).parts[0].kind == 'jsonl'  # however long it is
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    text = '\ufeff' + ' '.join(make_texts(2000, words=300))
+    (tmp_path / 'long.txt').write_text(text, encoding='utf-8')
+    write_compressed(tmp_path / 'long.txt.gz', text.encode())
+    assert len(text.encode()) > 2 * reading.PIECE_BYTES
+    for name in ('long.txt', 'long.txt.gz'):
+        source = sources.find_source(str(tmp_path / name))
+        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
+        stretches = [text for piece in pieces for text in reading.documents_of(piece, None, collections.Counter())]
+        assert b''.join(stretches).decode() == text[1:]
+        heads = {piece.head_of(stretch) for piece, stretch in zip(pieces, stretches, strict=True)}
+        assert heads == {text[1:].encode()[: reading.HEAD_BYTES]}  # else one text would come into both splits
+
+
+def test_pointers_of_git_lfs_and_files_compressed_otherwise_are_named_with_the_mend(tmp_path):
+    pointer = 'version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n'
+    for name in ('a.txt', 'a.jsonl', 'a.parquet', 'a.json', 'a.txt.gz'):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(ValueError, match=f'{name}: a pointer of Git LFS .*`git lfs pull`'):
+            texts_in(tmp_path / name)
+    (tmp_path / 'b.txt.gz').write_text('never compressed')
+    with pytest.raises(ValueError, match='not compressed by gzip, as its name says'):
+        texts_in(tmp_path / 'b.txt.gz')
+    frame = b'\x28\xb5\x2f\xfd\x00\xa8' + (4 << 3 | 1).to_bytes(3, 'little') + b'text'  # a window of 2 GB
+    (tmp_path / 'c.txt.zst').write_bytes(frame)
+    with pytest.raises(ValueError, match='zstd -d --long=31'):
+        texts_in(tmp_path / 'c.txt.zst')
+    write_compressed(tmp_path / 'd.txt.gz', b'text' * 1000)
+    (tmp_path / 'd.txt.gz').write_bytes((tmp_path / 'd.txt.gz').read_bytes()[:10] + b'damage' * 9)
+    with pytest.raises(ValueError, match='d.txt.gz: (?!None).*inflate'):
+        texts_in(tmp_path / 'd.txt.gz')
+
+
+def test_columns_of_string_views_and_dictionaries_are_text(tmp_path):
+    for number, column in enumerate((pyarrow.array(['a', 'b'], pyarrow.string_view()), pyarrow.array(['a', 'b']))):
+        table = pyarrow.table({'text': column if number == 0 else column.dictionary_encode()})
+        with pyarrow.OSFile(str(tmp_path / 'x.arrow'), 'wb') as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+            out.write_table(table)
+        assert texts_in(tmp_path / 'x.arrow')[0] == ['a', 'b']
+
+
+def test_a_saved_dataset_has_the_files_that_its_state_names(tmp_path):
+    datasets.Dataset.from_dict({'text': ['a', 'b']}).save_to_disk(tmp_path / 'saved')
+    state = json.loads((tmp_path / 'saved' / 'state.json').read_text())
+    (file,) = state['_data_files']
+    (tmp_path / 'saved' / file['filename']).rename(tmp_path / 'saved' / 'cache-1.arrow')
+    with pytest.raises(ValueError, match=f'{file["filename"]} is missing: copy the folder again'):
+        texts_in(tmp_path / 'saved')
+    (tmp_path / 'saved' / 'state.json').write_text('version https://git-lfs.github.com/spec/v1\n')
+    with pytest.raises(ValueError, match='state.json: not as save_to_disk writes it .*`git lfs pull`'):
+        texts_in(tmp_path / 'saved')
+    state['_data_files'] = [{'filename': 'cache-1.arrow'}]
+    (tmp_path / 'saved' / 'state.json').write_text(json.dumps(state))
+    assert texts_in(tmp_path / 'saved')[0] == ['a', 'b']
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """
 Conversations as training examples: written by the tokenizer's own chat template, with the assistant's tokens marked.
 
-    conversation = conversation_of(row)                 # a row of any of the FORMATS, checked: JSON text
     encoder = ChatEncoder('models/some_model', eot)     # a Hugging Face folder with a chat template
-    for ids, flags, text in encoder.examples(conversation): ...
+    for ids, flags, text in encoder.examples(conversation): ...       # of chat_rows.conversation_of(row)
     marked_text(ids, flags, decode, '[', ']')           # for people to read
 
 What is learned of an assistant's message is what the template adds to the prompt that it writes for generation: that
 very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
+So is an empty <think> block, where the template begins an answer with one that its prompt does not have.
+A template may drop what it does not know: a role, a tool call, a thought. So each text is looked for in what it has
+written, and the answer's in what is learned of it; a conversation that lacks one is refused.
 Control tokens are those that the template writes. A message that spells one, as <|im_end|>, gets the tokens of its
 letters: it cannot end its turn.
 """
@@ -22,20 +24,15 @@ import numpy as np
 
 from dataset.shards import FIRST, LEARNED
 from runtime.errors import one_line
-
-# What a row is known by. conversations: ShareGPT, each message with from and value; instruction and output: Alpaca.
-FORMATS = ({'messages'}, {'conversations'}, {'prompt', 'completion'}, {'instruction', 'output'})
-FORMATS_IN_WORDS = 'messages, conversations, prompt and completion, or instruction and output'
-NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
-CHAT_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'instruction', 'input', 'output', 'system')
-CHAT_FIELDS += ('tools', 'chat_template_kwargs')  # all that is read of conversations
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function', 'ipython')
-INSTRUCTIONS = ('system', 'developer')
-ROLES_OF_SHAREGPT = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant'}
+from text.chat_rows import INSTRUCTIONS
 
 # Stands between the letters of a control token that a message spells, so that the tokenizer does not take it for one;
 # its normalizer removes it. Unicode's noncharacters are for such uses: no text has them.
 MARK = '\ufdd0'
+
+# Names of what an assistant has thought before it answers. A template knows one of them.
+THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
+THINK_TAG = re.compile('</?think>')
 
 # Templates that write today's date, as Llama 3.2's, would give other tokens tomorrow. They get the date that stands in
 # Llama 3.1's template: as a variable, and from the function that transformers offers them.
@@ -45,96 +42,6 @@ DATE_FUNCTION = (
     "| replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') "
     "| replace('%H', '12') | replace('%M', '00') | replace('%S', '00') }}{%- endmacro -%}"
 )
-
-
-def conversation_of(row):
-    """A row of instruction data as JSON text of {'messages': [...]}, and 'tools', 'chat_template_kwargs' where it has
-    them; without nulls, so that it does not depend on the file format, and without what follows the last answer.
-
-    A row has `messages`, a list of {'role', 'content', ...}; `conversations`, such a list or one of {'from', 'value'};
-    `prompt` and `completion`, strings or lists of messages; or `instruction`, `output` and perhaps `input`, strings.
-    `system` beside them is the system message. Raises ValueError with the reason why the row cannot be learned, without
-    naming it.
-    """
-    if not isinstance(row, dict):
-        raise ValueError('rows that are no JSON objects')
-    row = _without_nulls(row)
-    messages = _messages_of(row)
-    for message in messages:
-        fields = ', '.join(key for key in message if message[key])[:60] if isinstance(message, dict) else 'no fields'
-        if not isinstance(message, dict) or not isinstance(message.get('role'), str):
-            raise ValueError(f'rows with a message that has no role (it has: {fields})')
-        if message['role'] not in ROLES:
-            raise ValueError(f'rows with the unknown role {message["role"][:30]!r}')
-        if not isinstance(message.get('content'), (str, list)) and 'tool_calls' not in message:
-            raise ValueError(f'rows with a message that has no content (it has: {fields})')
-    if row.get('system') and isinstance(row['system'], str) and messages and messages[0]['role'] not in INSTRUCTIONS:
-        messages = [{'role': 'system', 'content': row['system']}, *messages]
-    answers = [index for index, message in enumerate(messages) if index and message['role'] == 'assistant']
-    if not answers:
-        raise ValueError("rows without an assistant's answer")
-    conversation = {'messages': messages[: answers[-1] + 1]}
-    for key, kind in (('tools', list), ('chat_template_kwargs', dict)):
-        value = row.get(key)
-        if isinstance(value, str):  # how columnar files hold what differs from row to row
-            try:
-                value = json.loads(value)
-            except ValueError:
-                pass
-        if value and not isinstance(value, kind):
-            raise ValueError(f'rows whose {key} are no {kind.__name__}')
-        if value:
-            conversation[key] = value
-    return json.dumps(conversation, ensure_ascii=False)
-
-
-def _messages_of(row):
-    """The messages of a row, whatever its fields are called. Raises ValueError where there are none."""
-    if 'messages' in row:
-        messages = row['messages']
-    elif 'conversations' in row:
-        messages = row['conversations']
-        if isinstance(messages, list):
-            messages = [_message_of_sharegpt(message) for message in messages]
-    elif 'prompt' in row and 'completion' in row:
-        prompt, completion = row['prompt'], row['completion']
-        prompt = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-        completion = [{'role': 'assistant', 'content': completion}] if isinstance(completion, str) else completion
-        messages = prompt + completion if type(prompt) is type(completion) is list else None
-    elif 'instruction' in row and 'output' in row:
-        texts = [row['instruction'], row.get('input', ''), row['output']]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError('rows whose instruction, input or output is no text')
-        question = '\n\n'.join(text for text in texts[:2] if text)
-        messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': texts[2]}]
-    else:
-        raise ValueError(f'rows that are {NO_CONVERSATIONS}')
-    if not isinstance(messages, list):
-        raise ValueError('rows whose messages are no list')
-    return messages
-
-
-def _message_of_sharegpt(message):
-    """A message with from and value as one with role and content; any other as it is."""
-    if not isinstance(message, dict) or not isinstance(message.get('from'), str):
-        return message
-    others = {key: value for key, value in message.items() if key not in ('from', 'value')}
-    role = ROLES_OF_SHAREGPT.get(message['from'], message['from'])
-    return {'role': role, 'content': message.get('value'), **others}
-
-
-def has_chat_fields(row):
-    """Whether these are the names of a conversation's fields."""
-    return any(fields <= set(row) for fields in FORMATS)
-
-
-def holds_conversations(row):
-    """Whether a row is a conversation: it has the fields of one, which hold lists, or strings where there are two."""
-    for fields in FORMATS:
-        kinds = list if len(fields) == 1 else (str, list)
-        if all(isinstance(row.get(key), kinds) for key in fields):
-            return True
-    return False
 
 
 def fold_system_messages(messages):
@@ -149,13 +56,6 @@ def fold_system_messages(messages):
         else:
             folded.append(message)
     return folded
-
-
-def _without_nulls(value):
-    """The same without the keys that hold null: columnar files give each row the keys of all."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def template_of(folder):
@@ -174,6 +74,7 @@ class ChatEncoder:
     def __init__(self, folder, eot):
         import transformers
         from tokenizers import Tokenizer, normalizers, processors
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
@@ -187,17 +88,29 @@ class ChatEncoder:
         added = self.tokenizer.get_added_tokens_decoder().items()
         special = {number: token.content for number, token in added if token.special or number == eot}
         self.special_ids, self.special_tokens = list(special), tuple(special.values())
-        self.spelled = re.compile('|'.join(map(re.escape, self.special_tokens)) or '(?!)')
+        # A thought that a message spells is one, and templates look for its tags.
+        controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
+        self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
         self.eot = eot
-        # Not AutoTokenizer: it imports torch, 190 MB per worker. The method that renders is the same.
+        # Not AutoTokenizer: it imports torch, 190 MB per worker. What renders is the same, here without the method
+        # around it, apply_chat_template(), which drops the nulls that some templates ask for.
+        self.render = render_jinja_template
         transformers.logging.set_verbosity_error()  # it warns that the folder names another class
         try:
             self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            self.renderer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)
+            self.render([[{'role': 'user', 'content': 'x'}]], chat_template=self.renderer.get_chat_template())
         except Exception as error:  # that this message is refused says nothing of other messages
             is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
             if is_broken or not hasattr(self, 'renderer'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
+        template = template_of(folder) or ''
+        self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
+        self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
+        # Some ask for null where a message is nothing but a tool call. Others would write 'None'.
+        asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
+        self.no_content = None if asks_for_null else ''
+        # DeepSeek's joins them with + to other text, as no other does.
+        self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
 
     def examples(self, conversation, fold_system=False):
         """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
@@ -211,21 +124,54 @@ class ChatEncoder:
         Raises ValueError with the reason for what the template cannot write.
         """
         conversation = self._with_marks(json.loads(conversation))
-        messages = conversation['messages']
+        messages, tools = conversation['messages'], conversation.get('tools')
         if fold_system:
             messages = fold_system_messages(messages)
-        options = {**conversation.get('chat_template_kwargs', {}), 'tools': conversation.get('tools')}
-        answers = [
-            self._answer(messages[: index + 1], options)
-            for index in range(1, len(messages))
-            if messages[index]['role'] == 'assistant'
-        ]
-        whole = answers[-1][0]
-        if all(ends and whole.startswith(text) for text, _, ends in answers):
-            yield self._encode(whole, [(start, len(text)) for text, start, _ in answers], False)
+        weights = [message.get('weight', 1) for message in messages]
+        messages = [self._as_the_template_has_it(message) for message in messages]
+        options = {**conversation.get('chat_template_kwargs', {}), 'tools': tools}
+        answers = {
+            number: self._answer(messages[: number + 1], options)
+            for number, message in enumerate(messages)
+            if number and message['role'] == 'assistant' and weights[number]
+        }
+        whole = list(answers.values())[-1][0]
+        if all(ends and whole.startswith(text) for text, _, ends in answers.values()):
+            spans = {number: (start, len(text)) for number, (text, start, _) in answers.items()}
+            _check_written(whole, spans, messages, tools)
+            yield self._encode(whole, spans.values(), False)
         else:
-            for text, start, ends in answers:
-                yield self._encode(text, [(start, len(text))], not ends)
+            for number, (text, start, ends) in answers.items():
+                span = (start, len(text))
+                _check_written(text, {number: span}, messages[: number + 1], tools)
+                yield self._encode(text, [span], not ends)
+
+    def _as_the_template_has_it(self, message):
+        """The same message in the words that the template knows."""
+        message = {key: value for key, value in message.items() if key != 'weight'}
+        if message['role'] == 'developer' and not self.knows_developers:
+            message['role'] = 'system'
+        message.setdefault('content', self.no_content)
+        for name in THOUGHTS:
+            if name in message and self.thoughts and name not in self.thoughts:
+                message[self.thoughts[0]] = message.pop(name)
+        if 'tool_calls' in message and self.arguments_as_text:
+            message['tool_calls'] = [
+                {**call, 'function': {**call['function'], 'arguments': _as_json(call['function']['arguments'])}}
+                for call in message['tool_calls']
+            ]
+        return message
+
+    def _writes_a_call(self, arguments):
+        """Whether the template takes a tool call with these arguments."""
+        call = {'id': 'call_0001', 'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}
+        turns = [{'role': 'user', 'content': 'x'}]
+        turns.append({'role': 'assistant', 'content': self.no_content, 'tool_calls': [call]})
+        try:
+            self._render(turns, {})
+        except ValueError:
+            return False
+        return True
 
     def _with_marks(self, value):
         """The same with MARK between the letters of each special token that its texts spell."""
@@ -242,7 +188,10 @@ class ChatEncoder:
             before = self._render(messages[:-1], options)
             if prompt.startswith(before) and shown.startswith(before):
                 # A prompt that opens the answer, as with <think>, where the answer was given without it.
-                prompt = os.path.commonprefix([prompt, shown])
+                # Both may go on with the same letters, as with < where the answer is HTML: those are the answer's.
+                content = (messages[-1]['content'] or '').strip()
+                begin = shown.find(content, len(before)) if content else -1
+                prompt = os.path.commonprefix([prompt, shown, shown[:begin] if begin >= 0 else shown])
             else:
                 # A system message that is written only before the last message of the user, as by Mistral 7B v0.3.
                 others = [message for message in messages if message['role'] not in INSTRUCTIONS]
@@ -260,7 +209,7 @@ class ChatEncoder:
         try:
             template = self.renderer.get_chat_template(None, options.get('tools'))
             options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
-            return self.renderer.apply_chat_template(messages, tokenize=False, **options)
+            return self.render([messages], **{**self.renderer.special_tokens_map, **options})[0][0]
         except Exception as error:  # a template may raise anything
             has_system = any(message['role'] in INSTRUCTIONS for message in messages)
             mend = '; --fold_system gives system messages to the user' if has_system else ''
@@ -282,6 +231,51 @@ class ChatEncoder:
             raise ValueError('rows of which no token is learned')
         flags[0] |= FIRST
         return ids, flags, text.replace(MARK, '')
+
+
+def _check_written(text, spans, messages, tools):
+    """Raise ValueError with a reason if a template has not written all that these messages say, in their order.
+
+    text: what it wrote. spans: {number of a message: (start, end) in it where it is learned}. Thoughts are asked for
+    only there: before later turns a template may drop them. Spaces at both ends it may drop, too.
+    """
+    position = 0
+    for number, message in enumerate(messages):
+        role, content = message['role'], message['content'] or ''
+        start, end = spans.get(number, (position, len(text)))
+        if role in INSTRUCTIONS:
+            start = 0  # some templates write it before the last question
+        parts = [content]
+        if role == 'assistant':
+            parts = THINK_TAG.split(content)
+            thoughts = [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
+            parts = thoughts + parts if number in spans else parts[-1:]
+        for part in map(str.strip, parts):
+            found = _find(text, part, start, end)
+            if found < 0:
+                reason = f"rows whose {role}'s message the chat template does not write as it is"
+                if part != content.strip():
+                    reason = 'rows with a thought that the chat template does not write'
+                raise ValueError(reason)
+            position = position if role in INSTRUCTIONS else max(position, found + len(part))
+        for call in message.get('tool_calls', []):
+            found = text.find(call['function']['name'], start, end)
+            if found < 0:
+                raise ValueError('rows with a tool call that the chat template does not write')
+            position = max(position, found)
+    for tool in tools or []:
+        if str(tool['function'].get('name', '')) not in text:
+            raise ValueError('rows with tools that the chat template does not write')
+
+
+def _find(text, part, start, end):
+    """Where a part of a message stands in a text; -1 = nowhere. Some templates write what a tool returns as JSON."""
+    found = text.find(part, start, end)
+    return found if found >= 0 else text.find(_as_json(part)[1:-1], start, end)
+
+
+def _as_json(value):
+    return json.dumps(value, ensure_ascii=False)
 
 
 def marked_text(tokens, flags, decode, left, right):

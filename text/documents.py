@@ -5,8 +5,8 @@ The documents of a source that sources.py has found, a unit at a time.
     for unit in units_of(source, start=unit.next): ...     # go on behind a unit
     for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
 
-A text file is one document; so is each row of a .jsonl, .parquet or .arrow file, and each .json or .yaml file or, where
-that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
+A text file is one document; so is each row of a .jsonl, .csv, .parquet or .arrow file, and each .json or .yaml file or,
+where that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
 """
 
 import collections
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
-from text.sources import COMPRESSED, fields_of, open_file
+from text.chat_rows import reason_against_text
+from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_object, table_rows
 
 UNIT_BYTES = 1 << 20  # what a worker gets at a time: 10 ms to tokenize
 PIECE_BYTES = 1 << 19  # what is read at a time; text is cut there, so this decides where stretches begin
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
     document_start: int = 0
     ends_document: bool = True
     split: str | None = None
-    kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml'
+    kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml', 'csv', 'row' (of a columnar file, as JSON)
 
     def head_of(self, document=None):
         """The first bytes of the document that `document` is a stretch of; without it, of a stretch of a file."""
@@ -63,7 +64,8 @@ def units_of(source, start=(0, 0)):
     for number in range(start[0], len(source.parts)):
         part = source.parts[number]
         first_offset = start[1] if number == start[0] else 0
-        reader = _read_compressed if Path(part.path).suffix.lower() in COMPRESSED else READERS[part.kind]
+        is_packed = Path(part.path).suffix.lower() in COMPRESSED and part.kind != 'csv'
+        reader = _read_compressed if is_packed else READERS[part.kind]
         for new_pieces, next_offset, new_work in reader(source, part, first_offset):
             pieces += new_pieces
             size += sum(piece.length for piece in new_pieces)
@@ -80,8 +82,10 @@ def units_of(source, start=(0, 0)):
 
 def _read_stretch(path, start, length):
     with open_file(path) as file:
-        if start:  # of compressed files only beginnings are asked for
+        if start and Path(path).suffix.lower() not in COMPRESSED:
             file.seek(start)
+        elif start:  # of compressed files only beginnings are asked for: this is a BOM
+            file.read(start)
         return file.read(length)
 
 
@@ -116,6 +120,7 @@ def _read_compressed(source, part, offset):
 
     raw = pyarrow.OSFile(part.path)
     codec, position, work, data = COMPRESSED[Path(part.path).suffix.lower()], 0, 0, b''
+    offset = max(offset, part.start)
     with raw, io.BufferedReader(pyarrow.CompressedInputStream(raw, codec), PIECE_BYTES) as file:
         try:
             while position < offset:
@@ -129,12 +134,12 @@ def _read_compressed(source, part, offset):
                     window = PIECE_BYTES - CUT_WINDOW
                     length = window + cut_point(data[window:PIECE_BYTES])
                 is_last = part.kind == 'jsonl' or (length == len(data) and not file.peek(1))
-                piece = Piece(part.path, length, data[:length], position, 0, is_last, part.split, part.kind)
+                piece = Piece(part.path, length, data[:length], position, part.start, is_last, part.split, part.kind)
                 position, data = position + length, data[length:]
                 yield [piece], position, raw.tell() - work
                 work = raw.tell()
         except OSError as error:
-            raise OSError(f'{part.path}: damaged behind byte {position:,} of its text: {one_line(error)}') from error
+            raise OSError(f'{part.path}: damaged behind byte {position:,} of its text: {reason_of(error)}') from error
 
 
 def _read_whole(source, part, offset):
@@ -179,6 +184,32 @@ def _elements(file):
             return
 
 
+def _read_csv(source, part, offset):
+    """Rows of a table, about a piece of them at a time. Offset: rows."""
+    is_packed = Path(part.path).suffix.lower() in COMPRESSED
+    with open_file(part.path) if is_packed else open(part.path, 'rb', buffering=0) as file:
+        rows = table_rows(file if is_packed else io.BufferedReader(file), part.path)
+        names = next(rows)
+        wanted = [number for number, name in enumerate(names) if name in source.columns(names)]
+        pieces, size, row, position = [], 0, 0, 0
+        try:
+            for row, values in enumerate(rows, 1):
+                if row <= offset:
+                    continue
+                if len(values) == len(names):
+                    values = {names[number]: values[number] for number in wanted}
+                data = json.dumps(values, ensure_ascii=False).encode('utf-8', 'surrogateescape')
+                pieces.append(Piece(part.path, len(data), data, kind='csv'))
+                size += len(data)
+                if size > PIECE_BYTES:
+                    work = 0 if is_packed else file.tell() - position
+                    yield pieces, row, work
+                    pieces, size, position = [], 0, position + work
+        except (ValueError, OSError) as error:
+            raise OSError(f'{part.path}: damaged behind row {row}: {reason_of(error)}') from error
+        yield pieces, row, part.end - position
+
+
 def _read_parquet(source, part, offset):
     """Rows, streamed: a row group can be the whole file. Offset: rows."""
     import pyarrow.parquet
@@ -217,6 +248,7 @@ READERS = {
     'jsonl': _read_jsonl,
     'json': _read_json,
     'yaml': _read_whole,
+    'csv': _read_csv,
     'parquet': _read_parquet,
     'arrow': _read_arrow,
     'stream': _read_stream,
@@ -248,7 +280,7 @@ def _rows(source, batches, offset, origin, work_per_row):
         row += len(batch)
         if len(wanted):
             as_rows = source.chat or len(source.columns(wanted.schema.names)) > 1
-            kind, rows = ('jsonl', _as_json_lines(wanted)) if as_rows else ('text', _as_texts(wanted, origin))
+            kind, rows = ('row', _as_json_lines(wanted)) if as_rows else ('text', _as_texts(wanted, origin))
             yield [Piece(origin, len(data), data, kind=kind) for data in rows], row, len(rows) * work_per_row
 
 
@@ -264,7 +296,7 @@ def _as_texts(batch, origin):
     column = batch.column(0)
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+    if column.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
     rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
     return [data or b'' for data in rows]
@@ -303,11 +335,12 @@ def cut_up(data, limit):
     yield data[start:]
 
 
-def documents_of(piece, text_field, notes, conversation_of=None):
+def documents_of(piece, text_field, notes, conversation_of=None, any_row=False):
     """Yield the documents that a Piece holds, or the stretch of one: bytes, not empty, valid UTF-8.
 
     notes: a Counter; what had to be mended or left out is counted in it, under 'file: what'. conversation_of: for a
     source of conversations; from a row to the document, with a ValueError for rows that are left out, which says why.
+    any_row: rows without a field 'text' are learned as text even where they look like something else.
     Raises OSError for a file that has become shorter.
     """
     bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
@@ -320,7 +353,7 @@ def documents_of(piece, text_field, notes, conversation_of=None):
             notes[f'{piece.origin}: not UTF-8 (is it latin-1?), characters that became U+FFFD'] += lost
         documents = [mended]
     else:
-        documents = _texts(piece, bytes_read, text_field, notes, conversation_of)
+        documents = _texts(piece, bytes_read, text_field, notes, conversation_of, any_row)
     for document in documents:
         if document:
             yield document
@@ -340,18 +373,16 @@ def _mended(data):
     return data
 
 
-def _texts(piece, data, text_field, notes, conversation_of):
+def _texts(piece, data, text_field, notes, conversation_of, any_row):
     """The text of each row of a piece in UTF-8; b'' where it has none."""
-    parse = {'jsonl': _rows_of_jsonl, 'json': _rows_of_json, 'yaml': _rows_of_yaml}[piece.kind]
-    for row in parse(data, notes, piece.origin):
-        if conversation_of is None:
-            text = _text_of(row, text_field, piece.kind)
-        else:
-            try:
-                text = conversation_of(row)
-            except ValueError as reason:
-                notes[f'{piece.origin}: {reason}, left out'] += 1
-                continue
+    for row in PARSERS[piece.kind](data, notes, piece.origin):
+        try:
+            text = conversation_of(row) if conversation_of else _text_of(row, text_field, piece.kind, any_row)
+        except ValueError as reason:
+            notes[f'{piece.origin}: {reason}, left out'] += 1
+            continue
+        if piece.kind == 'jsonl' and not (text_field or conversation_of) and text and 'text' not in row:
+            notes[f"{piece.origin}: rows without a field 'text', all strings of them are learned"] += 1
         yield text.encode('utf-8', 'replace')
 
 
@@ -365,13 +396,46 @@ def _rows_of_jsonl(data, notes, origin):
             notes[f'{origin}: lines that are not JSON, left out'] += 1
 
 
-def _rows_of_json(data, notes, origin):
+def _rows_of_csv(data, notes, origin):
+    """The row of a table that a piece is: an object, or a list where it has more or fewer values than the header."""
     try:
-        content = json.loads(data)
+        row = json.loads(data)
+    except UnicodeDecodeError:
+        notes[f'{origin}: rows that are not UTF-8, left out'] += 1
+        return
+    if isinstance(row, dict):
+        yield row
+    else:
+        notes[f'{origin}: rows with more or fewer values than the header, left out'] += 1
+
+
+def _row_of_columns(data, notes, origin):
+    """The row of a columnar file that a piece is, without nulls: there each row has the keys of all."""
+    yield _without_nulls(json.loads(data))
+
+
+def _without_nulls(value):
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _rows_of_json(data, notes, origin):
+    """The elements of a list, or what else the file is: an object, or one after another."""
+    contents, position, decoder = [], 0, json.JSONDecoder()
+    try:
+        text = data.decode('utf-8-sig').strip()
+        while position < len(text):
+            content, end = decoder.raw_decode(text, position)
+            contents.append(content)
+            position = re.compile(r'\s*').match(text, end).end()
     except (ValueError, RecursionError) as error:
         notes[f'{origin}: not JSON, left out: {str(error)[:100]}'] += 1
         return
-    yield from content if isinstance(content, list) else [content]
+    for content in contents:
+        if isinstance(content, dict):
+            content = rows_of_object(content)
+        yield from content if isinstance(content, list) else [content]
 
 
 def _rows_of_yaml(data, notes, origin):
@@ -388,17 +452,29 @@ def _rows_of_yaml(data, notes, origin):
         yield from content if isinstance(content, list) else [content]
 
 
-def _text_of(row, text_field, kind):
-    """The text of a row: its field, what a template makes of it, or else all its strings; '' where it has none."""
-    if kind == 'jsonl' and not isinstance(row, dict):
-        return ''
-    if text_field and '{' in text_field and isinstance(row, dict):
+PARSERS = {
+    'jsonl': _rows_of_jsonl,
+    'json': _rows_of_json,
+    'yaml': _rows_of_yaml,
+    'csv': _rows_of_csv,
+    'row': _row_of_columns,
+}
+
+
+def _text_of(row, text_field, kind, any_row):
+    """The text of a row: its field, what a template makes of it, or else all its strings; '' where it has none. Raises
+    ValueError for a row that is something else than text, unless any_row."""
+    if not isinstance(row, dict):
+        return '' if text_field or kind == 'jsonl' else all_strings(row)
+    if text_field and '{' in text_field:
         values = [row.get(name) for name in fields_of(text_field)]
         return '' if None in values else re.sub(r'\{(\w+)\}', lambda name: str(row[name[1]]), text_field)
-    field = 'text' if text_field is None and kind == 'jsonl' else text_field
-    if isinstance(row, dict) and field in row:
-        return row[field] if isinstance(row[field], str) else ''
-    return '' if kind == 'jsonl' and text_field else all_strings(row)
+    if text_field or ('text' in row and kind != 'yaml'):
+        text = row.get(text_field or 'text')
+        return text if isinstance(text, str) else ''
+    if not any_row and kind != 'yaml' and (reason := reason_against_text(row)):
+        raise ValueError(reason)
+    return all_strings(row)
 
 
 def all_strings(value):

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from text.conversations import ChatEncoder, conversation_of
+from text.chat_rows import conversation_of
+from text.conversations import ChatEncoder
 from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import load_tokenizer
@@ -38,12 +39,13 @@ class Rules(NamedTuple):
     tokenizer: str  # a name or folder that load_tokenizer takes
     folder: Path  # of the dataset
     text_field: str | None
-    chat: bool  # the documents are conversations
+    chat: bool | None  # the documents are conversations; None = not, by the look of them, False = by the user's word
     fold_system: bool  # their system messages become part of the user's
     seed: int  # of the hash
     val_hashes: tuple  # (first, end): documents with a hash from first on and below end are for validation
     engine: str  # 'auto': gigatoken, where it gives the same tokens; 'reference'
     dedup: bool = False  # hash every document
+    chat_fields: tuple = ()  # fields of a conversation, where they have other names than conversation_of() knows
 
 
 class Encoded(NamedTuple):
@@ -148,7 +150,7 @@ def _encode_texts(pieces, rules, notes):
     documents = collections.defaultdict(list)  # (hash, bytes, number of the first stretch) of each, with dedup
     for piece in pieces:
         is_whole = piece.ends_document and (piece.kind != 'text' or piece.start == piece.document_start)
-        for document in documents_of(piece, rules.text_field, notes):
+        for document in documents_of(piece, rules.text_field, notes, any_row=rules.chat is False):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             text_bytes[split] += len(document)
             if rules.dedup:
@@ -176,8 +178,9 @@ def _encode_conversations(pieces, rules, notes):
     tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, 'reference')[0]
     chat_encoder = worker_chat_encoder(rules.tokenizer, rules.folder)
     examples = collections.defaultdict(list)  # split -> (ids, flags, text)
+    as_conversation = functools.partial(conversation_of, fields=rules.chat_fields)
     for piece in pieces:
-        for document in documents_of(piece, None, notes, conversation_of):
+        for document in documents_of(piece, None, notes, as_conversation):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             try:
                 found = list(chat_encoder.examples(document.decode(), rules.fold_system))

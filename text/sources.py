@@ -8,9 +8,11 @@ Where text comes from: the standard library, files and folders, datasets saved t
 documents.py reads what is found here. A source of conversations (source.chat) has rows for conversations.py.
 """
 
+import csv
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -22,22 +24,38 @@ from typing import NamedTuple
 
 from runtime.errors import one_line
 from runtime.files import sha256_of, write_file
-from text.conversations import CHAT_FIELDS, NO_CONVERSATIONS, has_chat_fields, holds_conversations
+from text.chat_rows import (
+    NO_CONVERSATIONS,
+    PARTS_OF_TREES,
+    PREFERENCE_PAIRS,
+    TREE,
+    fields_read,
+    has_chat_fields,
+    holds_conversation,
+    reason_against_text,
+)
 
-FIRST_BYTES = 1 << 19  # of a file with rows, in which the first is looked for
+FIRST_BYTES = 1 << 19  # of a file with rows, in which the first are looked for
+ROWS_LOOKED_AT = 100  # of each file: they decide what it holds; the first alone may be an exception
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
 
 FILE_KINDS = {  # how a file is read, by the ending of its name; any other is text
     '.jsonl': 'jsonl',
     '.ndjson': 'jsonl',
-    '.json': 'json',
+    '.json': 'json',  # or lines of JSON, by their first bytes
+    '.csv': 'csv',
+    '.tsv': 'csv',
     '.yaml': 'yaml',
     '.yml': 'yaml',
     '.parquet': 'parquet',
     '.arrow': 'arrow',
 }
 
-COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text and lines of JSON, which .json.gz holds as a rule
+COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text, tables, and lines of JSON, which .json.gz holds as a rule
+MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # with which such files begin
+BOM = b'\xef\xbb\xbf'  # with which Windows begins a text in UTF-8; it is no part of it
+ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
+LFS_POINTER = b'version https://git-lfs.github.com/spec/'
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.
@@ -56,8 +74,8 @@ class Part(NamedTuple):
     """A stretch of a source that is read in one go."""
 
     path: str  # of a stream: the number of its shard
-    kind: str  # 'text', 'jsonl', 'json', 'yaml', 'parquet', 'arrow', 'stream'
-    start: int = 0  # of a text file: first byte, and the one behind the last
+    kind: str  # 'text', 'jsonl', 'json', 'yaml', 'csv', 'parquet', 'arrow', 'stream'
+    start: int = 0  # of a text file: first byte, behind a BOM, and the one behind the last
     end: int = 0
     split: str | None = None  # where it is settled beforehand
 
@@ -71,24 +89,27 @@ class Source:
     total: int | None  # bytes, rows for a stream; None = not known
     text_field: str | None = None
     chat: bool = False  # its rows are conversations
+    chat_fields: tuple = ()  # fields of a conversation that have other names than the known ones
+    line: str | None = None  # how its rows are read
     skipped: list = field(default_factory=list)  # 'file: reason', and first how many are hidden or empty
     stream: object = None  # datasets.IterableDataset
 
     def columns(self, names):
         """Those of a columnar file's or stream's columns that are read."""
-        return [name for name in CHAT_FIELDS if name in names] if self.chat else fields_of(self.text_field or 'text')
+        return fields_read(names, self.chat_fields) if self.chat else fields_of(self.text_field or 'text')
 
 
 # --- finding a source -------------------------------------------------------------------------------------------------
 
 
-def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None, dedup=False):
+def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None, dedup=False, chat_fields=()):
     """The Source that `dataset` names: 'stdlib', or the path of a file, a folder, or a folder written by save_to_disk.
 
     text_field: of rows, or a template of fields_of(); None = 'text', and all strings of a row of .jsonl without one.
     split: which one of the saved folder. tail_fraction: cut a text file in two, so that its end is the split 'val'.
-    chat: whether rows are read as conversations; None = if the first row is one, and neither text_field nor a field
-    'text' says otherwise. dedup: leave out text files that are the same as one before.
+    chat: whether rows are read as conversations; None = if the first ROWS_LOOKED_AT rows of a file have some, and
+    neither text_field nor a field 'text' says otherwise. chat_fields: see chat_rows.conversation_of(); they need
+    chat=True. dedup: leave out text files that are the same as one before.
     Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
     """
     name, path = dataset, Path(dataset)
@@ -109,7 +130,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
             f'dataset={dataset}: there is no such file or folder; expected stdlib, synthetic, a file, a folder, '
             f'{", ".join(HUB_NAMES)}, or OWNER/NAME on the Hugging Face hub'
         )
-    source = _files_source(name, root, files, text_field, tail_fraction, chat, dedup)
+    source = _files_source(name, root, files, text_field, tail_fraction, chat, dedup, tuple(chat_fields))
     n_empty = len(files) - source.description['files'] - len(source.skipped)
     if path.is_dir() and (n_hidden or n_empty):
         source.skipped.insert(0, f'{n_hidden:,} hidden and {n_empty:,} empty files')
@@ -140,7 +161,8 @@ def kind_of(path):
     """How a file is read: a kind of Part, by the file's name."""
     path = Path(path)
     if path.suffix.lower() in COMPRESSED:
-        return 'jsonl' if kind_of(path.with_suffix('')) in ('json', 'jsonl') else 'text'
+        kind = kind_of(path.with_suffix(''))
+        return 'jsonl' if kind == 'json' else kind if kind in ('jsonl', 'csv') else 'text'
     return FILE_KINDS.get(path.suffix.lower(), 'text')
 
 
@@ -154,6 +176,13 @@ def open_file(path):
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), codec))
 
 
+def reason_of(error):
+    """Why a file cannot be read, in one line."""
+    if 'requires too much memory' in str(error):
+        return 'compressed by zstd with a long window: unpack it with `zstd -d --long=31`'
+    return getattr(error, 'strerror', None) or one_line(error)  # pyarrow's OSError has no strerror
+
+
 def fields_of(text_field):
     """The fields of a row that text_field names: one, or those in the {braces} of a template."""
     return re.findall(r'\{(\w+)\}', text_field) or [text_field]
@@ -162,43 +191,65 @@ def fields_of(text_field):
 def _saved_files(folder, split):
     """The .arrow files of a folder written by datasets' save_to_disk, in order."""
     if (folder / 'dataset_dict.json').exists():
-        splits = json.loads((folder / 'dataset_dict.json').read_text(encoding='utf-8'))['splits']
+        splits = _json_of(folder / 'dataset_dict.json').get('splits', [])
         if split not in splits:
             raise ValueError(f'dataset={folder}: has no --source_split={split}; it has: {", ".join(splits)}')
         folder = folder / split
-    return sorted(folder.glob('data-*.arrow'))
+    state = folder / 'state.json'
+    named = _json_of(state).get('_data_files') if state.exists() else None
+    files = [folder / file['filename'] for file in named] if named else sorted(folder.glob('*.arrow'))
+    missing = [file for file in files if not file.exists()]
+    if missing or not files:
+        gone = missing[0] if missing else folder / 'data-00000-of-00001.arrow'
+        raise ValueError(f'dataset={folder}: {gone} is missing: copy the folder again')
+    return files
 
 
-def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup):
+def _json_of(path):
+    """The object in a JSON file that save_to_disk has written."""
+    try:
+        return dict(json.loads(path.read_text(encoding='utf-8')))
+    except (ValueError, TypeError) as error:
+        reason = f'not as save_to_disk writes it ({one_line(error)})'
+        raise ValueError(f'{path}: {reason}: copy it again, or fetch it with `git lfs pull`') from error
+
+
+def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, chat_fields):
     """A Source of local files; those that cannot be read are left out, and named."""
     found, skipped = [], []
     for path in paths:
         try:
-            part, sha256, row = _inspect(path)
+            part, sha256, rows = _inspect(path, chat_fields)
         except (OSError, ValueError) as error:
-            skipped.append(f'{path}: {getattr(error, "strerror", error)}')
+            skipped.append(f'{path}: {reason_of(error)}')
         else:
-            found += [(part, sha256, row)] if part.end else []
+            found += [(part, sha256, rows)] if part.end else []
+    said_text = chat is False or text_field is not None
     if chat is None:
-        first_row = next((row for _, _, row in found if row is not None), {})
-        chat = _takes_conversations(first_row, text_field)
+        chat = not said_text and _are_conversations({part.path: rows for part, _, rows in found})
 
-    parts, first_of = [], {}
+    parts, first_of, names = [], {}, {}
     digest = hashlib.sha256()
-    for part, sha256, row in found:
+    for part, sha256, rows in found:
         if dedup and part.kind == 'text':
             like = first_of.setdefault((part.end, sha256), part.path)  # of equal size and samples
             if like != part.path and sha256_of(like) == sha256_of(part.path):
                 skipped.append(f'{part.path}: the same as {like}')
                 continue
-        has_no_rows = part.kind in ('text', 'yaml')
-        if chat and (has_no_rows or (row is not None and not has_chat_fields(row))):
-            fields = f'; it has: {", ".join(row)}' if row else ''
-            skipped.append(f'{part.path}: {NO_CONVERSATIONS}{fields}')
+        fields = list(dict.fromkeys(name for row in rows for name in row))
+        may_be_chat = not rows or any(has_chat_fields(row, chat_fields) for row in rows)
+        if chat and (part.kind in ('text', 'yaml') or not may_be_chat):
+            skipped.append(f'{part.path}: {_no_conversations(fields, chat_fields)}')
             continue
-        # Rows of .jsonl may lack the field 'text': all their strings are read then.
-        if not chat and (part.kind in ('parquet', 'arrow') or (part.kind == 'jsonl' and text_field)):
-            check_text_field(part.path, row, text_field or 'text')
+        # Rows of .json and .jsonl may lack the field 'text': all their strings are read then.
+        wanted = text_field or (None if part.kind in ('json', 'jsonl') else 'text')
+        lack = _lack_of(wanted, fields) if wanted and not chat and part.kind in ROW_KINDS else None
+        if lack and part.kind in ('csv', 'json') and len(found) > 1:  # as tables and settings are in many a tree
+            skipped.append(f'{part.path}: {lack}')
+            continue
+        if lack:
+            raise ValueError(f'{part.path}: {lack}')
+        names |= dict.fromkeys(fields)
         line = f'{Path(part.path).relative_to(root).as_posix()} {part.end} {sha256}\n'
         digest.update(line.encode('utf-8', 'surrogateescape'))
         parts.append(part)
@@ -208,20 +259,79 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup):
     description = {'name': name, 'files': len(parts), 'bytes': n_bytes, 'sha256': digest.hexdigest()}
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
-    return Source(description, parts, n_bytes, text_field, chat, skipped)
+    source = Source(description, parts, n_bytes, text_field, chat, chat_fields, skipped=skipped)
+    lists = [rows for part, _, rows in found if part.kind == 'jsonl' or (part.kind == 'json' and len(rows) > 1)]
+    source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    return source
 
 
-def _inspect(path):
-    """(Part, sha256, {field: value} of the first row or None where it has no rows) of a file, before its text is read.
-    Raises OSError or ValueError with the reason for what cannot be read."""
+def _no_conversations(fields, chat_fields):
+    """Why rows with these fields cannot be read as conversations."""
+    wanted = f'no conversations ({", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
+    return wanted + (f'; it has: {", ".join(fields)}' if fields else '')
+
+
+def _lack_of(text_field, fields):
+    """Which of the fields that text_field names is not among these, in words; None where all are. Without any rows to
+    be seen, as in a .json file that is one long text, nothing is missed."""
+    missing = next((name for name in fields_of(text_field) if fields and name not in fields), None)
+    if missing is None:
+        return None
+    return (
+        f'has no field {missing!r}, choose with --text_field; it has: {", ".join(fields)}; '
+        '--chat_fields=QUESTION,ANSWER reads conversations'
+    )
+
+
+def _how_read(source, names, rows, said_text):
+    """A line that says how rows are read, where that is not plain; names: all fields; rows: some of files that may lack
+    the field 'text'."""
+    if source.chat:
+        read = source.columns(names)
+        others = [name for name in names if name not in read]
+        aside = f'; not read: {", ".join(others)[:200]}' if others else ''
+        return f'rows are conversations, by their {", ".join(read)}{aside} (--chat=False learns all strings as text)'
+    without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
+    if said_text or without is None:
+        return None
+    return (
+        f"rows without a field 'text': of those all strings are learned, here of {', '.join(without)[:200]}. "
+        '--text_field=NAME takes one field, --chat_fields=QUESTION,ANSWER reads conversations'
+    )
+
+
+def _inspect(path, chat_fields=()):
+    """(Part, sha256, the first rows as {field: value}) of a file, before its text is read. It has no rows where it is
+    text or yaml, and those of a .json file are the elements of its list. Raises OSError or ValueError with the reason
+    for what cannot be read."""
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
-    if size:
-        if Path(path).suffix.lower() in COMPRESSED:
-            with open_file(path) as file:
-                start = file.read(SAMPLE_BYTES)
-        _check_content(kind, start, end)
-    return Part(str(path), kind, 0, size), sha256, _first_row(path, kind) if size else None
+    if not size:
+        return Part(str(path), kind), sha256, []
+    if start.startswith(LFS_POINTER):
+        raise ValueError('a pointer of Git LFS in place of the file: fetch it with `git lfs pull`')
+    codec = COMPRESSED.get(Path(path).suffix.lower())
+    if codec:
+        if not start.startswith(MAGIC[codec]):
+            raise ValueError(f'not compressed by {codec}, as its name says: give it the name of what it is')
+        with open_file(path) as file:
+            start = file.read(SAMPLE_BYTES)
+        end = b''
+    _check_content(kind, start, end)
+    if kind == 'json' and _is_lines(path):
+        kind = 'jsonl'
+    begin = len(BOM) if kind == 'text' and start.startswith(BOM) else 0
+    return Part(str(path), kind, begin, size), sha256, _first_rows(path, kind, chat_fields)
+
+
+def _is_lines(path):
+    """Whether a .json file holds lines of JSON: a whole object on its first line, and more behind it."""
+    with open(path, 'rb') as file:
+        line, rest = file.readline(FIRST_BYTES), file.readline(FIRST_BYTES)
+    try:
+        return bool(rest.strip()) and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _fingerprint(path):
@@ -255,62 +365,142 @@ def _check_content(kind, start, end):
         raise ValueError('binary, it holds zero bytes')
 
 
-def _first_row(path, kind):
-    """{field: value} of a file's first row; None where it has no rows. Those of a .json file are its elements, if they
-    are conversations. Raises ValueError for a damaged file."""
+def _first_rows(path, kind, chat_fields):
+    """The first rows of a file, at most ROWS_LOOKED_AT. Raises ValueError for a damaged file."""
     if kind in ('parquet', 'arrow'):
-        return _fields_of_columns(path, kind)
+        return _rows_of_columns(path, kind, chat_fields)
+    if kind == 'csv':
+        with open_file(path) as file:
+            names, *rows = itertools.islice(table_rows(file, path), 1 + ROWS_LOOKED_AT)
+        return [dict(zip(names, row, strict=False)) for row in rows] or [dict.fromkeys(names)]
     if kind == 'jsonl':
         with open_file(path) as file:
-            rows = (_object_at_start_of(line) for line in file.readlines(FIRST_BYTES))
-        row = next((row for row in rows if row is not None), None)
-        if row is None:
+            rows = [_object_at_start_of(line) for line in file.readlines(FIRST_BYTES)[:ROWS_LOOKED_AT]]
+        rows = [row for row in rows if row is not None]
+        if not rows:
             raise ValueError(f'expected a JSON object on each line, found none in the first {FIRST_BYTES:,} bytes')
-        return row
+        return rows
     if kind == 'json':
         with open(path, 'rb') as file:
-            row = _object_at_start_of(file.read(FIRST_BYTES), in_list=True)
-        return row if row is not None and holds_conversations(row) else None
-    return None
+            text = file.read(FIRST_BYTES).decode('utf-8-sig', 'replace')
+        return list(itertools.islice(_objects_of_list(text), ROWS_LOOKED_AT))
+    return []
 
 
-def _object_at_start_of(data, in_list=False):
-    """The JSON object with which some bytes begin, or which is the first of a list; None where there is none."""
-    text = data.decode('utf-8-sig', 'replace').lstrip()
-    if in_list:
-        text = text.removeprefix('[').lstrip()
+def table_rows(file, path):
+    """Yield the rows of an open .csv or .tsv file as lists of strings, first the header. What is not UTF-8 becomes
+    surrogates. Raises ValueError for a file that has no header or is no table."""
+    csv.field_size_limit(1 << 30)
+    name = Path(path).with_suffix('') if Path(path).suffix.lower() in COMPRESSED else Path(path)
+    text = io.TextIOWrapper(file, 'utf-8-sig', 'surrogateescape', newline='')
+    n_rows = 0
     try:
-        value, _ = json.JSONDecoder().raw_decode(text)
+        for row in csv.reader(text, delimiter='\t' if name.suffix.lower() == '.tsv' else ','):
+            if row:  # an empty line is none
+                n_rows += 1
+                yield row
+    except csv.Error as error:
+        raise ValueError(f'no table behind row {n_rows}: {error}') from error
+    if not n_rows:
+        raise ValueError('a table without a header')
+
+
+def _object_at_start_of(data):
+    """The JSON object with which some bytes begin; None where there is none."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(data.decode('utf-8-sig', 'replace').lstrip())
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def _fields_of_columns(path, kind):
-    """What _first_row returns for a columnar file, with values of the right kind in place of those of the row."""
+def _objects_of_list(text):
+    """The objects in the list with which a JSON text begins, as far as it goes; that list may be in an object, as in
+    {"data": [...]}; or the one object that the text is."""
+    decoder = json.JSONDecoder()
+    try:
+        whole = decoder.raw_decode(text.lstrip())[0]
+    except (ValueError, RecursionError):  # longer than what was read
+        whole = None
+    if whole is not None:
+        rows = rows_of_object(whole) if isinstance(whole, dict) else whole if isinstance(whole, list) else []
+        yield from (row for row in rows if isinstance(row, dict))
+        return
+    start = re.match(r'\s*(\{[^\[{]*)?\[', text)
+    position = start.end() if start else len(text)
+    while found := re.compile(r'[\s,]*(?=\{)').match(text, position):
+        try:
+            value, position = decoder.raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            return
+        if not start[1] or holds_conversation(value):
+            yield value
+
+
+def rows_of_object(content):
+    """The rows of a JSON object: those of a list in it that holds conversations, else itself."""
+    if not has_chat_fields(content):
+        for value in content.values():
+            if isinstance(value, list) and any(isinstance(row, dict) and holds_conversation(row) for row in value):
+                return value
+    return [content]
+
+
+def _rows_of_columns(path, kind, chat_fields):
+    """What _first_rows() returns of a columnar file: {field: value}, with values of those fields alone that may be a
+    conversation, and None for the others."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         if kind == 'parquet':
-            schema = pyarrow.parquet.read_schema(path)
+            with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+                names = file.schema_arrow.names
+                read = _fields_looked_at(names, chat_fields)
+                batches = file.iter_batches(ROWS_LOOKED_AT, columns=read, use_threads=False) if read else iter(())
+                batch = next(batches, None)
         else:
             with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-                schema = stream.schema
-    except (ValueError, OSError) as error:  # pyarrow's errors are among them
+                names = stream.schema.names
+                read = _fields_looked_at(names, chat_fields)
+                batch = next((batch for batch in stream if len(batch)), None) if read else None
+                batch = batch and batch.select(read)
+        rows = batch.slice(0, ROWS_LOOKED_AT).to_pylist() if batch else []
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
         raise ValueError(f'damaged: {one_line(error)}') from error
-    values = {'list': [], 'large_list': [], 'string': '', 'large_string': ''}  # what holds_conversations() asks for
-    return {field.name: values.get(str(field.type).partition('<')[0]) for field in schema}
+    empty = {name: '' if name == 'text' else None for name in names}
+    return [empty | row for row in rows or [{}]]
 
 
-def _takes_conversations(row, text_field):
-    """Whether rows like this one are read as conversations where the user has not said it."""
-    if text_field is not None or not holds_conversations(row):
-        return False
-    if isinstance(row.get('text'), str):
+def _fields_looked_at(names, chat_fields):
+    """The columns by which _are_conversations() decides; none where there is nothing to decide."""
+    read = fields_read(names, chat_fields) + [name for name in TREE if name in names]
+    return read and [name for name in names if name in read or name == 'text']
+
+
+def _are_conversations(rows_of):
+    """Whether rows are read as conversations where the user has not said it. rows_of: {file: its first rows}.
+
+    Raises ValueError where they should be read neither as these nor as text, or where some are the one and some the
+    other."""
+    chats, texts, both = {}, {}, False
+    for path, rows in rows_of.items():
+        for row in rows:
+            has_text = isinstance(row.get('text'), str)
+            if holds_conversation(row):
+                chats[path], both = row, both or has_text
+            elif (reason := reason_against_text(row)) in (PREFERENCE_PAIRS, PARTS_OF_TREES):
+                raise ValueError(f'{path}: {reason}')
+            elif has_text:
+                texts[path] = row
+    if both:
         print("rows have a field 'text' beside a conversation, and it is read: --chat=True takes the conversation")
-        return False
-    return True
+    elif chats and texts:
+        raise ValueError(
+            f'{next(iter(chats))} holds conversations, and {next(iter(texts))} texts: --chat=True reads the first, '
+            '--text_field=text the second'
+        )
+    return bool(chats) and not both
 
 
 def _cut_tail(part, fraction):
@@ -325,13 +515,6 @@ def _cut_tail(part, fraction):
     if not 0 < cut < part.end:
         raise ValueError(f'{part.path}: the last {fraction:%} of its {part.end} bytes cannot be the split val')
     return [part._replace(end=cut, split='train'), part._replace(start=cut, split='val')]
-
-
-def check_text_field(path, fields, text_field):
-    """Raise ValueError when there is no such field, with those that there are."""
-    for name in fields_of(text_field):
-        if name not in fields:
-            raise ValueError(f'{path}: has no field {name!r}, choose with --text_field; it has: {", ".join(fields)}')
 
 
 # --- datasets of the Hugging Face hub ---------------------------------------------------------------------------------
@@ -394,21 +577,24 @@ def download(dataset, config, hub_folder):
     return folder
 
 
-def stream_source(stream, description, text_field=None, chat=None):
+def stream_source(stream, description, text_field=None, chat=None, chat_fields=()):
     """The Source of a datasets.IterableDataset, which is read shard by shard; the rest is as in find_source."""
-    names = stream.column_names
-    if names is None or (chat is None and text_field is None and has_chat_fields(names)):
-        row = next(iter(stream))
-        names = list(row)
-        chat = _takes_conversations(row, text_field) if chat is None else chat
-    if not chat:
-        check_text_field(description['name'], names, text_field or 'text')
-    elif not has_chat_fields(names):
-        raise ValueError(f'{description["name"]}: {NO_CONVERSATIONS}; it has: {", ".join(names)}')
+    names, rows, chat_fields = stream.column_names, [], tuple(chat_fields)
+    may_be_chat = names is not None and _fields_looked_at(names, chat_fields)
+    if names is None or (chat is None and text_field is None and may_be_chat):
+        rows = list(itertools.islice(stream, ROWS_LOOKED_AT))
+        names = names or list(dict.fromkeys(name for row in rows for name in row))
+    if chat is None:
+        chat = text_field is None and _are_conversations({description['name']: rows})
+    if not chat and (lack := _lack_of(text_field or 'text', names)):
+        raise ValueError(f'{description["name"]}: {lack}')
+    if chat and not has_chat_fields(names, chat_fields):
+        raise ValueError(f'{description["name"]}: {_no_conversations(names, chat_fields)}')
     parts = [Part(str(shard), 'stream') for shard in range(stream.num_shards)]
     splits = stream.info.splits or {}
     n_rows = splits[description['split']].num_examples if description['split'] in splits else None
-    source = Source(description, parts, n_rows, text_field, bool(chat))
+    source = Source(description, parts, n_rows, text_field, bool(chat), chat_fields)
+    source.line = _how_read(source, names, [], True)
     source.stream = stream.select_columns(source.columns(names)).with_format('arrow')
     return source
 

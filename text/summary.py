@@ -4,12 +4,34 @@ What prepare_data.py says at its end.
 
 import json
 import math
+import sys
 from pathlib import Path
 
+import numpy as np
+
+from dataset.shards import LEARNED, read_shard
+from text.conversations import marked_text
 from text.documents import in_words
+from text.tokenizer import tokenizer_of
 
 MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
+EXAMPLE_TOKENS = 4096  # of the example that is printed
 FEW_TOKENS = 1000  # of the validation split, over which a loss is little more than chance
+
+
+def print_example(meta, folder):
+    """The first document or conversation of a complete dataset as it was written, with what is learned of it marked."""
+    shard, is_chat = meta['splits']['train']['shards'][0], meta.get('masked')
+    tokens = np.array(read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
+    if is_chat:
+        flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
+    else:  # all of it is learned, up to its end-of-text token
+        tokens = tokens[: 1 + next(iter(np.flatnonzero(tokens == meta['eot_token'])), len(tokens))]
+        flags = np.full(len(tokens), LEARNED, dtype=np.uint8)
+    marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
+    what = 'conversation' if is_chat else 'document'
+    print(f'what is learned of the first {what} stands {"inverse" if sys.stdout.isatty() else "in 【 】"}:')
+    print(marked_text(tokens, flags, tokenizer_of(folder).decode, *marks))
 
 
 def print_summary(meta, folder, config):

@@ -1,0 +1,109 @@
+"""Conversations for tests: chat templates, a tokenizer with one, and what a prepared dataset holds."""
+
+import hashlib
+import json
+
+import numpy as np
+import transformers
+from prepared import meta_of, tokens_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from text import conversations
+from text.tokenizer import FileTokenizer, tokenizer_of
+
+LEARNED, FIRST = 1, 2
+SPECIAL_TOKENS = ['<|end|>', '<|im_start|>', '<|im_end|>', '<s>', '</s>', '[INST]', '[/INST]', '<|begin_of_text|>']
+SPECIAL_TOKENS += ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
+
+CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+LLAMA3 = """\
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{- bos_token }}\
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '<|eot_id|>' }}\
+{%- for message in messages %}\
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}\
+{%- else %}{%- set rest = messages %}{%- endif %}{{- bos_token }}{%- for message in rest %}\
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}\
+{%- if message.role == 'user' %}{%- if loop.last and system is defined %}\
+{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
+{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
+{%- endif %}{%- endfor %}"""
+QWEN3 = """\
+{%- set last = namespace(user=0) %}{%- for message in messages %}{%- if message.role == 'user' %}\
+{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}\
+{%- set content = message.content %}{%- set thought = '' %}{%- if '</think>' in content %}\
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}\
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}\
+{%- if message.role == 'assistant' and loop.index0 > last.user %}\
+{{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}{%- else %}\
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+NO_END = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
+
+
+def messages_of(turns):
+    return [{'role': role, 'content': content} for role, content in turns]
+
+
+def make_tokenizer(folder, template=None, eos='<|im_end|>', bos='<s>', trim_offsets=True):
+    """Save a byte-level BPE with special tokens and a chat template, as transformers does. Returns the folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)  # as GPT-2's and Llama 3's do
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # It learns ' the' as one token, and none of ' d' and '\n  ', which the tests below rely on.
+    tokenizer.train_from_iterator(['the user asks the assistant, and the system is there\n'] * 20, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
+    return path
+
+
+def encoder_of(folder):
+    files = FileTokenizer(f'{folder}/tokenizer.json', '<|im_end|>')
+    return conversations.ChatEncoder(folder, files.eot), files
+
+
+def flags_of(dataset, split):
+    """All flags of a split, with a check of every mask against meta.json."""
+    shards = meta_of(dataset)['splits'][split]['shards']
+    for shard in shards:
+        content = (dataset / shard['mask_file']).read_bytes()
+        assert len(content) == shard['tokens'] and hashlib.sha256(content).hexdigest() == shard['mask_sha256']
+    return np.concatenate([np.fromfile(dataset / shard['mask_file'], dtype=np.uint8) for shard in shards])
+
+
+def conversations_of(dataset, split):
+    """[(decoded text, [decoded learned parts])] of a split's conversations, with a check of the totals in meta.json."""
+    tokenizer, tokens, flags = tokenizer_of(dataset), tokens_of(dataset, split), flags_of(dataset, split)
+    starts = [*np.flatnonzero(flags & FIRST), len(tokens)]
+    assert starts[0] == 0
+    found = []
+    for start, end in zip(starts[:-1], starts[1:], strict=True):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags[start:end] & LEARNED, [0]]))) + start
+        parts = [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        found.append((tokenizer.decode(tokens[start:end]), parts))
+    totals = meta_of(dataset)['splits'][split]
+    assert totals['documents'] == len(found) and totals['longest'] == max(np.diff(starts))
+    assert totals['learned_tokens'] == (flags & LEARNED).sum() and not (flags > 3).any()
+    assert totals['bytes'] == sum(len(text.encode()) for text, _ in found)
+    return found

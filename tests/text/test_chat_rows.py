@@ -1,0 +1,385 @@
+"""Rows of instruction data of every common shape: read as they are meant, or refused with the reason."""
+
+import collections
+import functools
+import json
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+from chats import CHATML, LEARNED, QWEN3, conversations_of, encoder_of, make_tokenizer, messages_of, write_rows
+from prepared import error_of, meta_of, prepare
+
+from text import chat_rows, sources
+from text import documents as reading
+
+QA = messages_of([('user', 'q'), ('assistant', 'a')])
+TWO_TURNS = messages_of([('user', 'q'), ('assistant', 'a'), ('user', 'q2'), ('assistant', 'a2')])
+TOOL = {'type': 'function', 'function': {'name': 'weather_in', 'description': 'now', 'parameters': {'type': 'object'}}}
+CALL = {'type': 'function', 'function': {'name': 'weather_in', 'arguments': {'city': 'Zürich', 'unit': None}}}
+# A template that knows tools, and no other thoughts than Qwen's; and one that joins arguments and asks for null.
+TOOLS = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}\
+{{- '<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
+{%- if message.reasoning_content %}{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{%- endif %}\
+{%- if message.role == 'tool' %}{{ message.content | tojson }}{%- else %}{{ message.content }}{%- endif %}\
+{%- for call in message.tool_calls %}{{ '<call>' + (call.function | tojson) + '</call>' }}{%- endfor %}\
+{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+JOINS = """\
+{%- for message in messages %}{%- if message.role == 'assistant' and message.content is none %}\
+{{- '<|im_start|>call\\n' + message.tool_calls[0].function.name + message.tool_calls[0].function.arguments }}\
+{{- '<|im_end|>' }}{%- endif %}{%- if message.content is not none %}\
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>' }}{%- endif %}"""
+KNOWN_ROLES = CHATML.replace('{{ ', "{%- if message.role in ['system', 'user', 'assistant'] %}{{ ", 1).replace(
+    '{%- endfor %}', '{%- endif %}{%- endfor %}', 1
+)
+
+
+def read(row, fields=()):
+    return json.loads(chat_rows.conversation_of(row, fields))
+
+
+def refused(row, fields=()):
+    with pytest.raises(ValueError) as caught:
+        chat_rows.conversation_of(row, fields)
+    return str(caught.value)
+
+
+def learned(folder, row):
+    """[(text, [what is learned])] of each example of a row."""
+    encoder, files = encoder_of(folder)
+    found = []
+    for ids, flags, text in encoder.examples(chat_rows.conversation_of(row)):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], flags & LEARNED, [0]])))
+        found.append((text, [files.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]))
+    return found
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+ROWS = {
+    'ultrachat': {'prompt': 'q', 'prompt_id': '1', 'messages': QA},
+    'messages as JSON': {'messages': json.dumps(QA)},
+    'sharegpt': {'conversations': [{'from': 'Human', 'value': 'q'}, {'from': 'GPT', 'value': 'a'}]},
+    'sharegpt of bing': {'conversations': [{'from': 'user', 'value': 'q'}, {'from': 'bing', 'value': 'a'}]},
+    'lima': {'conversations': ['q', 'a'], 'source': 'web'},
+    'capybara': {'conversation': [{'input': 'q', 'output': 'a'}], 'source': 'web'},
+    'firefly': {'conversation': [{'human': 'q', 'assistant': 'a'}], 'category': 'x'},
+    'dialog': {'dialog': ['q', 'a']},
+    'lmsys': {'conversation': [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}], 'turn': 1},
+    'prompter': {'messages': [{'role': 'prompter', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]},
+    'parts': {'messages': [QA[0], {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a', 'x': None}]}]},
+    'prompt, completion': {'prompt': 'q', 'completion': 'a', 'label': True},
+    'prompt, response': {'prompt': 'q', 'response': 'a'},
+    'alpaca': {'instruction': 'q', 'input': '', 'output': 'a'},
+    'dolly': {'instruction': 'q', 'context': '', 'response': 'a', 'category': 'qa'},
+    'gsm8k': {'question': 'q', 'answer': 'a'},
+    'openorca': {'id': 1, 'system_prompt': '', 'question': 'q', 'response': 'a'},
+    'metamath': {'type': 't', 'query': 'q', 'original_question': 'o', 'response': 'a'},
+    'math': {'problem': 'q', 'solution': 'a', 'level': 5},
+    'flan, aya': {'inputs': 'q', 'targets': 'a'},
+    'squad': {'id': '1', 'context': '', 'question': 'q', 'answers': {'text': ['a', 'also a'], 'answer_start': [1, 2]}},
+    'magpie': {'uuid': '1', 'instruction': 'q', 'response': 'a', 'conversations': QA},
+}
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_a_row_of_every_known_shape_is_a_question_and_its_answer(name):
+    assert chat_rows.holds_conversation(ROWS[name]) and chat_rows.has_chat_fields(ROWS[name])
+    assert read(ROWS[name]) == {'messages': QA}
+    # Columnar files give each row the keys of all.
+    assert read({**dict.fromkeys(chat_rows.CHAT_FIELDS), **ROWS[name]}) == {'messages': QA}
+
+
+def test_contexts_systems_and_earlier_turns_are_part_of_the_question():
+    squad = {'question': 'q', 'context': 'where', 'answers': {'text': ['a']}}
+    assert read(squad)['messages'][0]['content'] == 'q\n\nwhere'
+    orca = {'system_prompt': 'be kind', 'question': 'q', 'response': 'a'}
+    assert read(orca)['messages'] == [{'role': 'system', 'content': 'be kind'}, *QA]
+    history = {'instruction': 'q2', 'output': 'a2', 'history': [['q', 'a']]}
+    assert read(history)['messages'] == TWO_TURNS
+
+
+def test_fields_of_other_names_are_read_by_chat_fields():
+    assert read({'source': 'q', 'target': 'a', 'id': 1}, ('source', 'target'))['messages'] == QA
+    assert read({'a': 'in a book', 'b': 'q', 'c': 'a'}, ('a', 'b', 'c'))['messages'][0]['content'] == 'in a book\n\nq'
+    assert read({'data': ['q', 'a', 'q2', 'a2']}, ('data',))['messages'] == TWO_TURNS
+    assert read({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, ('prompt', 'chosen'))['messages'] == QA
+    assert "without the field 'target'" in refused({'source': 'q'}, ('source', 'target'))
+    assert not chat_rows.holds_conversation({'source': 'q', 'target': 'a'})  # it may be anything
+
+
+def test_tool_calls_of_every_shape_are_those_of_openai():
+    answer = {'role': 'assistant', 'content': 'warm'}
+    function = {'name': 'weather_in', 'arguments': '{"city": "Zürich", "unit": null}'}
+    openai = {
+        'messages': [QA[0], {'role': 'assistant', 'content': None, 'tool_calls': [{**CALL, 'function': function}]}]
+    }
+    legacy = {'messages': [QA[0], {'role': 'assistant', 'content': None, 'function_call': function}]}
+    xlam = {'query': 'q', 'answers': json.dumps([CALL['function']]), 'tools': json.dumps([TOOL['function']])}
+    values = [('human', 'q'), ('function_call', json.dumps(CALL['function'])), ('observation', '20'), ('gpt', 'warm')]
+    sharegpt = {'conversations': [{'from': who, 'value': text} for who, text in values], 'tools': [json.dumps(TOOL)]}
+    for row in (openai, legacy, xlam, sharegpt):
+        assert read(row)['messages'][1] == {'role': 'assistant', 'tool_calls': [CALL]}
+    assert read(sharegpt)['messages'][2:] == [{'role': 'tool', 'content': '20'}, answer]
+    assert read({**legacy, 'functions': [TOOL['function']]})['tools'] == read(xlam)['tools'] == [TOOL]
+    broken = [QA[0], {'role': 'assistant', 'tool_calls': [{'function': {'name': 'f', 'arguments': '{"a": '}}]}]
+    assert 'arguments are no JSON object' in refused({'messages': broken})
+
+
+def test_what_is_no_conversation_is_refused_with_the_reason():
+    image = {'role': 'user', 'content': [{'type': 'text', 'text': 'what?'}, {'type': 'image_url', 'image_url': 'x'}]}
+    for row, reason in (
+        ({'messages': [image, QA[1]]}, "content of the type 'image_url'"),
+        ({'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}, '--chat_fields=prompt,chosen'),
+        ({'chosen': QA, 'rejected': QA}, 'preference pairs'),
+        ({'prompt': 'q', 'completion': 'bad', 'label': False}, 'marked as a bad one'),
+        ({'question': 'q', 'choices': ['a', 'b'], 'answer': 'a'}, 'rows with choices'),
+        ({'question': 'q', 'answer': 18}, 'answer is no text'),
+        ({'question': 'q', 'context': '', 'answers': {'text': []}}, "without an assistant's answer"),
+        ({'messages': [QA[0], {**QA[1], 'weight': 0}]}, 'the weight 0'),
+        ({'messages': [QA[0], {**QA[1], 'weight': 0.5}]}, 'neither 0 nor 1'),
+        ({'messages': '[{"role": '}, 'messages are no list'),
+    ):
+        assert reason in refused(row), row
+    assert read({'messages': QA, 'chosen': QA, 'rejected': QA})['messages'] == QA  # UltraFeedback says which is learned
+
+
+# --- what the template does with them ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    templates = {'chatml': CHATML, 'qwen3': QWEN3, 'tools': TOOLS, 'joins': JOINS, 'known': KNOWN_ROLES}
+    folder = tmp_path_factory.mktemp('models')
+    return {name: make_tokenizer(folder / name, template) for name, template in templates.items()}
+
+
+def test_answers_of_the_prompt_and_those_of_weight_0_are_not_learned(folders):
+    prompt_list = {'prompt': TWO_TURNS[:3], 'completion': [TWO_TURNS[3]]}
+    weighted = {'messages': [TWO_TURNS[0], {**TWO_TURNS[1], 'weight': 0}, TWO_TURNS[2], {**TWO_TURNS[3], 'weight': 1}]}
+    whole = learned(folders['chatml'], {'messages': TWO_TURNS})[0][0]
+    for row in (prompt_list, weighted, {**prompt_list, 'completion': 'a2'}):
+        assert learned(folders['chatml'], row) == [(whole, ['a2<|im_end|>'])]
+
+
+def test_tool_calls_are_written_as_objects_and_learned(folders):
+    call = {**CALL, 'function': {**CALL['function'], 'arguments': json.dumps(CALL['function']['arguments'])}}
+    messages = [QA[0], {'role': 'assistant', 'tool_calls': [call]}, {'role': 'tool', 'content': '"20"\n'}, QA[1]]
+    ((text, parts),) = learned(folders['tools'], {'messages': messages, 'tools': json.dumps([TOOL])})
+    written = json.dumps(CALL['function'], ensure_ascii=False)
+    assert parts == [f'<call>{written}</call><|im_end|>', 'a<|im_end|>']
+    assert json.dumps('"20"\n') in text  # which the check finds as JSON
+    ((text, parts),) = learned(folders['joins'], {'messages': messages[:2]})
+    assert parts == [f'call\nweather_in{json.dumps(CALL["function"]["arguments"], ensure_ascii=False)}<|im_end|>']
+    assert 'None' not in text
+
+
+def test_what_a_template_does_not_write_is_a_reason(folders):
+    call = {'messages': [QA[0], {'role': 'assistant', 'tool_calls': [CALL]}]}
+    thought = {'messages': [QA[0], {**QA[1], 'reasoning_content': 'hm'}]}
+    tool_answer = {'messages': [QA[0], QA[1], {'role': 'tool', 'content': '20'}, QA[1]]}
+    for folder, row, reason in (
+        ('chatml', call, 'rows with a tool call'),
+        ('chatml', {'messages': QA, 'tools': [TOOL]}, 'rows with tools'),
+        ('chatml', thought, 'rows with a thought'),
+        ('known', tool_answer, "rows whose tool's message"),
+    ):
+        with pytest.raises(ValueError, match=f'{reason}.* the chat template does not write'):
+            learned(folders[folder], row)
+    ((text, parts),) = learned(folders['tools'], {'messages': [QA[0], {**QA[1], 'thinking': 'hm'}]})  # another name
+    assert parts == ['<think>\nhm\n</think>\na<|im_end|>']
+    ((text, _),) = learned(folders['known'], {'messages': [{'role': 'developer', 'content': 'be kind'}, *QA]})
+    assert text.startswith('<|im_start|>system\nbe kind')
+
+
+def test_a_text_in_another_order_or_cut_off_where_it_is_learned_is_refused(tmp_path):
+    write = '{%- for message in messages %}'
+    others = "{%- for message in messages | rejectattr('role', 'equalto', 'assistant') | reverse %}"
+    answers = "{%- for message in messages | selectattr('role', 'equalto', 'assistant') %}"
+    body, prompt = CHATML.removeprefix(write).split('{%- if add')
+    backwards = make_tokenizer(tmp_path / 'backwards', f'{others}{body}{answers}{body}{{%- if add{prompt}')
+    assert learned(backwards, {'messages': QA})[0][1] == ['a<|im_end|>']
+    with pytest.raises(ValueError, match="user's message the chat template does not write as it is"):
+        learned(backwards, {'messages': [{'role': 'user', 'content': 'first'}, *QA]})
+    short = CHATML.replace(
+        '+ message.content', "+ (message.content[:5] if message.role == 'assistant' else message.content)"
+    )
+    turns = messages_of([('user', 'Say: hello there'), ('assistant', 'hello there')])
+    with pytest.raises(ValueError, match="assistant's message the chat template does not write as it is"):
+        learned(make_tokenizer(tmp_path / 'short', short), {'messages': turns})
+
+
+def test_an_answer_that_begins_like_the_prompts_thought_is_learned_whole(tmp_path):
+    template = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+    folder = make_tokenizer(tmp_path / 'thinking', template)
+    ((_, parts),) = learned(folder, {'messages': [QA[0], {'role': 'assistant', 'content': '<table>'}]})
+    assert parts == ['<table><|im_end|>']
+
+
+def test_an_empty_thought_of_the_template_is_learned_unless_the_prompt_has_it(tmp_path):
+    asks = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    template = QWEN3.replace(
+        asks, f"{asks}{{%- if no_thoughts %}}{{{{ '<think>\\n\\n</think>\\n\\n' }}}}{{%- endif %}}"
+    )
+    folder = make_tokenizer(tmp_path / 'qwen3', template)
+    assert learned(folder, {'messages': QA})[0][1] == ['<think>\n\n</think>\n\na<|im_end|>']
+    row = {'messages': QA, 'chat_template_kwargs': {'no_thoughts': True}}
+    assert learned(folder, row)[0][1] == ['a<|im_end|>']
+
+
+def test_thoughts_whose_tags_are_special_tokens_stay_thoughts(tmp_path):
+    folder = make_tokenizer(tmp_path / 'special', QWEN3)
+    plain = transformers.AutoTokenizer.from_pretrained(folder)
+    plain.add_special_tokens({'additional_special_tokens': ['<think>', '</think>']})
+    plain.save_pretrained(folder)
+    row = {'messages': [QA[0], {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\na'}]}
+    assert learned(folder, row)[0][1] == ['<think>\nhm\n</think>\n\na<|im_end|>']
+
+
+# --- which rows are conversations -------------------------------------------------------------------------------------
+
+
+def texts_of(source, text_field=None):
+    """(documents, notes) of a source, read in this process."""
+    notes, as_conversation = collections.Counter(), chat_rows.conversation_of if source.chat else None
+    pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
+    documents = [text for piece in pieces for text in reading.documents_of(piece, text_field, notes, as_conversation)]
+    return [text.decode() for text in documents], notes
+
+
+def test_a_first_row_of_another_shape_decides_nothing(tmp_path):
+    rows = [{'messages': None}, {'other': 'x'}, *[{'messages': QA}] * 5]
+    write_rows(tmp_path / 'rows.jsonl', rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    for content in ({'data': rows}, rows):
+        (tmp_path / 'rows.json').write_text(json.dumps(content))
+        for kind in ('json', 'jsonl', 'parquet'):
+            source = sources.find_source(str(tmp_path / f'rows.{kind}'))
+            documents, notes = texts_of(source)
+            assert source.chat and len(documents) == 5 and notes.total() == 2
+
+
+def test_a_conversation_among_texts_is_left_out_and_counted(tmp_path):
+    texts = [{'text': f'text {number}'} for number in range(200)]
+    source = sources.find_source(str(write_rows(tmp_path / 'rows.jsonl', [*texts, {'messages': QA}, ROWS['gsm8k']])))
+    documents, notes = texts_of(source)
+    assert not source.chat and documents == [row['text'] for row in texts]
+    assert [(count, '--chat=True' in note) for note, count in notes.items()] == [(2, True)]
+    with pytest.raises(ValueError, match='--chat=True reads the first, --text_field=text the second'):
+        sources.find_source(str(write_rows(tmp_path / 'both.jsonl', [*texts[:9], {'messages': QA}])))
+    assert not sources.find_source(str(tmp_path / 'both.jsonl'), 'text').chat
+    assert sources.find_source(str(tmp_path / 'both.jsonl'), chat=True).chat
+
+
+def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
+    table = pyarrow.Table.from_pylist([ROWS['gsm8k']] * 3)
+    views = table.cast(pyarrow.schema([(name, pyarrow.string_view()) for name in table.column_names]))
+    packed = pyarrow.table({name: table[name].dictionary_encode() for name in table.column_names})
+    lists = pyarrow.Table.from_pylist([{'messages': QA}] * 3)
+    views_of = pyarrow.list_view(lists['messages'].type.value_type)
+    as_views = pyarrow.table({'messages': pyarrow.array([QA] * 3, type=views_of)})
+    as_json = pyarrow.table({'messages': [json.dumps(QA)] * 3})
+    for number, kind in enumerate((views, packed, lists, as_views, as_json)):
+        path = tmp_path / f'{number}.arrow'
+        with pyarrow.OSFile(str(path), 'wb') as file, pyarrow.ipc.new_stream(file, kind.schema) as stream:
+            stream.write_table(kind)
+        source = sources.find_source(str(path))
+        assert source.chat and texts_of(source)[0] == [chat_rows.conversation_of({'messages': QA})] * 3
+
+
+def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{'messages': None}, {'messages': QA}]), tmp_path / 'a.parquet'
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{'source': 'q', 'target': 'a'}]), tmp_path / 'b.parquet')
+
+    def source_of(name, **options):
+        stream = datasets.load_dataset('parquet', data_files=str(tmp_path / name), split='train', streaming=True)
+        return sources.stream_source(stream, {'name': name, 'split': 'train'}, **options)
+
+    for source in (source_of('a.parquet'), source_of('b.parquet', chat=True, chat_fields=['source', 'target'])):
+        pieces = [piece for unit in reading.units_of(source) for piece in unit.pieces]
+        notes, as_conversation = (
+            collections.Counter(),
+            functools.partial(chat_rows.conversation_of, fields=source.chat_fields),
+        )
+        found = [text for piece in pieces for text in reading.documents_of(piece, None, notes, as_conversation)]
+        assert source.chat and [json.loads(text)['messages'] for text in found] == [QA]
+    with pytest.raises(ValueError, match="no field 'text'.*source, target; --chat_fields=QUESTION,ANSWER"):
+        source_of('b.parquet')
+
+
+def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_path):
+    tree = {'message_id': '1', 'parent_id': None, 'role': 'prompter', 'text': 'q'}
+    pair = {'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}
+    for row, words in ((tree, 'single messages of trees'), (pair, '--chat_fields=prompt,chosen')):
+        write_rows(tmp_path / 'rows.jsonl', [row] * 3)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / 'rows.parquet')
+        for kind in ('jsonl', 'parquet'):
+            with pytest.raises(ValueError, match=words):
+                sources.find_source(str(tmp_path / f'rows.{kind}'))
+    source = sources.find_source(str(tmp_path / 'rows.jsonl'), chat=True, chat_fields=['prompt', 'chosen'])
+    assert texts_of(source)  # and nothing is raised
+    assert not sources.find_source(str(tmp_path / 'rows.jsonl'), chat=False).chat
+
+
+def test_rows_of_which_all_strings_are_learned_are_named_with_the_keys_that_read_them(tmp_path):
+    path = write_rows(tmp_path / 'rows.jsonl', [{'source': 'q', 'target': 'a'}] * 3)
+    source = sources.find_source(str(path))
+    assert 'source, target' in source.line and '--text_field=' in source.line and '--chat_fields=' in source.line
+    assert [(count, "without a field 'text'" in note) for note, count in texts_of(source)[1].items()] == [(3, True)]
+    (tmp_path / 'rows.json').write_text('[{"source": "q", "target": "a"}, {"source": "q"}]')
+    assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
+    assert sources.find_source(str(path), chat=False).line is None  # the user has said it
+    assert sources.find_source(str(write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}] * 3))).line is None
+    line = sources.find_source(str(write_rows(tmp_path / 'gsm.jsonl', [{**ROWS['gsm8k'], 'id': 1}] * 3))).line
+    assert 'question, answer' in line and 'not read: id' in line and '--chat=False' in line
+
+
+def test_nulls_in_the_arguments_of_a_line_of_json_are_kept_and_those_of_columns_are_none(tmp_path):
+    rows = [{'messages': [QA[0], {'role': 'assistant', 'content': None, 'tool_calls': [CALL]}]}]
+    write_rows(tmp_path / 'rows.jsonl', rows)
+    rows.append({'messages': [QA[0], {'role': 'assistant', 'content': 'a', 'name': 'x'}]})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    (of_json,), _ = texts_of(sources.find_source(str(tmp_path / 'rows.jsonl')))
+    (of_columns, other), _ = texts_of(sources.find_source(str(tmp_path / 'rows.parquet')))
+    assert json.loads(of_json)['messages'][1]['tool_calls'] == [CALL] and 'null' not in of_columns + other
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_shows_an_example_with_what_is_learned_and_peek_shows_whole_ones(folders, tmp_path):
+    rows = [{'question': f'What is {n} + 1?' + ' Please.' * 90, 'answer': f'#### {n + 1}'} for n in range(40)]
+    path = write_rows(tmp_path / 'gsm.jsonl', [*rows, {'question': 'q', 'answer': None}])
+    options = (f'--dataset={path}', f'--tokenizer={folders["chatml"]}', '--name=gsm', '--num_proc=1')
+    printed = prepare(tmp_path, *options).stdout
+    assert 'rows are conversations, by their question, answer (--chat=False' in printed
+    assert '<|im_start|>assistant\n【#### 1<|im_end|>】\n' in printed
+    assert meta_of(tmp_path / 'data' / 'gsm')['rows_kept'] == 40
+    windows = prepare(tmp_path, '--peek=gsm').stdout.split('--- ')[1:]
+    assert meta_of(tmp_path / 'data' / 'gsm')['splits']['train']['longest'] > 257
+    for window in windows:
+        assert window.count('<|im_start|>assistant\n【#### ') == window.count('<|im_end|>】') >= 1
+        assert '!!' not in window  # padding
+    write_rows(tmp_path / 'text.jsonl', [{'text': f'text {number} ' * 9} for number in range(99)])
+    prepare(tmp_path, f'--dataset={tmp_path}/text.jsonl', f'--tokenizer={folders["chatml"]}', '--name=text')
+    mixed = prepare(tmp_path, '--peek=gsm,text').stdout
+    assert '--- text, window ' in mixed and '【#### ' in mixed
+    error = error_of(tmp_path, *options, '--chat_fields=question,answer', '--chat=False')
+    assert 'chat=False' in error and 'chat_fields=question,answer' in error
+    error = error_of(tmp_path, *options, '--chat_fields=answer,question')
+    assert "chat_fields=None, this command has ['answer', 'question']" in error
+    found = conversations_of(tmp_path / 'data' / 'gsm', 'train')
+    assert all(len(parts) == 1 for _, parts in found)
+
+
+def test_the_end_shows_a_document_as_all_learned(tmp_path):
+    (tmp_path / 'a.txt').write_text('some text ' * 500)
+    printed = prepare(tmp_path, f'--dataset={tmp_path}/a.txt', '--tokenizer=bytes', '--num_proc=1').stdout
+    assert 'first document' in printed and '【some text some text' in printed and ' [...] ' in printed

@@ -1,0 +1,305 @@
+"""
+Rows of instruction data as conversations, whatever their fields are called.
+
+    conversation = conversation_of(row)                                # a row of any known shape, checked: JSON text
+    conversation = conversation_of(row, ('problem', 'solution'))       # where the fields have other names
+    holds_conversation(row)                                            # would it be read as one?
+    reason_against_text(row)                                           # why it should not be learned as plain text
+
+A row is read as it is meant, or refused with a ValueError that says why. The reasons do not name the row, so that
+prepare_data.py can count how many each of them left out.
+"""
+
+import json
+
+# Fields that hold a list of messages. conversations: ShareGPT's, with from and value; or LIMA's, plain strings.
+LISTS = ('messages', 'conversations', 'conversation', 'dialog', 'dialogue')
+# Fields of a question and its answer: of Alpaca, Dolly, GSM8K, OpenOrca, SQuAD, MetaMath, xLAM, MATH, FLAN and others.
+# source and target, input and output are not among them: they may be anything, and --chat_fields reads them.
+PAIRS = (
+    ('prompt', 'completion'),
+    ('prompt', 'response'),
+    ('instruction', 'output'),
+    ('instruction', 'response'),
+    ('question', 'answer'),
+    ('question', 'response'),
+    ('question', 'answers'),
+    ('query', 'response'),
+    ('query', 'answer'),
+    ('query', 'answers'),
+    ('problem', 'solution'),
+    ('inputs', 'targets'),
+)
+TURNS = (('input', 'output'), ('human', 'assistant'), ('user', 'assistant'))  # in place of two messages, as Capybara's
+CONTEXTS = ('input', 'context')  # beside a question, what it is about
+SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list, the system message
+CHOICES = ('choices', 'options')  # beside a question: without them it cannot be answered
+PREFERENCES = ('chosen', 'rejected')
+TREE = ('parent_id', 'role')  # of a message that is a row by itself (OpenAssistant)
+BESIDE = (*CONTEXTS, *SYSTEMS, *CHOICES, *PREFERENCES, 'history', 'label', 'tools', 'functions', 'chat_template_kwargs')
+CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that is read
+
+FORMATS_IN_WORDS = (
+    'messages, conversations, prompt and completion, instruction and output, question and answer, or any others by '
+    '--chat_fields=QUESTION,ANSWER'
+)
+NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
+PREFERENCE_PAIRS = (
+    'rows that are preference pairs (chosen and rejected), for which there is no loss here: '
+    '--chat_fields=prompt,chosen learns the chosen answers (--chat_fields=chosen, where these are lists of messages), '
+    '--chat=False all strings as text'
+)
+PARTS_OF_TREES = (
+    'rows that are single messages of trees (parent_id, role, text): join each path of a tree to one row of messages, '
+    'or --chat=False learns each message as a text'
+)
+
+INSTRUCTIONS = ('system', 'developer')
+QA_ROLES = ('user', 'assistant')  # of those who take turns
+ROLES = {name: name for name in (*INSTRUCTIONS, 'user', 'assistant', 'tool')}
+ROLES |= dict.fromkeys(('human', 'prompter'), 'user')
+ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assistant')
+ROLES |= dict.fromkeys(('function', 'ipython', 'observation', 'tool_response', 'function_response'), 'tool')
+CALLS = ('function_call', 'tool_call')  # roles of an assistant's message whose text is a tool call in JSON
+ROLES |= dict.fromkeys(CALLS, 'assistant')
+TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of parts of a content
+
+
+def conversation_of(row, fields=()):
+    """
+    A row of instruction data as JSON text of {'messages': [...]}, with 'tools' and 'chat_template_kwargs' where it has
+    them, and without what follows the last answer that is learned.
+
+    A message has 'role', one of ROLES' values; 'content', text, which only a message with tool calls may lack; and what
+    else the row's message has, but no nulls. 'weight' 0 says that an answer is not learned: that of a message in
+    OpenAI's format, and those of the prompt where a row has prompt and completion. A tool call has the arguments as an
+    object.
+
+    fields: those to read in place of the known ones: one with a list of messages, or the parts of the question, joined
+    by an empty line, and last the answer. Raises ValueError with the reason why the row cannot be learned.
+    """
+    if not isinstance(row, dict):
+        raise ValueError('rows that are no JSON objects')
+    row = {name: value for name, value in row.items() if value is not None}
+    messages = [_message_of(message, number) for number, message in enumerate(_messages_of(row, fields))]
+    system = next((row[name] for name in SYSTEMS if row.get(name)), None)
+    if isinstance(system, str) and messages and messages[0]['role'] not in INSTRUCTIONS:
+        messages = [{'role': 'system', 'content': system}, *messages]
+    answers = [number for number, message in enumerate(messages) if number and message['role'] == 'assistant']
+    learned = [number for number in answers if messages[number].get('weight', 1)]
+    if not learned:
+        raise ValueError(
+            'rows whose answers all have the weight 0' if answers else "rows without an assistant's answer"
+        )
+    conversation = {'messages': messages[: learned[-1] + 1]}
+    if tools := _tools_of(row):
+        conversation['tools'] = tools
+    options = _parsed(row.get('chat_template_kwargs'))
+    if options and not isinstance(options, dict):
+        raise ValueError('rows whose chat_template_kwargs are no dict')
+    if options:
+        conversation['chat_template_kwargs'] = options
+    return json.dumps(conversation, ensure_ascii=False)
+
+
+def fields_read(names, fields=()):
+    """Of a row's field names those that are read: the names of a conversation, in the order of the row."""
+    wanted = {*fields, *SYSTEMS, 'tools', 'functions', 'chat_template_kwargs'} if fields else {*CHAT_FIELDS}
+    return [name for name in names if name in wanted]
+
+
+def has_chat_fields(names, fields=()):
+    """Whether these are the names of a conversation's fields."""
+    if fields:
+        return {*fields} <= {*names}
+    return any(name in names for name in LISTS) or any(all(name in names for name in pair) for pair in PAIRS)
+
+
+def holds_conversation(row):
+    """Whether a row would be read as a conversation where the user says nothing of it."""
+    return any(isinstance(_parsed(row.get(name)), list) for name in LISTS) or _pair_in(row) is not None
+
+
+def reason_against_text(row):
+    """Why a row should not be learned as plain text without a word of the user's; None where nothing is against it."""
+    if not isinstance(row, dict):
+        return None
+    if holds_conversation(row):
+        return 'rows that are conversations, among texts: --chat=True reads those'
+    if all(row.get(name) for name in PREFERENCES):
+        return PREFERENCE_PAIRS
+    return PARTS_OF_TREES if all(name in row for name in TREE) and isinstance(row.get('text'), str) else None
+
+
+def _pair_in(row):
+    """The names of the question and the answer of a row; None where it has none, or has choices beside them."""
+    if any(row.get(name) is not None for name in CHOICES):
+        return None
+    for question, answer in PAIRS:
+        if isinstance(row.get(question), (str, list)) and isinstance(row.get(answer), (str, list, dict)):
+            return question, answer
+    return None
+
+
+def _messages_of(row, fields):
+    """The messages of a row as they are, whatever its fields are called. Raises ValueError where there are none."""
+    if fields:
+        missing = [name for name in fields if name not in row]
+        if missing:
+            raise ValueError(f'rows without the field {missing[0]!r}')
+        return _list_of(row[fields[0]]) if len(fields) == 1 else _turns_of(row, fields[:-1], fields[-1])
+    name = next((name for name in LISTS if name in row), None)
+    if name:
+        return _list_of(row[name])
+    if all(row.get(name) for name in PREFERENCES):
+        raise ValueError(PREFERENCE_PAIRS)
+    pair = next((pair for pair in PAIRS if all(name in row for name in pair)), None)
+    if pair is None:
+        raise ValueError(f'rows that are {NO_CONVERSATIONS}')
+    if any(name in row for name in CHOICES):
+        raise ValueError('rows with choices, which are for evaluate.py: --chat_fields names what is read of them')
+    if row.get('label') is False:
+        raise ValueError('rows whose answer is marked as a bad one (label: false)')
+    return _turns_of(row, [pair[0], *(name for name in CONTEXTS if name in row)], pair[1])
+
+
+def _list_of(value):
+    """The messages of a field that holds a list of them."""
+    elements = _parsed(value)
+    if not isinstance(elements, list):
+        raise ValueError('rows whose messages are no list')
+    messages = []
+    for element in elements:
+        turn = next((turn for turn in TURNS if isinstance(element, dict) and set(turn) <= set(element)), None)
+        if turn:
+            messages += [{'role': role, 'content': element[name]} for role, name in zip(QA_ROLES, turn, strict=True)]
+        else:
+            messages.append(element)
+    return messages
+
+
+def _turns_of(row, questions, answer):
+    """The messages of a row with these fields: texts, or lists of messages, of which the last field's are learned."""
+    messages = []
+    for turn in row.get('history') or []:  # Alpaca's: pairs that came before
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ValueError('rows whose history is no list of questions and answers')
+        messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
+    prompt = _as_messages(row[questions[0]])
+    if prompt is not None:
+        messages += [message if _role_of(message) != 'assistant' else {**message, 'weight': 0} for message in prompt]
+    else:
+        for name in questions:
+            if not isinstance(row[name], str):
+                raise ValueError(f'rows whose {name} is no text')
+        messages.append({'role': 'user', 'content': '\n\n'.join(row[name] for name in questions if row[name])})
+    completion = _as_messages(row[answer])
+    if completion is not None:
+        return messages + completion
+    calls = _parsed(row[answer])
+    if 'tools' in row and isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
+        return [*messages, {'role': 'assistant', 'tool_calls': calls}]  # as xLAM's answers
+    text = row[answer]
+    text = text.get('text', []) if isinstance(text, dict) else text  # as SQuAD's answers
+    if isinstance(text, list) and all(isinstance(one, str) for one in text):  # several ways to say it
+        if not text:
+            raise ValueError("rows without an assistant's answer")
+        text = text[0]
+    if not isinstance(text, str):
+        raise ValueError(f'rows whose {answer} is no text')
+    return [*messages, {'role': 'assistant', 'content': text}]
+
+
+def _as_messages(value):
+    """A list of messages, also one in JSON; None for any other value."""
+    value = _parsed(value)
+    is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
+    return value if is_list else None
+
+
+def _role_of(message):
+    """The role that a message of a row gives, in our words; None where it gives none that is known."""
+    role = message.get('role', message.get('from')) if isinstance(message, dict) else None
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def _message_of(message, number):
+    """A message as conversation_of() describes it. number: its place, which gives plain strings a role."""
+    if isinstance(message, str):
+        return {'role': QA_ROLES[number % 2], 'content': message}
+    message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    fields = ', '.join(key for key in message if message[key])[:60] or 'no fields'
+    if 'role' not in message and isinstance(message.get('from'), str):
+        message = {'role': message.pop('from'), 'content': message.pop('value', None), **message}
+    name, role = message.get('role'), _role_of(message)
+    if role is None:
+        raise ValueError(f'rows with a message that has no role (it has: {fields})')
+    if role not in ROLES:
+        raise ValueError(f'rows with the unknown role {role[:30]!r}')
+    message['role'] = role
+    content, calls = message.pop('content', None), message.pop('tool_calls', None)
+    if isinstance(content, list):
+        content = _joined(content)
+    if 'function_call' in message:  # OpenAI's, before there were tool_calls
+        calls = [message.pop('function_call')]
+    elif name.lower() in CALLS and isinstance(_parsed(content), (dict, list)):
+        calls, content = _parsed(content), None
+        calls = calls if isinstance(calls, list) else [calls]
+    calls = [_call_of(call) for call in _parsed(calls) or []]
+    if not isinstance(content, str) and (content is not None or not calls):
+        raise ValueError(f'rows with a message that has no content (it has: {fields})')
+    if message.get('weight', 1) not in (0, 1):
+        raise ValueError('rows with a weight that is neither 0 nor 1')
+    # In the order of OpenAI's format: the hash of a conversation chooses its split.
+    others = {key: value for key, value in message.items() if key != 'role'}
+    message = {'role': role} | ({} if content is None else {'content': content})
+    return message | ({'tool_calls': calls} if calls else {}) | others
+
+
+def _joined(parts):
+    """The text of a content that is given in parts."""
+    texts = []
+    for part in parts:
+        part = {'type': 'text', 'text': part} if isinstance(part, str) else part
+        kind = part.get('type') if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(part.get('text'), str):
+            raise ValueError(f'rows with content of the type {str(kind)[:30]!r}, and only text is learned')
+        texts.append(part['text'])
+    return ''.join(texts)
+
+
+def _call_of(call):
+    """A tool call in OpenAI's format, with its arguments as an object: templates write them as JSON."""
+    call = _parsed(call)
+    function = _parsed(call.get('function', call)) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+        raise ValueError('rows with a tool call that has no name')
+    arguments = _parsed(function.get('arguments', function.get('parameters'))) or {}
+    if not isinstance(arguments, dict):
+        raise ValueError('rows with a tool call whose arguments are no JSON object')
+    inner = ('name', 'arguments', 'parameters', 'function')
+    others = {key: value for key, value in call.items() if key not in inner and value is not None}
+    return {'type': 'function', **others, 'function': {'name': function['name'], 'arguments': arguments}}
+
+
+def _tools_of(row):
+    """The tools of a row in OpenAI's format."""
+    tools = _parsed(row.get('tools', row.get('functions'))) or []
+    if not isinstance(tools, list):
+        raise ValueError('rows whose tools are no list')
+    tools = [_parsed(tool) for tool in tools]
+    tools = [tool if 'function' in tool else {'type': 'function', 'function': tool} for tool in tools if tool]
+    if not all(isinstance(tool['function'], dict) for tool in tools):
+        raise ValueError('rows whose tools are no objects')
+    return tools
+
+
+def _parsed(value):
+    """What a string of JSON stands for, if that is a list or an object: columnar files hold so what differs from row to
+    row. Any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ('[', '{'):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
