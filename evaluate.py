@@ -58,11 +58,10 @@ import fsdp_manual
 import meshes
 from evaluation import in_run, tasks
 from huggingface import finetune
-from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint, errors, processes
 from runtime.files import sha256_of
-from text.tokenizer import tokenizer_of_run
+from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
 errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')

@@ -184,7 +184,7 @@ def open_model_and_data(run):
             raise ValueError(f'{given}: a model of transformers is not cut into stages; use train_fsdp.py')
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
-        check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+        run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
     run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
     run.val_data = data.open_mixture(vars(config), 'val')
 
