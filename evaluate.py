@@ -89,6 +89,7 @@ def append_result(row):
 
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
 path, step = None, None  # of a checkpoint
+finetune.refuse_adapter(config.out_dir)
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
     path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step)
     state = checkpoint.read_state(path)
@@ -129,6 +130,7 @@ with torch.device('meta'):
     else:
         raw_model = GPT(model_config, compute_dtype)
 if config.shard != 'none':  # as in train_fsdp.py
+    finetune.refuse_scalars(raw_model)
     mesh = meshes.make({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
     model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)

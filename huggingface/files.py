@@ -9,15 +9,18 @@ The folder of a Hugging Face model: where it is, and its weights, mapped, by row
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from runtime.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
+ROWS_AT_ONCE = 4096  # that are compared
 
 
 def find_folder(init_from):
@@ -97,15 +100,32 @@ class Weights:
     def find(self, model):
         """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
         base model, as GPT-2's do, and hold a tied weight under any of its names."""
-        prefix, found, lacking = model.base_model_prefix + '.', {}, []
+        found, lacking = {}, []
         for name, aliases in tensors_to_load(model).items():
-            candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
-            match = next((candidate for candidate in candidates if candidate in self.file_of), None)
-            if match is not None:
-                found[name] = match
+            if stored := self.stored_as(model, aliases):
+                found[name] = stored[0]
             elif not name.endswith(('.lora_A', '.lora_B')):
                 lacking.append(name)
         return found, lacking
+
+    def stored_as(self, model, names):
+        """The names in the files of what the model calls so; the first one found of each name."""
+        prefix, stored = model.base_model_prefix + '.', []
+        for name in names:
+            forms = (name, name.removeprefix(prefix), prefix + name)
+            stored += [form for form in forms if form in self.file_of][:1]
+        return stored
+
+    def differ(self, model, names):
+        """Whether the files hold several tensors for these names of one parameter, and not the same numbers."""
+        for one, other in itertools.pairwise(self.stored_as(model, names)):
+            if self.shape(one) != self.shape(other):
+                return True
+            for first in range(0, self.shape(one)[0], ROWS_AT_ONCE):
+                rows = slice(first, first + ROWS_AT_ONCE)
+                if not torch.equal(self.read(one, rows).float(), self.read(other, rows).float()):
+                    return True
+        return False
 
 
 def tensors_to_load(model):

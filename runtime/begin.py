@@ -424,6 +424,8 @@ def make_model(run):
     with torch.device('meta'):
         if run.pretrained:
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
+            if run.strategy in ('fsdp', 'diloco', 'pool'):
+                finetune.refuse_scalars(model)
         else:
             model = GPT(run.model_config, run.compute_dtype)
     offload.checkpoint_activations(model, config.activation_checkpointing)
