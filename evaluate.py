@@ -58,11 +58,10 @@ import fsdp_manual
 import meshes
 from evaluation import in_run, tasks
 from huggingface import finetune
-from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint, errors, processes
 from runtime.files import sha256_of
-from text.tokenizer import tokenizer_of_run
+from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 # --- PROCESSES --------------------------------------------------------------------------------------------------------
 errors.report_errors(lambda: 'lower batch_size or block_size, or use --shard=torch on several ranks')
@@ -90,6 +89,7 @@ def append_result(row):
 
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
 path, step = None, None  # of a checkpoint
+finetune.refuse_adapter(config.out_dir)
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
     path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step, patience_s=processes.PATIENCE_S)
     state = checkpoint.read_state(path)
@@ -130,6 +130,7 @@ with torch.device('meta'):
     else:
         raw_model = GPT(model_config, compute_dtype)
 if config.shard != 'none':  # as in train_fsdp.py
+    finetune.refuse_scalars(raw_model)
     mesh = meshes.make({'shard': world_size}, device, config.timeout_s)
 if config.shard == 'manual':
     model = fsdp_manual.shard(raw_model, [[block] for block in raw_model.blocks], mesh, compute_dtype)

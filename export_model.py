@@ -167,9 +167,11 @@ def exported_weights():
     return {f'model.{name}': convert.unpadded(name, tensor, model_config) for name, tensor in weights.items()}
 
 
-def write_native(folder, eot):
+def write_native(folder, tokenizer):
     """Write config.json, generation_config.json, the weights, and the code where transformers has no class."""
-    generation = {'bos_token_id': eot, 'eos_token_id': eot, 'pad_token_id': eot}  # eot also starts a document
+    eot = tokenizer and tokenizer.eot
+    bos = tokenizer.bos[-1] if tokenizer and tokenizer.bos else eot  # eot also starts a document
+    generation = {'bos_token_id': bos, 'eos_token_id': eot, 'pad_token_id': eot}
     if convert.is_in_transformers(model_config):
         their_config = convert.config_to_transformers(model_config)
     else:
@@ -181,7 +183,7 @@ def write_native(folder, eot):
         their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
         generation['use_cache'] = False
     # No pad_token_id in here: the embedding would give this token, which is eot, no gradient.
-    their_config.bos_token_id = their_config.eos_token_id = eot
+    their_config.bos_token_id, their_config.eos_token_id = bos, eot
     with torch.device('meta'):
         theirs = transformers.AutoModelForCausalLM.from_config(their_config, trust_remote_code=True)
     copies = {name: tensor.clone() for name, tensor in exported_weights().items()}  # safetensors takes no views
@@ -234,17 +236,35 @@ def write_tokenizer(ours, dataset_folder, folder):
         fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
     else:
         fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
-    # The model saw no token before a text but eot: what a Hugging Face tokenizer would add there is left out.
-    fast.post_processor = tokenizers.processors.TemplateProcessing('$A', '$A $B', [])
-    eot = fast.id_to_token(ours.eot)
-    ends = {'bos_token': eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
+    # Before a text stands what the model saw there, and where that was eot alone, nothing.
+    eot, bos = fast.id_to_token(ours.eot), [fast.id_to_token(token) for token in ours.bos]
+    pieces = list(zip(bos, ours.bos, strict=True))
+    fast.post_processor = tokenizers.processors.TemplateProcessing([*bos, '$A'], [*bos, '$A', '$B'], pieces)
+    ends = {'bos_token': bos[-1] if bos else eot, 'eos_token': eot, 'model_max_length': model_config.block_size}
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **ends).save_pretrained(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = theirs.encode(SAMPLE_TEXT)
-    if ids != ours.encode(SAMPLE_TEXT) or theirs.decode(ids) != ours.decode(ids) or theirs.eos_token_id != ours.eot:
+    if (
+        ids != [*ours.bos, *ours.encode(SAMPLE_TEXT)]
+        or theirs.decode(ids) != ours.decode(ids)
+        or theirs.eos_token_id != ours.eot
+    ):
         print(f'exporting without tokenizer: {ours.name} has no equal in transformers')
         for name in ('tokenizer.json', 'tokenizer_config.json'):
             os.remove(os.path.join(folder, name))
+
+
+def write_older_names(folder):
+    """Have config.json and tokenizer_config.json read by what is older than transformers 5, too."""
+    for name, rename in (
+        ('config.json', convert.with_older_names),
+        ('tokenizer_config.json', convert.tokenizer_with_older_names),
+    ):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            with open(path, encoding='utf-8') as file:
+                content = json.load(file)
+            files.write_file(path, json.dumps(rename(content), indent=2, ensure_ascii=False) + '\n')
 
 
 def check_model(folder):
@@ -299,14 +319,16 @@ try:
         check_adapter(unfinished)
     elif is_fine_tuned:
         write_fine_tuned(unfinished)
+        write_older_names(unfinished)
         check_model(unfinished)
     else:
         run = state['config']
         dataset_folder = data.folder_of(run, config.data_dir)
         tokenizer = find_tokenizer(dataset_folder)
-        write_native(unfinished, tokenizer and tokenizer.eot)
+        write_native(unfinished, tokenizer)
         if tokenizer:
             write_tokenizer(tokenizer, dataset_folder, unfinished)
+        write_older_names(unfinished)
         check_model(unfinished)
     readable = os.path.join(unfinished, 'adapter_config.json' if config.adapter else 'config.json')
     for name in os.listdir(unfinished):  # safetensors keeps its files from everybody else

@@ -199,6 +199,8 @@ if source.chat and (config.dedup or config.max_tokens):
     raise ValueError('dedup and max_tokens are for text, and these are conversations: leave them out')
 if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
+if source.chat:
+    tokenizer_facts.pop('bos_text', None)  # the template writes it, or not
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
@@ -305,6 +307,9 @@ def warm_up_workers():
 
 
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads
+comparison = (
+    workers.submit(encoding.compare_with_transformers, config.tokenizer) if 'sha256' in tokenizer_facts else None
+)
 
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
@@ -379,6 +384,13 @@ if config.tokenizer != 'bpe':
             warm_ups[0].result()  # likewise
         except ValueError as error:
             raise ValueError(str(error)) from error
+if comparison:
+    try:
+        line = comparison.result()
+    except ValueError as error:
+        raise ValueError(str(error)) from error
+    if line:
+        print(line)
 if not is_resumed:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,11 +51,10 @@ import torch
 import data
 from evaluation import sampling
 from huggingface import finetune
-from huggingface.files import load_transformers_tokenizer
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, processes
 from text.conversations import DATE, fold_system_messages
-from text.tokenizer import tokenizer_of_run
+from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
 errors.report_errors()
 config.device = processes.choose_device(config.device, local_rank=0)
@@ -182,13 +181,8 @@ if config.num_samples is None:
 
 
 def tokens_that_begin_with(text):
-    """Ids of all tokens whose text begins so. Some tokenizers have gaps in their ids (KeyError)."""
-    found = []
-    for token in range(text_tokenizer.vocab_size):
-        with contextlib.suppress(KeyError):
-            if text_tokenizer.decode([token]).startswith(text):
-                found.append(token)
-    return found
+    """Ids of all tokens whose text begins so."""
+    return [token for token in range(text_tokenizer.vocab_size) if text_tokenizer.decode([token]).startswith(text)]
 
 
 def continue_natively(text):
@@ -197,7 +191,8 @@ def continue_natively(text):
     # "def " ends in a token of its own for the space, but in the text that was learned the space begins the token of
     # the next word, and after a lone one the model is lost. So take it back and let the first new token begin with it.
     begin = text_tokenizer.decode([tokens.pop()]) if text.endswith(' ') else ''
-    tokens = tokens or [text_tokenizer.eot]  # eot stands between documents: it starts one
+    # As in training: what the tokenizer puts before a text, or where that is nothing, eot, which ends the one before.
+    tokens = [*text_tokenizer.bos, *tokens] or [text_tokenizer.eot]
     batch = torch.tensor([tokens] * config.num_samples, device=config.device)  # (num_samples, T)
     draw = {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p}
     draw['generator'] = torch.Generator(config.device).manual_seed(config.seed)
@@ -224,6 +219,9 @@ def generate(tokens):
     positions = getattr(pretrained.config.get_text_config(), 'max_position_embeddings', None) or math.inf
     if len(tokens) >= positions:
         raise ValueError(f'the prompt has {len(tokens)} tokens, the model {positions} positions: shorten it')
+    if (largest := max(tokens)) >= pretrained.vocab_size:  # tokenizers may have more tokens than models
+        spelled, rows = text_tokenizer.decode([largest]), pretrained.vocab_size
+        raise ValueError(f'the prompt spells the token {spelled!r} ({largest}), the model has {rows}: leave it out')
     options = {'do_sample': config.temperature > 0, 'eos_token_id': stop_tokens or None}
     if config.temperature > 0:
         options |= {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config.top_p or 1.0}

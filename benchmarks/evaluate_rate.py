@@ -180,10 +180,9 @@ def compare_rates(lm, model_folder, run, path, rounds, batch_size):
     import data
     from evaluation import scoring, tasks
     from huggingface import finetune
-    from huggingface.files import load_transformers_tokenizer
     from model import GPT, ModelConfig
     from runtime import begin, checkpoint
-    from text.tokenizer import tokenizer_of_run
+    from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 
     task = tasks.read_task(path)
     pairs = [pair for item in task.items for pair in item.pairs]

@@ -14,8 +14,7 @@ import data
 from evaluation import scoring
 from evaluation.tasks import NativeEncoder, TransformersEncoder, read_task, requests_of, scores_of
 from huggingface import finetune
-from huggingface.files import load_transformers_tokenizer
-from text.tokenizer import tokenizer_of
+from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
 
 class Evaluation:
@@ -33,6 +32,8 @@ class Evaluation:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
         self.requests = [requests_of(task, encoder, window) for task in self.tasks]
+        if pretrained:
+            refuse_tokens_beyond(pretrained.vocab_size, self.tasks, self.requests)
         self.batch_size, self.device, self.pretrained = batch_size, device, pretrained
         self.tensor_parallel = tensor_parallel
         # Our attention for transformers' models reaches sliding_window tokens back.
@@ -72,6 +73,16 @@ class Evaluation:
                 say(f'step {step} | {line}')
                 row |= {f'{task.name}/{name}': value for name, value in numbers.items()}
         return row
+
+
+def refuse_tokens_beyond(vocab_size, tasks, requests):
+    """Raise ValueError for a token that has no row in the embedding: tokenizers may have more tokens than models."""
+    for task, task_requests in zip(tasks, requests, strict=True):
+        for item, item_requests in zip(task.items, task_requests, strict=True):
+            largest = max(max(request.tokens) for request in item_requests)
+            if largest >= vocab_size:
+                given = f'{item.place}: its text has the token {largest}, the model {vocab_size} rows in its embedding'
+                raise ValueError(f'{given}: leave out what spells that token, or take the tokenizer of the model')
 
 
 def tasks_of(config, pretrained, device):

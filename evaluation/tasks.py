@@ -170,17 +170,22 @@ def add_examples(items, all_items, path, num_fewshot, protocol):
 
 
 class NativeEncoder:
-    """A tokenizer of text.tokenizer. Before an empty context comes the end of a document, which starts the next one."""
+    """A tokenizer of text.tokenizer, with what it puts before a text: BOS, for some. Before an empty context comes that
+    or, where it puts nothing, the end of a document, which starts the next one."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.prefix = tokenizer, tokenizer.eot
+        self.tokenizer, self.bos = tokenizer, list(tokenizer.bos)
+        self.prefix = self.bos[-1] if self.bos else tokenizer.eot
 
     def encode(self, texts, special=True):
-        return [array.tolist() for array in self.tokenizer.encode_batch(texts)]
+        """special=False: without the tokens before them."""
+        bos = self.bos if special else []
+        return [bos + array.tolist() for array in self.tokenizer.encode_batch(texts)]
 
 
 class TransformersEncoder:
-    """A tokenizer of transformers, with the special tokens that it adds by itself: BOS, for some."""
+    """A tokenizer of transformers, with the special tokens that it puts before a text by itself: BOS, for some. What it
+    puts behind one, as some do with EOS, is left out: the text goes on."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -189,6 +194,7 @@ class TransformersEncoder:
         if self.prefix is None:
             raise ValueError(f'{tokenizer.name_or_path}: the tokenizer has neither BOS nor EOS, to begin a text with')
         self.spelled = tokenizer.decode([self.prefix])
+        self.ends_texts = tokenizer('a').input_ids[-1:] == [tokenizer.eos_token_id]
 
     def encode(self, texts, special=True):
         """special=False: without the tokens that it adds. A text that spells the prefix gets none, either."""
@@ -197,7 +203,7 @@ class TransformersEncoder:
             numbers = [n for n, text in enumerate(texts) if (special and not text.startswith(self.spelled)) == adds]
             some = self.tokenizer([texts[n] for n in numbers], add_special_tokens=adds).input_ids if numbers else []
             for number, ids in zip(numbers, some, strict=True):
-                tokens[number] = ids
+                tokens[number] = ids[:-1] if adds and self.ends_texts else ids
         return tokens
 
 
@@ -207,7 +213,9 @@ def requests_of(task, encoder, window):
     if task.protocol == 'core':
         return requests_of_core(task, encoder, window)
     if task.form == 'text':
-        documents = encoder.encode([item.pairs[0][1] for item in task.items])
+        # The harness puts the prefix before documents that begin with BOS already; the runs here have not learned that.
+        special = isinstance(encoder, TransformersEncoder)
+        documents = encoder.encode([item.pairs[0][1] for item in task.items], special)
         return [rolling(document, encoder.prefix, window) for document in documents]
     pairs = [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
     plain = list(dict.fromkeys(text for context, answer in pairs if context for text in (context, context + answer)))

@@ -123,6 +123,45 @@ def config_to_transformers(model_config):
     return transformers.Qwen3Config(**keys)
 
 
+def with_older_names(config):
+    """
+    The content of a config.json with the names that transformers 4, vLLM and llama.cpp read beside those that
+    transformers 5 writes, {key: value}. Without rope_theta they would take 10,000, and say nothing.
+
+    transformers 5 reads both, and finds the same in them.
+    """
+    config = dict(config)
+    if isinstance(config.get('text_config'), dict):
+        config['text_config'] = with_older_names(config['text_config'])
+    if config.get('dtype'):
+        config['torch_dtype'] = config['dtype']
+    rotation = config.get('rope_parameters') or {}
+    near = rotation.get('sliding_attention')  # Gemma 3's layers turn in two ways
+    rotation = rotation.get('full_attention', rotation)
+    if 'rope_theta' in rotation:
+        config['rope_theta'] = rotation['rope_theta']
+        scaling = {key: value for key, value in rotation.items() if key not in ('rope_theta', 'partial_rotary_factor')}
+        config['rope_scaling'] = None if rotation.get('rope_type', 'default') == 'default' else scaling
+        if 'partial_rotary_factor' in rotation:
+            config['partial_rotary_factor'] = rotation['partial_rotary_factor']
+        if near:
+            config['rope_local_base_freq'] = near['rope_theta']
+        if config.get('model_type') == 'gpt_neox':
+            config['rotary_emb_base'] = rotation['rope_theta']
+            config['rotary_pct'] = rotation['partial_rotary_factor']
+    return config
+
+
+def tokenizer_with_older_names(settings):
+    """The same for the content of a tokenizer_config.json."""
+    settings = dict(settings)
+    if settings.get('tokenizer_class') == 'TokenizersBackend':
+        settings['tokenizer_class'] = 'PreTrainedTokenizerFast'
+    if isinstance(settings.get('extra_special_tokens'), list):
+        settings['additional_special_tokens'] = settings.pop('extra_special_tokens')
+    return settings
+
+
 def byte_level_bpe(ranks, specials, pattern=None):
     """A tokenizers.Tokenizer that does what tiktoken does with the same parts.
 

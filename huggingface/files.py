@@ -9,15 +9,18 @@ The folder of a Hugging Face model: where it is, and its weights, mapped, by row
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 
+import torch
 from torch.distributed.tensor import DTensor
 
-from runtime.errors import one_line
+from runtime.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
+ROWS_AT_ONCE = 4096  # that are compared
 
 
 def find_folder(init_from):
@@ -39,20 +42,6 @@ def find_folder(init_from):
     raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
 
 
-def load_transformers_tokenizer(folder, trust_remote_code=False):
-    """The tokenizer of a model's folder, of transformers' class. Raises ValueError where there is none."""
-    os.environ.setdefault('HF_HUB_OFFLINE', '1')
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ValueError(f'{folder}: transformers finds no tokenizer: {one_line(error)}') from error
-    if not tokenizer.encode('a', add_special_tokens=False):  # of some classes it makes an empty one without files
-        raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')
-    return tokenizer
-
-
 class Weights:
     """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
 
@@ -66,21 +55,33 @@ class Weights:
         if SINGLE in names:  # first, as transformers looks for it
             self.file_of = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
         elif INDEX in names:
-            with open(os.path.join(folder, INDEX), encoding='utf-8') as file:
-                self.file_of = json.load(file)['weight_map']
+            listed = self.files_of_index()
+            if absent := sorted(listed - set(names)):
+                raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
+            # Tensors are where the files say, as for transformers, and not where the index says.
+            self.file_of = {tensor: name for name in sorted(listed) for tensor in self.open(name).keys()}
         else:
             pickles = [name for name in names if name.endswith(('.bin', '.pth', '.pt'))]
             unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
             raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
-        absent = sorted(set(self.file_of.values()) - set(names))
-        if absent:
-            raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
+
+    def files_of_index(self):
+        """The names of the files among which the tensors are divided."""
+        path = os.path.join(self.folder, INDEX)
+        refuse_lfs_pointer(path)
+        try:
+            with open(path, encoding='utf-8') as file:
+                return set(json.load(file)['weight_map'].values())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            advice = f'`python download_model.py --model={self.folder}` names what differs'
+            raise ValueError(f'{path}: damaged, it has no weight_map of tensors to files; {advice}') from error
 
     def open(self, name):
         from safetensors import SafetensorError, safe_open
 
         if name not in self.files:
             path = os.path.join(self.folder, name)
+            refuse_lfs_pointer(path)
             try:
                 self.files[name] = safe_open(path, framework='pt')
             except SafetensorError as error:
@@ -99,15 +100,32 @@ class Weights:
     def find(self, model):
         """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
         base model, as GPT-2's do, and hold a tied weight under any of its names."""
-        prefix, found, lacking = model.base_model_prefix + '.', {}, []
+        found, lacking = {}, []
         for name, aliases in tensors_to_load(model).items():
-            candidates = [form for alias in aliases for form in (alias, alias.removeprefix(prefix), prefix + alias)]
-            match = next((candidate for candidate in candidates if candidate in self.file_of), None)
-            if match is not None:
-                found[name] = match
+            if stored := self.stored_as(model, aliases):
+                found[name] = stored[0]
             elif not name.endswith(('.lora_A', '.lora_B')):
                 lacking.append(name)
         return found, lacking
+
+    def stored_as(self, model, names):
+        """The names in the files of what the model calls so; the first one found of each name."""
+        prefix, stored = model.base_model_prefix + '.', []
+        for name in names:
+            forms = (name, name.removeprefix(prefix), prefix + name)
+            stored += [form for form in forms if form in self.file_of][:1]
+        return stored
+
+    def differ(self, model, names):
+        """Whether the files hold several tensors for these names of one parameter, and not the same numbers."""
+        for one, other in itertools.pairwise(self.stored_as(model, names)):
+            if self.shape(one) != self.shape(other):
+                return True
+            for first in range(0, self.shape(one)[0], ROWS_AT_ONCE):
+                rows = slice(first, first + ROWS_AT_ONCE)
+                if not torch.equal(self.read(one, rows).float(), self.read(other, rows).float()):
+                    return True
+        return False
 
 
 def tensors_to_load(model):

@@ -17,6 +17,7 @@ LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B
 import contextlib
 import copy
 import functools
+import json
 import logging
 import math
 import os
@@ -35,6 +36,7 @@ from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import one_line
+from runtime.files import refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
@@ -87,11 +89,18 @@ class Pretrained:
     def __post_init__(self):
         self.weights_folder = self.weights_folder or self.folder
         folder, block_size = self.folder, self.block_size
+        refuse_adapter(folder)
         transformers = transformers_offline()
         try:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
-        except (ValueError, OSError, KeyError, ImportError) as error:
-            reason = f'{one_line(error)}; see `python download_model.py --model={folder}`'
+        except (
+            Exception
+        ) as error:  # a class raises what it likes: for 32.0 in place of 32, for an unknown rope_type, ...
+            path = os.path.join(folder, 'config.json')
+            if os.path.exists(path):
+                refuse_lfs_pointer(path)
+            reason = f'{type(error).__name__}: {one_line(error)}: mend that there, or copy the folder again; '
+            reason += f'`python download_model.py --model={folder}` says what it lacks'
             if 'trust_remote_code' in str(error):
                 reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
             raise ValueError(f'{folder}: transformers cannot read its config.json: {reason}') from error
@@ -117,6 +126,20 @@ class Pretrained:
         if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
             given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
             raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
+        self.unties = bool(getattr(self.config, 'tie_word_embeddings', False)) and self.holds_another_head()
+        if self.unties:
+            self.config.tie_word_embeddings = text.tie_word_embeddings = False
+
+    def holds_another_head(self):
+        """Whether the files hold different tensors for places of the model that are one parameter by config.json.
+        from_pretrained trusts the files then, and ties nothing."""
+        try:
+            weights = Weights(self.weights_folder)
+        except ValueError:  # there are none: a run that goes on from its checkpoints, whose kept config.json is right
+            return False
+        with torch.device('meta'):
+            model = self.empty_model()
+        return any(weights.differ(model, names) for names in tensors_to_load(model).values())
 
     @classmethod
     def from_keys(cls, config, explicit):
@@ -167,6 +190,12 @@ class Pretrained:
                     shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
             elif name == 'additional_chat_templates':
                 shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
+        if self.unties:  # as the weights say, which are not kept here
+            path = os.path.join(f'{kept}.tmp', 'config.json')
+            with open(path, encoding='utf-8') as file:
+                content = json.load(file)
+            with open(path, 'w', encoding='utf-8') as file:
+                json.dump({**content, 'tie_word_embeddings': False}, file, indent=2)
         shutil.rmtree(kept, ignore_errors=True)
         os.rename(f'{kept}.tmp', kept)
 
@@ -174,11 +203,21 @@ class Pretrained:
         """The transformers model without its weights: parameters and buffers as the context says, best on meta.
         kind: a subclass of the class that transformers has for it, in its place."""
         transformers, config = transformers_offline(), copy.deepcopy(self.config)
-        if kind is None:
-            options = {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
-            model = transformers.AutoModelForCausalLM.from_config(config, **options)
-        else:
-            model = kind._from_config(config, dtype=torch.float32)
+        text = config.get_text_config()
+        pad = getattr(text, 'pad_token_id', None)
+        if pad is not None and pad >= text.vocab_size:
+            given = f'pad_token_id={pad} in config.json, the embedding has {text.vocab_size} rows'
+            raise ValueError(f'{self.folder}: {given}: write null there, nothing is padded here')
+        try:
+            if kind is None:
+                options = {'dtype': torch.float32, 'trust_remote_code': self.trust_remote_code}
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
+            else:
+                model = kind._from_config(config, dtype=torch.float32)
+        except Exception as error:  # a class raises what it likes: KeyError for an unknown activation, ...
+            reason = f'{type(error).__name__}: {one_line(error)}'
+            problem = f'{self.folder}: transformers cannot make a model of its config.json: {reason}'
+            raise ValueError(f'{problem}: mend that value there, or update transformers') from error
         model.tie_weights()  # transformers 5.0 does not, on meta
         return model
 
@@ -206,6 +245,31 @@ class Pretrained:
             'attention_gate': False,
             'transformers': {key: value for key, value in self.config.to_dict().items() if not VOLATILE.search(key)},
         }
+
+
+def refuse_adapter(folder):
+    """Raise ValueError for a folder of peft, with LoRA in place of a model, or beside one: from_pretrained would put it
+    on the model that it names."""
+    path = os.path.join(folder, 'adapter_config.json')
+    if os.path.exists(path):
+        refuse_lfs_pointer(path)
+        with contextlib.suppress(ValueError), open(path, encoding='utf-8') as file:
+            base = json.load(file).get('base_model_name_or_path')
+        merge = f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
+        raise ValueError(
+            f'{folder} is an adapter of peft for the model {base}: merge the two, '
+            f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`, copy the tokenizer's files there, "
+            'and give that folder'
+        )
+
+
+def refuse_scalars(model):
+    """Raise ValueError for a parameter without dimensions, as code of a model's own may have: it has no rows to be
+    divided among ranks."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        advice = 'train it with train_ddp.py, evaluate it with --shard=none'
+        raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
 
 
 def heads_of(config):

@@ -184,7 +184,7 @@ def open_model_and_data(run):
             raise ValueError(f'{given}: a model of transformers is not cut into stages; use train_fsdp.py')
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
-        check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+        run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
     if not run.pretrained and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         folder = (
@@ -444,6 +444,8 @@ def make_model(run):
     with torch.device('meta'):
         if run.pretrained:
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
+            if run.strategy in ('fsdp', 'diloco', 'pool'):
+                finetune.refuse_scalars(model)
         else:
             model = GPT(run.model_config, run.compute_dtype)
     offload.checkpoint_activations(model, config.activation_checkpointing)

@@ -13,6 +13,7 @@ ROOMS = (
     'runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
     'benchmarks',
 )  # fmt: skip
+LFS_POINTER = b'version https://git-lfs.github.com/spec/'  # what a clone without git-lfs has in a file's place
 FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code; .venv lies below ROOT, too
 
 
@@ -39,6 +40,15 @@ def read_json(path):
         return json.loads(path.read_text(encoding='utf-8'))
     except ValueError:
         raise ValueError(f'{path} is damaged: delete it, and start again') from None
+
+
+def refuse_lfs_pointer(path):
+    """Raise ValueError for a file that a clone without git-lfs has left out: a few lines say where it is to be had."""
+    with open(path, 'rb') as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    if is_pointer:
+        folder = os.path.dirname(path) or '.'
+        raise ValueError(f'{path} is a pointer of Git LFS, not the file: fetch it with `git -C {folder} lfs pull`')
 
 
 def rename_durably(old, new):

@@ -26,7 +26,7 @@ from text.chat_rows import conversation_of
 from text.conversations import ChatEncoder
 from text.documents import cut_up, documents_of
 from text.engine import faster
-from text.tokenizer import load_tokenizer
+from text.tokenizer import check_against_file, load_tokenizer, load_transformers_tokenizer
 
 CONVERSATIONS = 'conversations'  # the note that counts those that are not left out
 MANY_NEW = 1 << 20  # hashes in a set, of 100 bytes each, before they join those in an array
@@ -94,6 +94,20 @@ def warm_up(tokenizer, folder, chat, engine):
     worker_chat_encoder(tokenizer, folder)
 
 
+def compare_with_transformers(folder):
+    """Raise ValueError where transformers gives other ids than the tokenizer.json of a Hugging Face folder, of which a
+    dataset's are. Returns None, or a line that says why they could not be compared. transformers imports torch for
+    that: it is for one worker."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # what has to be said is said here
+    try:
+        tokenizer = load_transformers_tokenizer(folder, check=False)
+    except ValueError as error:
+        return f'its ids are not compared with those of transformers: {error}'
+    check_against_file(tokenizer, folder)
+
+
 def hash_of(piece, document, seed):
     """A number below 2^64 from the first bytes of the document that `document` is all of, or a stretch: it decides the
     split."""
@@ -135,8 +149,8 @@ def dtype_for(vocab_size):
 
 
 def encode_unit(pieces, rules):
-    """The tokens of a unit's pieces, with end-of-text behind each document: ({split: Encoded}, Counter of what was
-    mended or left out)."""
+    """The tokens of a unit's pieces, with end-of-text behind each document and bos before it: ({split: Encoded},
+    Counter of what was mended or left out)."""
     notes = collections.Counter()
     encode = _encode_conversations if rules.chat else _encode_texts
     return encode(pieces, rules, notes), notes
@@ -145,11 +159,13 @@ def encode_unit(pieces, rules):
 def _encode_texts(pieces, rules, notes):
     tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, rules.engine)[0]
     stretches = collections.defaultdict(list)
-    ends_document = collections.defaultdict(list)  # whether each stretch does
+    begins_document = collections.defaultdict(list)  # whether each stretch does
+    ends_document = collections.defaultdict(list)  # likewise
     text_bytes = collections.Counter()
     documents = collections.defaultdict(list)  # (hash, bytes, number of the first stretch) of each, with dedup
     for piece in pieces:
-        is_whole = piece.ends_document and (piece.kind != 'text' or piece.start == piece.document_start)
+        begins = piece.kind != 'text' or piece.start == piece.document_start
+        is_whole = piece.ends_document and begins
         for document in documents_of(piece, rules.text_field, notes, any_row=rules.chat is False):
             split = split_of(piece, document, rules.seed, rules.val_hashes)
             text_bytes[split] += len(document)
@@ -158,17 +174,22 @@ def _encode_texts(pieces, rules, notes):
                 documents[split].append((int.from_bytes(digest, 'little'), len(document), len(stretches[split])))
             cut = list(cut_up(document, STRETCH_BYTES))
             stretches[split] += cut
+            begins_document[split] += [begins] + [False] * (len(cut) - 1)
             ends_document[split] += [False] * (len(cut) - 1) + [piece.ends_document]
 
     result = {}
     for split, texts in stretches.items():
         tokens, ends = tokenizer.encode_flat(texts)
-        is_end = np.array(ends_document[split])
-        tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), ends[is_end], tokenizer.eot)
+        is_begin, is_end = np.array(begins_document[split]), np.array(ends_document[split])
+        first, n_bos = np.concatenate(([0], ends[:-1]))[is_begin], len(tokenizer.bos)
+        # At one place they are inserted in the order of these lists: eot, then bos of the next document.
+        places = np.concatenate((ends[is_end], np.repeat(first, n_bos)))
+        added = np.array([tokenizer.eot] * int(is_end.sum()) + [*tokenizer.bos] * len(first))
+        tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), places, added)
         result[split] = Encoded(tokens, int(is_end.sum()), text_bytes[split])
         if rules.dedup:
             hashes, n_bytes, first = zip(*documents[split], strict=True)
-            n_tokens = np.add.reduceat(np.diff(ends, prepend=0) + is_end, first)
+            n_tokens = np.add.reduceat(np.diff(ends, prepend=0) + is_end + n_bos * is_begin, first)
             sizes = np.stack((n_tokens, n_bytes), axis=1)
             result[split] = result[split]._replace(hashes=np.array(hashes, dtype=np.uint64), sizes=sizes)
     return result

@@ -59,7 +59,8 @@ class Engine:
     def __init__(self, reference, load):
         """load(): a new gigatoken.Tokenizer. Raises Mismatch."""
         self._reference, self._load = reference, load
-        self.name, self.vocab_size, self.eot = reference.name, reference.vocab_size, reference.eot
+        self.name, self.vocab_size = reference.name, reference.vocab_size
+        self.eot, self.bos = reference.eot, reference.bos
         self._tokenizer, self._size, self._unchecked = load(), resident_bytes(), 0.0
         self._random = np.random.default_rng()  # which text is checked decides nothing, unless something is wrong
         samples = [sample.encode() for sample in SAMPLES]

@@ -6,10 +6,12 @@ Text to token ids and back.
     tokenizer = load_tokenizer('models/some_model')             # a Hugging Face folder with tokenizer.json
     tokenizer = tokenizer_of('data/stdlib-bpe2048')             # the one a dataset was made with
     check_same_tokenizer('data/mine', 'models/some_model')      # whether a dataset is made for a model
+    tokenizer = load_transformers_tokenizer('models/some_model')  # of transformers' class, for what transformers runs
 
-Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), and the methods
-encode(text) -> list of ids, encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where
-it spells a special token, it gets the tokens of those letters.
+Every tokenizer has `name`, `vocab_size` (all ids are below it), `eot` (the id that ends a document), `bos` (the ids
+before its text: one for Llama 3 and Gemma, often none), and the methods encode(text) -> list of ids,
+encode_batch(texts) -> list of arrays, decode(ids) -> text. All text is ordinary: where it spells a special token, it
+gets the tokens of those letters, and encoding adds neither bos nor eot.
 """
 
 import difflib
@@ -20,10 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.files import sha256_of, write_file
-from text.engine import merges_of
+from runtime.errors import one_line
+from runtime.files import refuse_lfs_pointer, sha256_of, write_file
+from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
+FILE_AS_IT_IS = ('PreTrainedTokenizerFast', 'TokenizersBackend')  # classes of transformers that change nothing in it
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
 # What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English. No
 # special token: transformers would take it for one.
@@ -38,6 +42,8 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 
 class InBatches:
     """What tokenizers with encode_batch() have in common."""
+
+    bos = ()
 
     def encode_flat(self, texts):
         """Of texts in UTF-8, as a list of bytes: all their tokens, and where those of each end, int64."""
@@ -81,16 +87,22 @@ class TiktokenTokenizer(InBatches):
         return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids):
-        return self.encoding.decode([int(token) for token in ids])
+        """Text of the ids. Some encodings have gaps, as cl100k_base: such an id becomes U+FFFD."""
+        return b''.join(map(self._bytes_of, ids)).decode('utf-8', 'replace')
+
+    def _bytes_of(self, token):
+        try:
+            return self.encoding.decode_single_token_bytes(int(token))
+        except KeyError:
+            return '\ufffd'.encode()
 
 
 class FileTokenizer(InBatches):
-    """A tokenizer.json of Hugging Face's `tokenizers`; eot: the text of its end-of-text token."""
+    """A tokenizer.json of Hugging Face's `tokenizers`; eot: the text of its end-of-text token; bos: texts of the tokens
+    that it puts before a text."""
 
-    def __init__(self, path, eot):
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_file(str(path))
+    def __init__(self, path, eot, bos=()):
+        self.tokenizer = open_file(path)
         self.tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
         self.tokenizer.no_truncation()  # the file may ask for either
         self.tokenizer.no_padding()
@@ -99,6 +111,9 @@ class FileTokenizer(InBatches):
         self.eot = self.tokenizer.token_to_id(eot)
         if self.eot is None:
             raise ValueError(f'{path}: has no token {eot!r}, which its folder names as the end of a text')
+        self.bos = [self.tokenizer.token_to_id(token) for token in bos]
+        if None in self.bos:
+            raise ValueError(f'{path}: has no token {bos[self.bos.index(None)]!r}, which its folder puts before a text')
 
     def encode(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -110,6 +125,18 @@ class FileTokenizer(InBatches):
 
     def decode(self, ids):
         return self.tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def open_file(path):
+    """The tokenizers.Tokenizer in a tokenizer.json. Raises ValueError for a file that holds none."""
+    import tokenizers
+
+    refuse_lfs_pointer(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class for its errors
+        reason = f'tokenizers {tokenizers.__version__} cannot read it ({one_line(error)})'
+        raise ValueError(f'{path}: {reason}: copy it again, or update that package') from error
 
 
 # --- finding one ------------------------------------------------------------------------------------------------------
@@ -138,7 +165,7 @@ def tokenizer_of(dataset_folder):
     if facts is None:
         raise ValueError(f'{path} is missing, or does not name a tokenizer (often gpt2)')
     if 'eot_text' in facts:  # a Hugging Face tokenizer: its file was copied, the folder it came from may be elsewhere
-        return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'])
+        return FileTokenizer(path.with_name('tokenizer.json'), facts['eot_text'], facts.get('bos_text', ()))
     return load_tokenizer(facts['name'], dataset_folder)
 
 
@@ -189,16 +216,27 @@ def as_argument(*dataset_folders):
 
 def check_same_tokenizer(dataset_folder, model_folder):
     """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
+    Returns lines to beware of: text without the BOS that the tokenizer puts before a text, or with one of its own.
 
     Versions of transformers write the same tokenizer in other bytes: then the ids of a sample text and of end-of-text
     are compared. A dataset that does not name its tokenizer is not checked. Raises, too, what load_tokenizer raises.
     """
     meta, facts = _read_meta(dataset_folder)
     if facts is None:
-        return
-    file, eot = _hugging_face_files(model_folder)
+        return []
+    file, eot, bos = _hugging_face_files(model_folder)
+    command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
+    notes = []
+    if facts.get('bos_text', []) != bos and not meta.get('masked'):  # before a conversation the template writes it
+        ours, theirs = (
+            f'{" ".join(texts)} before' if texts else 'nothing before' for texts in (facts.get('bos_text'), bos)
+        )
+        notes = [
+            f'WARNING: {dataset_folder} has {ours} a document, the tokenizer of {model_folder} puts {theirs} a text, '
+            f'as sample.py and evaluate.py do: prepare it anew with {command}'
+        ]
     if facts.get('sha256') == sha256_of(file):
-        return
+        return notes
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
     added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # a chat template's are among them
     moved = [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
@@ -209,8 +247,7 @@ def check_same_tokenizer(dataset_folder, model_folder):
     elif moved:
         difference = f'has the special token {moved[0]}, which that of {model_folder} has elsewhere or not at all'
     else:
-        return
-    command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
+        return notes
     raise ValueError(f'{dataset_folder}: its tokenizer {facts["name"]} {difference}; prepare it anew: {command}')
 
 
@@ -222,23 +259,66 @@ def describe(name, vocab_size):
             raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
         return {'name': name, 'asked_vocab_size': vocab_size}
     if os.path.isdir(name):
-        path, eot = _hugging_face_files(name)
-        return {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256_of(path)}
+        path, eot, bos = _hugging_face_files(name)
+        facts = {'name': Path(name).resolve().name, 'eot_text': eot, 'sha256': sha256_of(path)}
+        return {**facts, 'bos_text': bos} if bos else facts
     if name != 'bytes':
         _check_tiktoken_name(name)
     return {'name': name}
 
 
 def _hugging_face_files(folder):
-    """(path of tokenizer.json, text of the end-of-text token) of a Hugging Face folder."""
+    """(path of tokenizer.json, text of the end-of-text token, texts of those before a text) of a folder."""
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():
+        others = [
+            name
+            for name in ('tokenizer.model', 'spiece.model', 'vocab.json', 'vocab.txt')
+            if path.with_name(name).exists()
+        ]
+        if others:
+            raise FileNotFoundError(
+                f'{folder} has {others[0]}, and no tokenizer.json: {_save_command(folder)} makes it'
+            )
         advice = f'`python download_model.py --model={folder}` says what is missing'
         raise FileNotFoundError(f'{folder} has no tokenizer.json: {advice}')
     eot = _end_of_text_of(path)
     if not eot:
         raise ValueError(f'tokenizer={folder}: tokenizer_config.json names no eos_token, to end documents with')
-    return path, eot
+    return path, eot, _before_text_of(path)
+
+
+def _save_command(folder):
+    """The command that writes the files of a folder's tokenizer anew, as transformers sees it."""
+    load_and_save = f'T.from_pretrained("{folder}").save_pretrained("{folder}")'
+    return f"`python -c 'from transformers import AutoTokenizer as T; {load_and_save}'`"
+
+
+def _read_settings(path):
+    """The object in a JSON file beside a tokenizer; {} where there is no file. Raises ValueError for a damaged one."""
+    if not path.exists():
+        return {}
+    refuse_lfs_pointer(path)
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except ValueError:  # not JSON, or not even text
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is damaged (no JSON object): copy it again')
+    return content
+
+
+def _before_text_of(path):
+    """Texts of the special tokens that a tokenizer.json puts before a text. (transformers reads no add_bos_token where
+    there is that file.)"""
+    tokenizer = open_file(path)
+    tokenizer.no_truncation()
+    return _what_stands_before(*(tokenizer.encode('a', add_special_tokens=special).tokens for special in (False, True)))
+
+
+def _what_stands_before(part, whole):
+    """The beginning of a list, up to where this part of it begins."""
+    return whole[: next((n for n in range(len(whole)) if whole[n : n + len(part)] == part), 0)]
 
 
 def _end_of_text_of(path):
@@ -246,20 +326,94 @@ def _end_of_text_of(path):
     if not path.with_name('tokenizer_config.json').exists():
         return END_OF_TEXT
     for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
-        file = path.with_name(name)
-        content = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {}
+        content = _read_settings(path.with_name(name))
         token = content.get('eos_token') or content.get('eos_token_id')
         if isinstance(token, dict):  # an AddedToken, written out
             token = token['content']
         if isinstance(token, list) and token:  # Llama 3 has several
             token = token[0]
         if isinstance(token, int):
-            from tokenizers import Tokenizer
-
-            token = Tokenizer.from_file(str(path)).id_to_token(token)
+            token = open_file(path).id_to_token(token)
         if token:
             return token
     return None
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def load_transformers_tokenizer(folder, trust_remote_code=False, check=True):
+    """The tokenizer of a model's folder, of transformers' class. Raises ValueError where there is none, and with check
+    where its ids are not those of tokenizer.json, see check_against_file()."""
+    os.environ.setdefault('HF_HUB_OFFLINE', '1')
+    import transformers
+
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model'):
+        if os.path.exists(path := os.path.join(folder, name)):
+            refuse_lfs_pointer(path)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        found = tokenizer.encode('a', add_special_tokens=False)
+    except Exception as error:  # its classes and their libraries raise what they like
+        reason = one_line(error)
+        if 'trust_remote_code' in reason:
+            reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
+        raise ValueError(f'{folder}: transformers finds no tokenizer: {reason}') from error
+    if not found:  # of some classes it makes an empty one without files
+        raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')
+    if check:
+        check_against_file(tokenizer, folder)
+    return tokenizer
+
+
+def check_against_file(tokenizer, folder):
+    """
+    Raise ValueError unless a tokenizer of transformers has the ids of its folder's tokenizer.json.
+
+    Datasets have those of the file, which is fast. Some classes of transformers replace parts of it: GPT2Tokenizer
+    puts GPT-2's rule for words in place of another one. And tokenizer_config.json may add tokens. Compared are the ids
+    of texts, of what stands before a text, of every added token, and of a conversation.
+    """
+    path = Path(folder) / 'tokenizer.json'
+    if not path.exists():  # of a class that reads other files: nothing else here reads them
+        return
+    file = open_file(path)
+    file.no_truncation()
+    file.no_padding()
+
+    def ids_of(text):
+        try:
+            return tokenizer(text, add_special_tokens=False).input_ids
+        except Exception:  # as: unk token not found in the vocabulary
+            return None
+
+    kind = f'{folder}: {type(tokenizer).__name__} of transformers'
+    alike = f'make them alike with {_save_command(folder)}'
+    settings = path.with_name('tokenizer_config.json')
+    for text in (SAMPLE_TEXT, *SAMPLES[:2]):
+        if ids_of(text) != file.encode(text, add_special_tokens=False).ids:
+            if _read_settings(settings).get('tokenizer_class') not in FILE_AS_IT_IS:
+                alike = (
+                    f'set "tokenizer_class": "{FILE_AS_IT_IS[0]}" in {settings}, so that both take the file as it is'
+                )
+            raise ValueError(f'{kind} replaces parts of tokenizer.json, and gives other ids: {alike}')
+    bos, theirs = _before_text_of(path), _what_stands_before(ids_of('a'), tokenizer('a').input_ids)
+    if [file.token_to_id(token) for token in bos] != theirs:
+        theirs = ' '.join(tokenizer.convert_ids_to_tokens(theirs)) or 'nothing'
+        raise ValueError(f'{kind} puts {theirs} before a text, tokenizer.json {" ".join(bos) or "nothing"}: {alike}')
+    for token, number in tokenizer.get_added_vocab().items():
+        ours = file.token_to_id(token)
+        if ours != number and token != tokenizer.pad_token:  # nothing here pads
+            has = 'tokenizer.json has it not' if ours is None else f'tokenizer.json as {ours}'
+            raise ValueError(f'{kind} has {token} as the token {number}, {has}: {alike}')
+    conversation = [{'role': 'user', 'content': 'What is 12345678?'}]
+    conversation += [{'role': 'assistant', 'content': "It's a number."}]
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    except Exception:  # there is no template, or it refuses this: that says nothing of ids
+        return
+    if ids_of(text) != file.encode(text, add_special_tokens=False).ids:
+        raise ValueError(f'{kind} gives a conversation other ids than tokenizer.json: {alike}')
 
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------
