@@ -31,6 +31,8 @@ def report_errors(out_of_memory_advice=None):
             os._exit(1)
 
     sys.excepthook = hook
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='backslashreplace')  # as stderr: names of files may be no UTF-8
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # configure() has left it so
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

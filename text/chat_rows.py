@@ -237,15 +237,20 @@ def _message_of(message, number):
     if role not in ROLES:
         raise ValueError(f'rows with the unknown role {role[:30]!r}')
     message['role'] = role
-    content, calls = message.pop('content', None), message.pop('tool_calls', None)
+    content, calls = message.pop('content', None), _parsed(message.pop('tool_calls', None)) or []
     if isinstance(content, list):
         content = _joined(content)
+    others = []
     if 'function_call' in message:  # OpenAI's, before there were tool_calls
-        calls = [message.pop('function_call')]
+        others = [message.pop('function_call')]
     elif name.lower() in CALLS and isinstance(_parsed(content), (dict, list)):
-        calls, content = _parsed(content), None
-        calls = calls if isinstance(calls, list) else [calls]
-    calls = [_call_of(call) for call in _parsed(calls) or []]
+        others, content = _parsed(content), None
+        others = others if isinstance(others, list) else [others]
+    if calls and others:
+        raise ValueError('rows with a message that has tool calls in two places')
+    if not isinstance(calls, list):
+        raise ValueError('rows whose tool_calls are no list')
+    calls = [_call_of(call) for call in calls or others]
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError(f'rows with a message that has no content (it has: {fields})')
     if message.get('weight', 1) not in (0, 1):
@@ -288,10 +293,9 @@ def _tools_of(row):
     if not isinstance(tools, list):
         raise ValueError('rows whose tools are no list')
     tools = [_parsed(tool) for tool in tools]
-    tools = [tool if 'function' in tool else {'type': 'function', 'function': tool} for tool in tools if tool]
-    if not all(isinstance(tool['function'], dict) for tool in tools):
+    if not all(isinstance(tool, dict) and isinstance(tool.get('function', {}), dict) for tool in tools if tool):
         raise ValueError('rows whose tools are no objects')
-    return tools
+    return [tool if 'function' in tool else {'type': 'function', 'function': tool} for tool in tools if tool]
 
 
 def _parsed(value):

@@ -123,6 +123,8 @@ class ChatEncoder:
         behind each answer, if the template writes no end-of-turn token.
         Raises ValueError with the reason for what the template cannot write.
         """
+        if MARK in conversation:  # the tokenizer would leave it out
+            raise ValueError('rows with the noncharacter U+FDD0, which marks other text here')
         conversation = self._with_marks(json.loads(conversation))
         messages, tools = conversation['messages'], conversation.get('tools')
         if fold_system:

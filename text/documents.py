@@ -272,6 +272,8 @@ def _rows(source, batches, offset, origin, work_per_row):
     while True:
         try:
             batch = next(batches, None)
+            if batch is not None:
+                batch.validate(full=True)  # else a damaged file shows in what is read of it, or not at all
         except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
             raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
         if batch is None:
@@ -383,7 +385,11 @@ def _texts(piece, data, text_field, notes, conversation_of, any_row):
             continue
         if piece.kind == 'jsonl' and not (text_field or conversation_of) and text and 'text' not in row:
             notes[f"{piece.origin}: rows without a field 'text', all strings of them are learned"] += 1
-        yield text.encode('utf-8', 'replace')
+        try:
+            yield text.encode()
+        except UnicodeEncodeError:
+            yield text.encode('utf-8', 'replace')
+            notes[f'{piece.origin}: halves of characters (surrogates), which became "?"'] += 1
 
 
 def _rows_of_jsonl(data, notes, origin):
@@ -399,7 +405,7 @@ def _rows_of_jsonl(data, notes, origin):
 def _rows_of_csv(data, notes, origin):
     """The row of a table that a piece is: an object, or a list where it has more or fewer values than the header."""
     try:
-        row = json.loads(data)
+        row = json.loads(data.decode())  # json.loads() itself takes surrogates for UTF-8
     except UnicodeDecodeError:
         notes[f'{origin}: rows that are not UTF-8, left out'] += 1
         return

@@ -53,6 +53,7 @@ FILE_KINDS = {  # how a file is read, by the ending of its name; any other is te
 
 COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text, tables, and lines of JSON, which .json.gz holds as a rule
 MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # with which such files begin
+MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and others, which are not read
 BOM = b'\xef\xbb\xbf'  # with which Windows begins a text in UTF-8; it is no part of it
 ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
 LFS_POINTER = b'version https://git-lfs.github.com/spec/'
@@ -118,7 +119,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
         root = Path(sysconfig.get_path('stdlib'))
         files = stdlib_files(root)
         name = f"Python {'.'.join(map(str, sys.version_info[:3]))}'s standard library"
-    elif (path / 'dataset_dict.json').exists() or (path / 'state.json').exists():
+    elif _is_saved(path):
         root, files = path, _saved_files(path, split)
     elif path.is_dir():
         root = path
@@ -186,6 +187,13 @@ def reason_of(error):
 def fields_of(text_field):
     """The fields of a row that text_field names: one, or those in the {braces} of a template."""
     return re.findall(r'\{(\w+)\}', text_field) or [text_field]
+
+
+def _is_saved(folder):
+    """Whether datasets' save_to_disk has written a folder, be it that a file of it is gone."""
+    if (folder / 'dataset_info.json').exists() and any(folder.glob('*.arrow')):
+        return True
+    return (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists()
 
 
 def _saved_files(folder, split):
@@ -268,7 +276,12 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
 def _no_conversations(fields, chat_fields):
     """Why rows with these fields cannot be read as conversations."""
     wanted = f'no conversations ({", ".join(chat_fields)})' if chat_fields else NO_CONVERSATIONS
-    return wanted + (f'; it has: {", ".join(fields)}' if fields else '')
+    return wanted + (f'; it has: {_listed(fields)}' if fields else '')
+
+
+def _listed(fields):
+    """The names of fields, in one line: those of a damaged table may be anything."""
+    return one_line(', '.join(fields))
 
 
 def _lack_of(text_field, fields):
@@ -278,7 +291,7 @@ def _lack_of(text_field, fields):
     if missing is None:
         return None
     return (
-        f'has no field {missing!r}, choose with --text_field; it has: {", ".join(fields)}; '
+        f'has no field {missing!r}, choose with --text_field; it has: {_listed(fields)}; '
         '--chat_fields=QUESTION,ANSWER reads conversations'
     )
 
@@ -289,13 +302,13 @@ def _how_read(source, names, rows, said_text):
     if source.chat:
         read = source.columns(names)
         others = [name for name in names if name not in read]
-        aside = f'; not read: {", ".join(others)[:200]}' if others else ''
+        aside = f'; not read: {_listed(others)}' if others else ''
         return f'rows are conversations, by their {", ".join(read)}{aside} (--chat=False learns all strings as text)'
     without = next((row for row in rows if not isinstance(row.get('text'), str)), None)
     if said_text or without is None:
         return None
     return (
-        f"rows without a field 'text': of those all strings are learned, here of {', '.join(without)[:200]}. "
+        f"rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
         '--text_field=NAME takes one field, --chat_fields=QUESTION,ANSWER reads conversations'
     )
 
@@ -308,10 +321,8 @@ def _inspect(path, chat_fields=()):
     size, start, end, sha256 = _fingerprint(path)
     if not size:
         return Part(str(path), kind), sha256, []
-    if start.startswith(LFS_POINTER):
-        raise ValueError('a pointer of Git LFS in place of the file: fetch it with `git lfs pull`')
     codec = COMPRESSED.get(Path(path).suffix.lower())
-    if codec:
+    if codec and not start.startswith(LFS_POINTER):
         if not start.startswith(MAGIC[codec]):
             raise ValueError(f'not compressed by {codec}, as its name says: give it the name of what it is')
         with open_file(path) as file:
@@ -355,10 +366,14 @@ def _check_content(kind, start, end):
     """Raise ValueError with the reason why a file of this kind cannot be read, from its first and last bytes."""
     if kind == 'yaml' and importlib.util.find_spec('yaml') is None:
         raise ValueError('needs PyYAML: pip install pyyaml')
+    if start.startswith(LFS_POINTER):
+        raise ValueError('a pointer of Git LFS in place of the file: fetch it with `git lfs pull`')
     if kind == 'parquet' and not (start[:4] == b'PAR1' == end[-4:]):
         raise ValueError('damaged: parquet begins and ends with PAR1')
     if kind == 'arrow' and start[:4] != b'\xff\xff\xff\xff':
         raise ValueError('not a stream of Arrow record batches')
+    if packer := next((name for name, begin in MAGIC.items() if start.startswith(begin)), None):
+        raise ValueError(f'compressed by {packer}: unpack it, or name it .gz or .zst if it is')
     if start[:2] in (b'\xff\xfe', b'\xfe\xff'):
         raise ValueError('UTF-16: convert it with `iconv -f utf-16 -t utf-8`')
     if kind not in ('parquet', 'arrow') and b'\0' in start[:8192]:
@@ -465,6 +480,8 @@ def _rows_of_columns(path, kind, chat_fields):
                 read = _fields_looked_at(names, chat_fields)
                 batch = next((batch for batch in stream if len(batch)), None) if read else None
                 batch = batch and batch.select(read)
+        if batch:
+            batch.validate(full=True)
         rows = batch.slice(0, ROWS_LOOKED_AT).to_pylist() if batch else []
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         raise ValueError(f'damaged: {one_line(error)}') from error

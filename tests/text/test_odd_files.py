@@ -1,0 +1,120 @@
+"""Rows and files that benchmarks/fuzz.py drew and that were learned wrong, or ended in a traceback."""
+
+import collections
+import gzip
+import io
+import json
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+from chats import CHATML, encoder_of, make_tokenizer
+
+from runtime import errors
+from text import chat_rows, documents, sources
+
+LFS = b'version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n'
+
+
+def read(path, text_field=None):
+    """(documents, notes) of a file or folder, as prepare_data.py reads it."""
+    source, notes = sources.find_source(str(path), text_field), collections.Counter()
+    pieces = [piece for unit in documents.units_of(source) for piece in unit.pieces]
+    return [text for piece in pieces for text in documents.documents_of(piece, text_field, notes)], notes
+
+
+def refusal(path, text_field=None):
+    """The message with which it is refused."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        read(path, text_field)
+    assert errors.is_users_mistake(refused.value) and '\n' not in str(refused.value)
+    return str(refused.value)
+
+
+def write_arrow(path, table):
+    with pyarrow.OSFile(str(path), 'wb') as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return path
+
+
+def test_tools_and_calls_that_are_none_are_a_reason():
+    call = {'function': {'name': 'add', 'arguments': {}}}
+    for message, tools, reason in (
+        ({'content': 'a'}, [5], 'tools are no objects'),
+        ({'content': 'a'}, [{'function': 5}], 'tools are no objects'),
+        ({'content': 'a', 'tool_calls': 5}, [], 'tool_calls are no list'),
+        ({'content': 'a', 'tool_calls': [call], 'function_call': {'name': 'add'}}, [], 'two places'),
+    ):
+        messages = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', **message}]
+        with pytest.raises(ValueError, match=reason):
+            chat_rows.conversation_of({'messages': messages, 'tools': tools})
+
+
+def test_a_text_with_the_mark_for_control_tokens_is_refused(tmp_path):
+    encoder, _ = encoder_of(make_tokenizer(tmp_path / 'chatml', CHATML))
+    row = {'prompt': 'q', 'completion': 'a\ufdd0b'}
+    with pytest.raises(ValueError, match=r'U\+FDD0'):
+        list(encoder.examples(chat_rows.conversation_of(row)))
+
+
+def test_half_a_character_is_counted_or_leaves_its_row_out(tmp_path):
+    (tmp_path / 'a.jsonl').write_text('{"text": "a\\ud83d"}\n{"text": "b"}\n')
+    texts, notes = read(tmp_path / 'a.jsonl')
+    assert texts == [b'a?', b'b'] and [(count, 'surrogates' in note) for note, count in notes.items()] == [(1, True)]
+    (tmp_path / 'a.csv').write_bytes(b'text\na\xed\xa0\xbd\nb\n')
+    texts, notes = read(tmp_path / 'a.csv')
+    assert texts == [b'b'] and [(count, 'not UTF-8' in note) for note, count in notes.items()] == [(1, True)]
+
+
+@pytest.mark.parametrize('names', [['text'], ['question', 'answer']], ids=['texts', 'conversations'])
+@pytest.mark.parametrize('harm', ['utf8', 'offsets'])
+def test_a_damaged_column_is_one_line(harm, names, tmp_path):
+    path = write_arrow(tmp_path / 'a.arrow', pyarrow.table(dict.fromkeys(names, ['good', 'text'])))
+    before, after = {
+        'utf8': (b'text', b't\xff\xfft'),
+        'offsets': (np.array([0, 4, 8], dtype='<i4').tobytes(), np.array([0, 4, -2], dtype='<i4').tobytes()),
+    }[harm]
+    data = path.read_bytes()
+    assert data.count(before) >= len(names)
+    path.write_bytes(data[:200] + data[200:].replace(before, after))
+    assert str(path) in refusal(path)
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.md', 'a.jsonl', 'a.csv.gz'])
+def test_packed_data_and_pointers_are_not_learned_whatever_they_are_called(name, tmp_path):
+    pack = gzip.compress if name.endswith('.gz') else bytes
+    for data, reason in (
+        (b'BZh91AY&SYabc', 'bzip2'),
+        (b'\x28\xb5\x2f\xfdabc', 'zstd'),
+        (b'PK\x03\x04abc', 'zip'),
+        (LFS, 'git lfs pull'),
+    ):
+        (tmp_path / name).write_bytes(pack(data))
+        assert reason in refusal(tmp_path / name)
+
+
+def test_a_pointer_in_place_of_a_packed_file_is_called_one(tmp_path):
+    (tmp_path / 'a.jsonl.zst').write_bytes(LFS)
+    assert 'git lfs pull' in refusal(tmp_path / 'a.jsonl.zst')
+
+
+def test_a_saved_dataset_without_its_state_is_still_one(tmp_path):
+    write_arrow(tmp_path / 'data-00000-of-00001.arrow', pyarrow.table({'text': ['a', 'b']}))
+    (tmp_path / 'dataset_info.json').write_text(json.dumps({'description': 'no text of it', 'license': 'MIT'}))
+    assert read(tmp_path) == ([b'a', b'b'], {})
+
+
+def test_the_names_of_fields_are_said_in_one_line_whatever_they_are(tmp_path):
+    (tmp_path / 'a.csv').write_text('"first\nsecond",' + 'x' * 5000 + '\na,b\n')
+    message = refusal(tmp_path / 'a.csv')
+    assert 'first second' in message and '--text_field' in message and len(message) < 600
+
+
+def test_a_name_that_is_no_utf_8_can_be_printed(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(printed, 'utf-8'))
+    errors.report_errors()
+    print('left out: caf\udce9.txt', flush=True)
+    assert printed.getvalue() == b'left out: caf\\udce9.txt\n'
