@@ -1,0 +1,1 @@
+"""What benchmarks/fuzz.py draws, and how it is compared."""

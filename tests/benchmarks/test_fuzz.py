@@ -1,0 +1,95 @@
+"""benchmarks/fuzz.py finds nothing in a short run, and finds a fault of each kind where there is one."""
+
+import collections
+
+import pytest
+
+from benchmarks import fuzz
+from huggingface import finetune
+from text import chat_rows, conversations, documents
+from text import tokenizer as tokenizing
+
+CASES = {'rows': 400, 'files': 300, 'tokenizers': 100, 'configs': 40}
+
+
+def failures(kind, n_cases):
+    """The lines of the failures among the first cases of a kind."""
+    return [line for _, _, line in fuzz.run([kind], 1, n_cases, say=lambda line: None)[2]]
+
+
+@pytest.mark.parametrize('kind', ['rows', 'files'])
+def test_cases_are_learned_right_or_refused_in_one_line(kind):
+    outcomes, reasons, failed = fuzz.run([kind], 1, CASES[kind], say=lambda line: None)
+    assert not failed
+    assert outcomes[kind]['learned'] > 0.3 * CASES[kind] and outcomes[kind]['refused'] > 0.1 * CASES[kind]
+    assert len(reasons[kind]) > 5
+
+
+def test_a_case_depends_on_its_seed_alone():
+    for kind in fuzz.KINDS:
+        assert len({fuzz.outcome_of(kind, seed) for seed in (11, 12, 11, 13, 11)} | {fuzz.outcome_of(kind, 11)}) <= 3
+    assert {fuzz.kind_of(seed, list(fuzz.KINDS)) for seed in range(100)} == {*fuzz.KINDS}
+
+
+def test_a_failure_prints_the_command_that_repeats_it(monkeypatch, capsys):
+    monkeypatch.setattr(chat_rows, 'conversation_of', lambda row: 1 / 0)
+    assert len(failures('rows', 3)) == 3
+    fuzz.run(['rows'], 5, 1)
+    assert '--only=rows --seed=5 --cases=1' in capsys.readouterr().out
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_dropped_is_noticed(monkeypatch):
+    read = chat_rows._messages_of
+    monkeypatch.setattr(chat_rows, '_messages_of', lambda *row: read(*row)[-2:])
+    assert any('is lost' in line for line in failures('rows', 100))
+
+
+def test_a_mask_that_begins_late_is_noticed(monkeypatch):
+    answer = conversations.ChatEncoder._answer
+
+    def late(self, *arguments):
+        text, start, ends = answer(self, *arguments)
+        return text, start + 4, ends
+
+    monkeypatch.setattr(conversations.ChatEncoder, '_answer', late)
+    assert failures('rows', 100)
+
+
+def test_control_tokens_of_a_message_that_become_control_tokens_are_noticed(monkeypatch):
+    monkeypatch.setattr(conversations.ChatEncoder, '_with_marks', lambda self, value: value)
+    assert any('other ids' in line for line in failures('rows', 300))
+
+
+def test_a_text_that_is_dropped_or_mended_without_a_word_is_noticed(monkeypatch):
+    read = documents.documents_of
+    monkeypatch.setattr(documents, 'documents_of', lambda *arguments: list(read(*arguments))[:2])
+    assert any('other text' in line for line in failures('files', 100))
+    unsaid = collections.Counter()
+    monkeypatch.setattr(documents, 'documents_of', lambda piece, field, notes, *more: read(piece, field, unsaid, *more))
+    assert any('without a note' in line for line in failures('files', 100))
+
+
+def test_a_reason_of_several_lines_is_noticed(monkeypatch):
+    monkeypatch.setattr(documents, 'reason_against_text', lambda row: 'first\nsecond')
+    assert any('unclear' in line for line in failures('files', 100))
+
+
+def test_other_ids_than_those_of_the_folder_are_noticed(monkeypatch):
+    encode = tokenizing.FileTokenizer.encode_batch
+    monkeypatch.setattr(tokenizing.FileTokenizer, 'encode_batch', lambda self, texts: encode(self, [*texts[1:], 'x']))
+    assert any('other ids' in line for line in failures('tokenizers', 30))
+
+
+def test_weights_that_are_not_those_of_the_folder_are_noticed(monkeypatch):
+    load = finetune.load
+
+    def load_almost(model, pretrained):
+        load(model, pretrained)
+        next(model.parameters()).data.mul_(1.01)
+
+    monkeypatch.setattr(finetune, 'load', load_almost)
+    monkeypatch.setattr(finetune, 'self_test', lambda *arguments, **options: None)
+    assert any('other logits' in line for line in failures('configs', 20))
