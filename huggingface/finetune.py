@@ -35,7 +35,7 @@ from huggingface import rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
 from runtime import processes
-from runtime.errors import one_line
+from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
@@ -93,9 +93,7 @@ class Pretrained:
         transformers = transformers_offline()
         try:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
-        except (
-            Exception
-        ) as error:  # a class raises what it likes: for 32.0 in place of 32, for an unknown rope_type, ...
+        except Exception as error:  # whatever a class likes: for 32.0 in place of 32, for an unknown rope_type, ...
             path = os.path.join(folder, 'config.json')
             if os.path.exists(path):
                 refuse_lfs_pointer(path)
@@ -227,11 +225,11 @@ class Pretrained:
 
     @functools.cached_property
     def facts(self):
+        with torch.device('meta'):
+            model = for_training(self)
         text = self.config.get_text_config()
         heads, head_dim = heads_of(text)
         mlp_size = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
-        with torch.device('meta'):
-            model = for_training(self)
         own = 'arch vocab_size block_size dropout z_loss lora_rank lora_alpha lora_targets freeze rope_theta yarn'
         return {key: getattr(self, key) for key in own.split()} | {
             'n_layer': len(model.blocks),
@@ -552,7 +550,13 @@ def whole_model(pretrained):
     would be random numbers."""
     transformers = transformers_offline()
     options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(pretrained.weights_folder, **options)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        problem = f'transformers cannot load its weights: {one_line(repr(error))}'
+        raise ValueError(f'{pretrained.weights_folder}: {problem}') from error
     if info['missing_keys']:
         folder, lacking = pretrained.weights_folder, min(info['missing_keys'])
         raise ValueError(
@@ -605,7 +609,13 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
     if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
         torch.compiler.set_stance('force_eager')
-    logits = model(x).float()  # (1, T, V)
+    try:
+        logits = model(x).float()  # (1, T, V)
+    except Exception as error:
+        if is_out_of_memory(error) or is_lost_peer(error):
+            raise
+        check_class_runs(pretrained, tokens)
+        raise  # it does: this is ours
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')
@@ -633,6 +643,18 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}')
     return f'self-test: {"; ".join(facts)}'
+
+
+def check_class_runs(pretrained, tokens):
+    """Raise ValueError where transformers' own class cannot run the model either: values of config.json that do not fit
+    together show only there."""
+    try:
+        reference_logits(pretrained, tokens)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = one_line(repr(error))
+        raise ValueError(f'{pretrained.folder}: transformers cannot run it as config.json says: {reason}') from error
 
 
 def reference_logits(pretrained, tokens):

@@ -1,0 +1,109 @@
+"""Folders of models that benchmarks/fuzz.py drew and that ended in a traceback, or were trained as another model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from pretrained import save_model
+from safetensors.torch import load_file, save_file
+
+from huggingface import finetune
+from huggingface.files import INDEX, SINGLE, Weights
+from runtime.errors import is_users_mistake
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """Folders of tiny models by name."""
+    root = tmp_path_factory.mktemp('models')
+    return {kind: save_model(root / kind, kind) for kind in ('llama', 'llama_tied', 'qwen3', 'gpt2')}
+
+
+def copy_of(folder, tmp_path, **changes):
+    """A copy with other values in config.json."""
+    shutil.copytree(folder, tmp_path / 'model')
+    path = tmp_path / 'model' / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return tmp_path / 'model'
+
+
+def model_of(folder):
+    pretrained = finetune.Pretrained(str(folder))
+    with torch.device('meta'):
+        return finetune.for_training(pretrained)
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'num_hidden_layers': 3.0},
+        {'num_attention_heads': '4'},
+        {'hidden_act': 'none of them'},
+        {'hidden_act': None},
+        {'pad_token_id': 300},
+        {'dtype': 'torch.bfloat17'},
+        {'rope_parameters': {'rope_type': 'none of them', 'rope_theta': 1e4}},
+        {'rope_parameters': 5},
+        {'tie_word_embeddings': 'true'},
+    ],
+    ids=str,
+)
+def test_a_value_that_transformers_cannot_use_is_one_line(changes, folders, tmp_path):
+    folder = copy_of(folders['llama'], tmp_path, **changes)
+    with pytest.raises(ValueError) as refused:
+        model_of(folder)
+    message = str(refused.value)
+    assert (
+        is_users_mistake(refused.value) and '\n' not in message and str(folder) in message and 'config.json' in message
+    )
+
+
+def test_values_that_do_not_fit_together_are_found_by_running_the_class(folders, tmp_path):
+    folder = copy_of(folders['qwen3'], tmp_path, layer_types=['sliding_attention'] * 3)
+    pretrained = finetune.Pretrained(str(folder))
+    with pytest.raises(ValueError, match='as config.json says.*sliding_window'):
+        finetune.check_class_runs(pretrained, torch.zeros(1, 4, dtype=torch.long))
+    finetune.check_class_runs(finetune.Pretrained(folders['qwen3']), torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_weights_tied_by_the_configuration_alone_are_refused(folders, tmp_path):
+    folder = copy_of(folders['llama'], tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match='"tie_word_embeddings": false'):
+        Weights(folder).find(model_of(folder))
+    folder = copy_of(folders['llama_tied'], tmp_path / 'tied')
+    tensors = load_file(folder / SINGLE)
+    save_file({**tensors, 'lm_head.weight': tensors['model.embed_tokens.weight'].clone()}, folder / SINGLE)
+    assert Weights(folder).find(model_of(folder))[1] == []  # both are there, and the same
+
+
+def test_what_the_files_hold_counts_and_not_what_the_index_says(folders, tmp_path):
+    folder = copy_of(folders['llama'], tmp_path)
+    tensors = load_file(folder / SINGLE)
+    names = sorted(tensors)
+    (folder / SINGLE).unlink()
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, folder / f'{number}.safetensors')
+    wrong = dict.fromkeys(names, '0.safetensors') | {names[0]: '1.safetensors'}
+    (folder / INDEX).write_text(json.dumps({'weight_map': wrong}))
+    weights = Weights(folder)
+    assert all(torch.equal(weights.read(name), tensors[name]) for name in names)
+
+
+@pytest.mark.parametrize('content', ['{', '[]', '{}', '{"weight_map": []}', '{"weight_map": {"a": null}}'])
+def test_an_index_that_lists_no_files_is_one_line(content, folders, tmp_path):
+    folder = copy_of(folders['llama'], tmp_path)
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=INDEX):
+        Weights(folder)
+
+
+def test_weights_that_transformers_cannot_load_are_one_line(folders, tmp_path):
+    folder = copy_of(folders['llama'], tmp_path)
+    tensors = load_file(folder / SINGLE)
+    tensors['lm_head.weight'] = tensors['lm_head.weight'][:-1].contiguous()
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(ValueError, match='cannot load its weights') as refused:
+        finetune.whole_model(finetune.Pretrained(str(folder)))
+    assert '\n' not in str(refused.value)
