@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
-from runtime.files import sha256_of, write_file
+from runtime.files import LFS_POINTER, sha256_of, write_file
 from text.chat_rows import (
     NO_CONVERSATIONS,
     PARTS_OF_TREES,
@@ -56,7 +56,6 @@ MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # with which such fi
 MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and others, which are not read
 BOM = b'\xef\xbb\xbf'  # with which Windows begins a text in UTF-8; it is no part of it
 ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
-LFS_POINTER = b'version https://git-lfs.github.com/spec/'
 
 # Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
 # not every Python from 3.10 to 3.13 has.

@@ -35,6 +35,8 @@ SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
     + __doc__
 )
+# And what few treat differently: a letter in two parts, letters of no width, spaces before a word.
+ODD_TEXTS = (' a', '\na  b ', 'e\u0301\u200b \u00a0\ufeff x1y 23\r\n', '  \n\nc \r\n d\n\n    \t tide \t\t e')
 
 # How GPT-2 splits text into words before merging, as tiktoken writes it (possessive, so faster; the same words).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -323,20 +325,21 @@ def _what_stands_before(part, whole):
 
 def _end_of_text_of(path):
     """The text of the end-of-text token, as the files beside tokenizer.json name it; None where they do not."""
-    if not path.with_name('tokenizer_config.json').exists():
-        return END_OF_TEXT
-    for name in ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json'):
-        content = _read_settings(path.with_name(name))
+    names = ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json')
+    contents = [_read_settings(path.with_name(name)) for name in names]
+    if 'added_tokens_decoder' not in contents[0]:  # then the second wins, for transformers, too
+        contents[:2] = reversed(contents[:2])
+    for content in contents:
         token = content.get('eos_token') or content.get('eos_token_id')
         if isinstance(token, dict):  # an AddedToken, written out
-            token = token['content']
+            token = token.get('content')
         if isinstance(token, list) and token:  # Llama 3 has several
             token = token[0]
         if isinstance(token, int):
-            token = open_file(path).id_to_token(token)
-        if token:
+            token = open_file(path).id_to_token(token) if token >= 0 else None
+        if isinstance(token, str) and token:
             return token
-    return None
+    return None if path.with_name('tokenizer_config.json').exists() else END_OF_TEXT
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -389,8 +392,14 @@ def check_against_file(tokenizer, folder):
 
     kind = f'{folder}: {type(tokenizer).__name__} of transformers'
     alike = f'make them alike with {_save_command(folder)}'
-    settings = path.with_name('tokenizer_config.json')
-    for text in (SAMPLE_TEXT, *SAMPLES[:2]):
+    settings, eot = path.with_name('tokenizer_config.json'), _end_of_text_of(path)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id != file.token_to_id(eot or ''):
+        ends = f'ends texts with {tokenizer.eos_token!r}, the files here with {eot!r}'
+        raise ValueError(f'{kind} {ends}: write "eos_token" into {settings}')
+    # Where a rule cuts words shows in those that the vocabulary has, behind a space, an indent and a digit.
+    ids = range(0, file.get_vocab_size(), max(1, file.get_vocab_size() // 2000))
+    words = [file.decode([number]) for number in ids]
+    for text in (SAMPLE_TEXT, *SAMPLES[:2], *(between.join(words) for between in (' ', '\n\n    ', '1'))):
         if ids_of(text) != file.encode(text, add_special_tokens=False).ids:
             if _read_settings(settings).get('tokenizer_class') not in FILE_AS_IT_IS:
                 alike = (

@@ -8,7 +8,7 @@ import json
 
 from benchmarks.fuzzing.cases import NOT_JSON, Words, check, draw_text, small_tokenizer, some
 from benchmarks.fuzzing.templates import TEMPLATES
-from text import chat_rows, conversations
+from text import chat_rows, conversations, encoding
 from text import tokenizer as tokenizing
 
 TOKENIZERS = ('gpt2', 'llama3', 'nfc', 'llama2', 'unigram', 'wordpiece')
@@ -108,6 +108,7 @@ def check_tokenizer(draw, folder):
     draw_tokenizer_folder(draw, folder)
     tokenizing.describe(str(folder), None)
     ours = tokenizing.load_tokenizer(str(folder))
+    encoding.compare_with_transformers(str(folder))
     word = Words()
     texts = [draw_text(draw, word()) for _ in range(4)]
     raw = Tokenizer.from_file(f'{folder}/tokenizer.json')

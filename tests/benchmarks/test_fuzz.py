@@ -17,7 +17,7 @@ def failures(kind, n_cases):
     return [line for _, _, line in fuzz.run([kind], 1, n_cases, say=lambda line: None)[2]]
 
 
-@pytest.mark.parametrize('kind', ['rows', 'files'])
+@pytest.mark.parametrize('kind', fuzz.KINDS)
 def test_cases_are_learned_right_or_refused_in_one_line(kind):
     outcomes, reasons, failed = fuzz.run([kind], 1, CASES[kind], say=lambda line: None)
     assert not failed

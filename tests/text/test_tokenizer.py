@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import requests
 import tiktoken
+import transformers
 from launch import SHARED
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from text.tokenizer import (
     END_OF_TEXT,
@@ -329,3 +331,64 @@ def test_without_files_and_network_the_command_to_fetch_them_is_given(cache, mon
 def test_there_is_nothing_to_fetch_for_bytes():
     with pytest.raises(ValueError, match='needs no files'):
         fetch_tokenizer('bytes', 'unused')
+
+
+# --- folders whose files disagree, or are damaged ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('content', ['{', '5', '{"a": 1}', 'version https://git-lfs.github.com/spec/v1\noid 1\n'])
+def test_a_tokenizer_file_that_holds_none_is_one_line(content, hugging_face_folder, tmp_path):
+    folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
+    (folder / 'tokenizer.json').write_text(content)
+    with pytest.raises(ValueError, match='git lfs pull' if 'lfs' in content else 'download it again') as refused:
+        load_tokenizer(str(folder))
+    assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('content', ['{', '[]', 'null', '\ufeff{}'])
+def test_a_file_beside_the_tokenizer_that_is_no_object_is_one_line(content, hugging_face_folder, tmp_path):
+    folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
+    (folder / 'tokenizer_config.json').write_text(content, encoding='utf-8')
+    with pytest.raises(ValueError, match='tokenizer_config.json: no JSON'):
+        load_tokenizer(str(folder))
+
+
+def test_special_tokens_map_names_the_end_of_text_as_for_transformers(hugging_face_folder, tmp_path):
+    folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
+    path = folder / 'tokenizer_config.json'
+    tokens = sorted(Tokenizer.from_file(f'{folder}/tokenizer.json').get_vocab())[:2]
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': tokens[0]}
+    (folder / 'special_tokens_map.json').write_text(json.dumps({'eos_token': tokens[1]}))
+    for changes, expected in (({}, tokens[1]), ({'added_tokens_decoder': {}}, tokens[0])):
+        path.write_text(json.dumps(config | changes))
+        assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == expected
+        assert load_tokenizer(str(folder)).eot == load_tokenizer(str(folder)).tokenizer.token_to_id(expected)
+
+
+def test_a_class_that_puts_other_parts_in_place_of_the_file_is_refused(tmp_path):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # GPT-2 cuts words
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(['12 and 34\n'] * 30, trainer)
+    tokenizer.add_special_tokens(['<|endoftext|>'])
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    path = tmp_path / 'tokenizer_config.json'
+    path.write_text(json.dumps({'tokenizer_class': 'GPT2Tokenizer', 'eos_token': '<|endoftext|>'}))
+    with pytest.raises(ValueError, match='makes a GPT2Tokenizer.*PreTrainedTokenizerFast'):
+        describe(str(tmp_path), None)
+    path.write_text(path.read_text().replace('GPT2Tokenizer', 'PreTrainedTokenizerFast'))
+    describe(str(tmp_path), None)
+    path.write_text(json.dumps({'eos_token': '<|endoftext|>'}))
+    (tmp_path / 'config.json').write_text('{"model_type": "gpt2"}')  # which decides where no class is named
+    with pytest.raises(ValueError, match='makes a GPT2Tokenizer'):
+        describe(str(tmp_path), None)
+
+
+def test_a_token_of_the_configuration_alone_is_refused(hugging_face_folder, tmp_path):
+    folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
+    size = Tokenizer.from_file(f'{folder}/tokenizer.json').get_vocab_size()
+    added = {str(size): {'content': '<new>', 'special': True}}
+    config = json.loads((folder / 'tokenizer_config.json').read_text())
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config | {'added_tokens_decoder': added}))
+    with pytest.raises(ValueError, match=f"'<new>' as {size}, tokenizer.json not at all"):
+        describe(str(folder), None)
