@@ -32,6 +32,7 @@ TESTS = """
     tests/test_streams.py tests/test_syncs.py tests/test_diloco.py tests/exchange/test_codec.py
     tests/runtime/test_processes.py tests/runtime/test_peak.py tests/runtime/test_meter.py tests/runtime/test_errors.py
     tests/runtime/test_offload.py
+    tests/test_context_manual.py::test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes
 """.split()
 
 

@@ -492,3 +492,15 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
     config.device = 'cuda:0'
     with pytest.raises(ValueError, match='head_dim=10: flash attention takes multiples of 8'):
         meshes.check_context_parallel(config, None)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes(dtype):
+    """On the device 'meta', where kernels have signatures and shapes, and no numbers: those need a GPU."""
+    B, H, K, T, D = 2, 4, 2, 24, 16
+    q, grad = (torch.empty(B, H, T, D, dtype=dtype, device='meta') for _ in range(2))
+    k, v = (torch.empty(B, K, T + 8, D, dtype=dtype, device='meta') for _ in range(2))
+    out, lse = context_manual.forward_kernel(q, k, v, False, 0.25)
+    gradients = context_manual.backward_kernel(grad, q, out, lse, k, v, False, 0.25)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and out.is_meta
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in (q, k, v)]
