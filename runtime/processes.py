@@ -15,16 +15,26 @@ import sys
 from datetime import timedelta
 
 PATIENCE_S = 7200  # of ranks that wait while rank 0 reads a whole checkpoint or model: 100 GB take ten minutes over NFS
+# How many copies of a command a launcher has started, where that is not torchrun: srun, Open MPI, MPICH and Intel MPI.
+COPIES = {'srun': 'SLURM_STEP_NUM_TASKS', 'mpirun': 'OMPI_COMM_WORLD_SIZE', 'mpiexec': 'PMI_SIZE'}
 TORCHRUN_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def ranks_from_environment():
     """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) when none of its variables is set.
 
-    Raises ValueError when only some are set: a leftover `export RANK=0` would otherwise hang at the rendezvous.
+    Raises ValueError when only some are set: a leftover `export RANK=0` would otherwise hang at the rendezvous. And
+    where another launcher has started this script several times: each copy would take itself for the whole run.
     """
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if len(missing) == len(TORCHRUN_VARIABLES):
+        for launcher, name in COPIES.items():
+            if (copies := os.environ.get(name, '1')) not in ('', '1'):
+                script = os.path.basename(sys.argv[0])
+                raise ValueError(
+                    f'{launcher} has started {copies} copies of this script, each by itself ({name}={copies}): start '
+                    f'them with `torchrun --nproc_per_node=N {script} ...`, one torchrun per node, as slurm/generic.sh'
+                )
         return 0, 0, 1
     if missing:
         found = ', '.join(f'{name}={os.environ[name]}' for name in TORCHRUN_VARIABLES if name in os.environ)

@@ -241,6 +241,20 @@ def test_without_a_tokenizer_it_says_why(export, tmp_path):
     assert theirs.config.eos_token_id is None and theirs.generation_config.eos_token_id is None
 
 
+def test_what_stood_before_documents_in_training_stands_before_a_text(export, data_dir, tmp_path):
+    dataset = tmp_path / 'tiny'
+    dataset.mkdir()
+    meta = json.loads((data_dir / 'tiny' / 'meta.json').read_text())
+    meta['tokenizer'] |= {'name': 'x', 'eot_text': END_OF_TEXT, 'bos_text': [END_OF_TEXT]}  # as GPT-NeoX's could
+    (dataset / 'meta.json').write_text(json.dumps(meta))
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    convert.byte_level_bpe(ranks, {END_OF_TEXT: 256}).save(str(dataset / 'tokenizer.json'))
+    folder, said = export('llama', f'--data_dir={tmp_path}')
+    ours, theirs = tokenizer_of(dataset), loaded_tokenizer(folder)
+    assert 'without tokenizer' not in said and theirs.bos_token_id == ours.eot
+    assert theirs('a b').input_ids == [ours.eot, *ours.encode('a b')]
+
+
 def test_what_is_there_is_not_overwritten(export, tmp_path):
     (tmp_path / 'exports' / 'llama').mkdir(parents=True)  # empty: may be used
     folder, _ = export('llama')

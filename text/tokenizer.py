@@ -273,15 +273,8 @@ def _hugging_face_files(folder):
     """(path of tokenizer.json, text of the end-of-text token, texts of those before a text) of a folder."""
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():
-        others = [
-            name
-            for name in ('tokenizer.model', 'spiece.model', 'vocab.json', 'vocab.txt')
-            if path.with_name(name).exists()
-        ]
-        if others:
-            raise FileNotFoundError(
-                f'{folder} has {others[0]}, and no tokenizer.json: {_save_command(folder)} makes it'
-            )
+        if other := _other_file(folder):
+            raise FileNotFoundError(f'{folder} has {other}, and no tokenizer.json: {_save_command(folder)} makes it')
         advice = f'`python download_model.py --model={folder}` says what is missing'
         raise FileNotFoundError(f'{folder} has no tokenizer.json: {advice}')
     eot = _end_of_text_of(path)
@@ -293,7 +286,16 @@ def _hugging_face_files(folder):
 def _save_command(folder):
     """The command that writes the files of a folder's tokenizer anew, as transformers sees it."""
     load_and_save = f'T.from_pretrained("{folder}").save_pretrained("{folder}")'
-    return f"`python -c 'from transformers import AutoTokenizer as T; {load_and_save}'`"
+    command = f"`python -c 'from transformers import AutoTokenizer as T; {load_and_save}'`"
+    needs_package = (_other_file(folder) or '').endswith('.model')
+    return f'{command} (after `pip install sentencepiece protobuf`)' if needs_package else command
+
+
+def _other_file(folder):
+    """A file that holds a tokenizer in another form than tokenizer.json, where that is not there; else None."""
+    names = ('tokenizer.json', 'tokenizer.model', 'spiece.model', 'vocab.json', 'vocab.txt')
+    found = next((name for name in names if os.path.exists(os.path.join(folder, name))), None)
+    return None if found == 'tokenizer.json' else found
 
 
 def _read_settings(path):
@@ -361,6 +363,8 @@ def load_transformers_tokenizer(folder, trust_remote_code=False, check=True):
         reason = one_line(error)
         if 'trust_remote_code' in reason:
             reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
+        elif other := _other_file(folder):
+            reason += f'; to read {other} and write tokenizer.json: {_save_command(folder)}'
         raise ValueError(f'{folder}: transformers finds no tokenizer: {reason}') from error
     if not found:  # of some classes it makes an empty one without files
         raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')

@@ -324,6 +324,19 @@ def test_questions_of_the_conversations_are_answered_in_one_start(sample, tmp_pa
     assert answers == [{'prompt': question, 'answer': answer} for question, answer in QUESTIONS.items()]
 
 
+def test_a_prompt_with_a_token_beyond_the_embedding_gets_one_line(runs, sample, tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(runs / 'llama', tmp_path / 'run')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / 'run' / 'model')
+    tokenizer.add_tokens(['<first>', '<second>'])  # of 259 tokens; the model has 260
+    tokenizer.save_pretrained(tmp_path / 'run' / 'model')
+    text, _ = sample(tmp_path / 'run', '--prompt=a<first>', '--num_samples=1', '--max_new_tokens=2')
+    assert text.startswith('a<first>')
+    with pytest.raises(ValueError, match="spells the token '<second>' .260., the model has 260: leave it out"):
+        sample(tmp_path / 'run', '--prompt=a<second>')
+
+
 def test_stdout_has_the_answer_alone_and_a_system_message_is_rendered(sample, tmp_path):
     question, answer = next(iter(QUESTIONS.items()))
     (tmp_path / 'question.txt').write_text(question)

@@ -18,6 +18,20 @@ import deepspeed_engine
 from runtime import begin, processes
 
 
+@pytest.mark.parametrize('name', ['SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'])
+def test_copies_of_a_script_that_do_not_know_of_each_other_are_refused(name, monkeypatch):
+    for variable in processes.TORCHRUN_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, '1')
+    assert processes.ranks_from_environment() == (0, 0, 1)
+    monkeypatch.setenv(name, '4')
+    with pytest.raises(ValueError, match=f'4 copies .*{name}=4.*`torchrun --nproc_per_node'):
+        processes.ranks_from_environment()
+    for number, variable in enumerate(processes.TORCHRUN_VARIABLES):  # of one torchrun per node, under srun
+        monkeypatch.setenv(variable, str(number))
+    assert processes.ranks_from_environment() == (0, 1, 2)
+
+
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     assert processes.choose_device('cuda:1', local_rank=0) == torch.device('cuda:1')

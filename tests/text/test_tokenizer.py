@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,20 @@ import requests
 import tiktoken
 import transformers
 from launch import SHARED
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, processors
 
+from evaluation import tasks
+from text import encoding
+from text.documents import Piece
 from text.tokenizer import (
     END_OF_TEXT,
     FileTokenizer,
+    TiktokenTokenizer,
     check_same_tokenizer,
     describe,
     fetch_tokenizer,
     load_tokenizer,
+    load_transformers_tokenizer,
     tokenizer_of,
     train_bpe,
 )
@@ -340,7 +347,7 @@ def test_there_is_nothing_to_fetch_for_bytes():
 def test_a_tokenizer_file_that_holds_none_is_one_line(content, hugging_face_folder, tmp_path):
     folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
     (folder / 'tokenizer.json').write_text(content)
-    with pytest.raises(ValueError, match='git lfs pull' if 'lfs' in content else 'download it again') as refused:
+    with pytest.raises(ValueError, match='lfs pull' if 'lfs' in content else 'copy it again') as refused:
         load_tokenizer(str(folder))
     assert '\n' not in str(refused.value)
 
@@ -349,7 +356,7 @@ def test_a_tokenizer_file_that_holds_none_is_one_line(content, hugging_face_fold
 def test_a_file_beside_the_tokenizer_that_is_no_object_is_one_line(content, hugging_face_folder, tmp_path):
     folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
     (folder / 'tokenizer_config.json').write_text(content, encoding='utf-8')
-    with pytest.raises(ValueError, match='tokenizer_config.json: no JSON'):
+    with pytest.raises(ValueError, match='tokenizer_config.json is damaged'):
         load_tokenizer(str(folder))
 
 
@@ -365,30 +372,140 @@ def test_special_tokens_map_names_the_end_of_text_as_for_transformers(hugging_fa
         assert load_tokenizer(str(folder)).eot == load_tokenizer(str(folder)).tokenizer.token_to_id(expected)
 
 
-def test_a_class_that_puts_other_parts_in_place_of_the_file_is_refused(tmp_path):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # GPT-2 cuts words
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(['12 and 34\n'] * 30, trainer)
-    tokenizer.add_special_tokens(['<|endoftext|>'])
-    tokenizer.save(str(tmp_path / 'tokenizer.json'))
-    path = tmp_path / 'tokenizer_config.json'
-    path.write_text(json.dumps({'tokenizer_class': 'GPT2Tokenizer', 'eos_token': '<|endoftext|>'}))
-    with pytest.raises(ValueError, match='makes a GPT2Tokenizer.*PreTrainedTokenizerFast'):
-        describe(str(tmp_path), None)
-    path.write_text(path.read_text().replace('GPT2Tokenizer', 'PreTrainedTokenizerFast'))
-    describe(str(tmp_path), None)
-    path.write_text(json.dumps({'eos_token': '<|endoftext|>'}))
-    (tmp_path / 'config.json').write_text('{"model_type": "gpt2"}')  # which decides where no class is named
-    with pytest.raises(ValueError, match='makes a GPT2Tokenizer'):
-        describe(str(tmp_path), None)
+# --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def test_a_token_of_the_configuration_alone_is_refused(hugging_face_folder, tmp_path):
-    folder = shutil.copytree(hugging_face_folder, tmp_path / 'model')
-    size = Tokenizer.from_file(f'{folder}/tokenizer.json').get_vocab_size()
-    added = {str(size): {'content': '<new>', 'special': True}}
-    config = json.loads((folder / 'tokenizer_config.json').read_text())
-    (folder / 'tokenizer_config.json').write_text(json.dumps(config | {'added_tokens_decoder': added}))
-    with pytest.raises(ValueError, match=f"'<new>' as {size}, tokenizer.json not at all"):
-        describe(str(folder), None)
+def edited(path, **changes):
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding='utf-8')), **changes}), encoding='utf-8')
+
+
+@pytest.fixture
+def digits_apart(bpe_folder, tmp_path):
+    """A folder as SmolLM's: its file cuts numbers into digits, and names a class that does not."""
+    content = json.loads((bpe_folder / 'tokenizer.json').read_text(encoding='utf-8'))
+    vocabulary, merges = content['model']['vocab'], content['model']['merges']
+    if '12' not in vocabulary:
+        vocabulary['12'] = len(vocabulary)
+        merges.append(['1', '2'])
+    steps = [{'type': 'Digits', 'individual_digits': True}, content['pre_tokenizer']]
+    content['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': steps}
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(content))
+    special = {key: END_OF_TEXT for key in ('eos_token', 'unk_token', 'bos_token')}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': 'GPT2Tokenizer', **special}))
+    return tmp_path
+
+
+def test_a_class_of_transformers_that_replaces_parts_of_the_file_is_named_with_the_mend(digits_apart):
+    with pytest.raises(
+        ValueError, match='GPT2Tokenizer .*"tokenizer_class": "PreTrainedTokenizerFast".*tokenizer_conf'
+    ):
+        load_transformers_tokenizer(digits_apart)
+    edited(digits_apart / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast')
+    theirs = load_transformers_tokenizer(digits_apart)
+    assert theirs.encode('12345') == load_tokenizer(str(digits_apart)).encode('12345')
+
+
+def test_a_token_that_only_transformers_has_is_named_with_the_command_that_makes_files_alike(
+    hugging_face_folder, tmp_path
+):
+    shutil.copytree(hugging_face_folder, tmp_path, dirs_exist_ok=True)
+    token = {'content': '<extra>', 'special': True, 'lstrip': False, 'rstrip': False, 'normalized': False}
+    settings = {'eos_token': END_OF_TEXT, 'added_tokens_decoder': {'9999': {**token, 'single_word': False}}}
+    edited(tmp_path / 'tokenizer_config.json', **settings)
+    with pytest.raises(ValueError, match='<extra> as the token 600.*has it not.*save_pretrained') as refused:
+        load_transformers_tokenizer(tmp_path)
+    command = str(refused.value).split('`')[1].replace('python', sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
+    theirs = load_transformers_tokenizer(tmp_path)
+    assert load_tokenizer(str(tmp_path)).tokenizer.token_to_id('<extra>') == 600 == theirs('<extra>').input_ids[0]
+
+
+def test_what_is_no_tokenizer_json_is_one_line_with_the_mend(hugging_face_folder, tmp_path):
+    shutil.copytree(hugging_face_folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / 'tokenizer.json'
+    for content, expected in (
+        ('version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n', 'pointer of Git LFS.*lfs pull'),
+        ('{"a": 1}', 'copy it again'),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=f'tokenizer.json.*{expected}'):
+            describe(str(tmp_path), 0)
+    file.unlink()
+    (tmp_path / 'tokenizer.model').write_text('x')
+    for load in (load_transformers_tokenizer, lambda folder: describe(str(folder), 0)):
+        with pytest.raises(
+            (ValueError, FileNotFoundError), match='tokenizer.model.*save_pretrained.*pip install sentencep'
+        ):
+            load(tmp_path)
+
+
+@pytest.fixture
+def with_bos(hugging_face_folder, tmp_path):
+    """A folder whose tokenizer puts <s> before a text, as Llama's and Gemma's do."""
+    folder = tmp_path / 'with_bos'
+    shutil.copytree(hugging_face_folder, folder)
+    edited(folder / 'tokenizer_config.json', eos_token=END_OF_TEXT)
+    tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+    tokenizer.add_special_tokens(['<s>'])
+    pieces = [('<s>', tokenizer.token_to_id('<s>'))]
+    tokenizer.post_processor = processors.TemplateProcessing('<s> $A', '<s> $A $B', pieces)
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    return folder
+
+
+def test_bos_stands_before_each_document_where_the_tokenizer_puts_it(with_bos, tmp_path):
+    assert describe(str(with_bos), 0)['bos_text'] == ['<s>']
+    tokenizer = load_tokenizer(str(with_bos))
+    assert tokenizer.bos == [600] and tokenizer.encode('<s>')[0] != 600
+    texts = ['one', 'a b ' * 30_000, 'two\nlines']  # the second is longer than a stretch
+    pieces = [Piece('rows', len(text), text.encode()) for text in texts]
+    for engine, dedup in (('auto', False), ('reference', True)):
+        rules = encoding.Rules(str(with_bos), tmp_path, None, False, False, 1, (0, 0), engine, dedup)
+        part = encoding.encode_unit(pieces, rules)[0]['train']
+        expected = [tokenizer.encode(text) for text in texts]
+        assert part.tokens.tolist() == [id for ids in expected for id in [600, *ids, tokenizer.eot]]
+        assert not dedup or part.sizes[:, 0].tolist() == [len(ids) + 2 for ids in expected]
+    theirs = load_transformers_tokenizer(with_bos)
+    assert theirs(texts[0]).input_ids == [600, *expected[0]]
+
+
+def test_a_dataset_without_the_bos_of_the_model_is_noted(with_bos, tmp_path):
+    dataset = tmp_path / 'data'
+    dataset.mkdir()
+    shutil.copy(with_bos / 'tokenizer.json', dataset)
+    facts = describe(str(with_bos), 0)
+    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
+    assert check_same_tokenizer(dataset, with_bos) == [] and tokenizer_of(dataset).bos == [600]
+    del facts['bos_text']  # as earlier versions made it
+    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
+    (note,) = check_same_tokenizer(dataset, with_bos)
+    assert 'puts <s> before a text' in note and f'--tokenizer={with_bos}' in note and tokenizer_of(dataset).bos == []
+    (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts, 'masked': True}))
+    assert check_same_tokenizer(dataset, with_bos) == []  # the chat template writes it
+
+
+def test_tasks_of_a_run_begin_as_its_documents_do(with_bos, hugging_face_folder):
+    for folder, bos, prefix in ((with_bos, [600], 600), (hugging_face_folder, [], 0)):
+        tokenizer = load_tokenizer(str(folder))
+        encoder, plain = tasks.NativeEncoder(tokenizer), tokenizer.encode('a b')
+        assert encoder.prefix == prefix
+        assert encoder.encode(['a b']) == [bos + plain] and encoder.encode(['a b'], special=False) == [plain]
+
+
+def test_an_end_that_the_tokenizer_puts_behind_a_text_is_not_part_of_a_task(with_bos):
+    tokenizer = Tokenizer.from_file(str(with_bos / 'tokenizer.json'))
+    pieces = [('<s>', 600), (END_OF_TEXT, 0)]
+    tokenizer.post_processor = processors.TemplateProcessing(f'<s> $A {END_OF_TEXT}', '$A $B', pieces)
+    tokenizer.save(str(with_bos / 'tokenizer.json'))
+    theirs = load_transformers_tokenizer(with_bos)
+    assert theirs('a b').input_ids[-1] == 0
+    assert tasks.TransformersEncoder(theirs).encode(['a b']) == [theirs('a b').input_ids[:-1]]
+
+
+def test_ids_in_the_gaps_of_an_encoding_are_decoded_as_unknown():
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding_with_gap = tiktoken.Encoding(
+        'gap', pat_str='.', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 300}
+    )
+    assert TiktokenTokenizer(encoding_with_gap).decode([97, 280, 98]) == 'a\ufffdb'
