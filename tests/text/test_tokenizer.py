@@ -11,6 +11,7 @@ import pytest
 import requests
 import tiktoken
 from launch import SHARED
+from prepared import error_of
 from tokenizers import Tokenizer, processors
 
 from evaluation import tasks
@@ -367,6 +368,9 @@ def test_a_class_of_transformers_that_replaces_parts_of_the_file_is_named_with_t
         ValueError, match='GPT2Tokenizer .*"tokenizer_class": "PreTrainedTokenizerFast".*tokenizer_conf'
     ):
         load_transformers_tokenizer(digits_apart)
+    (digits_apart / 'text.txt').write_text('some text\n')
+    line = error_of(digits_apart, f'--dataset={digits_apart}/text.txt', f'--tokenizer={digits_apart}', '--num_proc=1')
+    assert '"tokenizer_class": "PreTrainedTokenizerFast"' in line and not list(digits_apart.glob('data/*'))
     edited(digits_apart / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast')
     theirs = load_transformers_tokenizer(digits_apart)
     assert theirs.encode('12345') == load_tokenizer(str(digits_apart)).encode('12345')
