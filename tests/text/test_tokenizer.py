@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -385,7 +386,8 @@ def test_a_token_that_only_transformers_has_is_named_with_the_command_that_makes
     edited(tmp_path / 'tokenizer_config.json', **settings)
     with pytest.raises(ValueError, match='<extra> as the token 600.*has it not.*save_pretrained') as refused:
         load_transformers_tokenizer(tmp_path)
-    subprocess.run(str(refused.value).split('`')[1], shell=True, check=True, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
+    command = str(refused.value).split('`')[1].replace('python', sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
     theirs = load_transformers_tokenizer(tmp_path)
     assert load_tokenizer(str(tmp_path)).tokenizer.token_to_id('<extra>') == 600 == theirs('<extra>').input_ids[0]
 
