@@ -306,10 +306,10 @@ def warm_up_workers():
     return [workers.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
 
+comparison = None
+if 'sha256' in tokenizer_facts:  # first, for it takes the memory of torch, and gigatoken watches how a worker grows
+    comparison = workers.submit(encoding.compare_with_transformers, config.tokenizer)
 warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads
-comparison = (
-    workers.submit(encoding.compare_with_transformers, config.tokenizer) if 'sha256' in tokenizer_facts else None
-)
 
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 

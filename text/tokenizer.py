@@ -280,7 +280,7 @@ def _hugging_face_files(folder):
     eot = _end_of_text_of(path)
     if not eot:
         raise ValueError(f'tokenizer={folder}: tokenizer_config.json names no eos_token, to end documents with')
-    return path, eot, _before_text_of(path)
+    return path, eot, _before_text_of(open_file(path))
 
 
 def _save_command(folder):
@@ -312,10 +312,9 @@ def _read_settings(path):
     return content
 
 
-def _before_text_of(path):
-    """Texts of the special tokens that a tokenizer.json puts before a text. (transformers reads no add_bos_token where
-    there is that file.)"""
-    tokenizer = open_file(path)
+def _before_text_of(tokenizer):
+    """Texts of the special tokens that a tokenizers.Tokenizer puts before a text. (transformers reads no add_bos_token
+    where there is a tokenizer.json.)"""
     tokenizer.no_truncation()
     return _what_stands_before(*(tokenizer.encode('a', add_special_tokens=special).tokens for special in (False, True)))
 
@@ -410,7 +409,7 @@ def check_against_file(tokenizer, folder):
                     f'set "tokenizer_class": "{FILE_AS_IT_IS[0]}" in {settings}, so that both take the file as it is'
                 )
             raise ValueError(f'{kind} replaces parts of tokenizer.json, and gives other ids: {alike}')
-    bos, theirs = _before_text_of(path), _what_stands_before(ids_of('a'), tokenizer('a').input_ids)
+    bos, theirs = _before_text_of(file), _what_stands_before(ids_of('a'), tokenizer('a').input_ids)
     if [file.token_to_id(token) for token in bos] != theirs:
         theirs = ' '.join(tokenizer.convert_ids_to_tokens(theirs)) or 'nothing'
         raise ValueError(f'{kind} puts {theirs} before a text, tokenizer.json {" ".join(bos) or "nothing"}: {alike}')

@@ -13,6 +13,7 @@ import requests
 import tiktoken
 import transformers
 from launch import SHARED
+from prepared import error_of
 from tokenizers import Tokenizer, processors
 
 from evaluation import tasks
@@ -401,6 +402,9 @@ def test_a_class_of_transformers_that_replaces_parts_of_the_file_is_named_with_t
         ValueError, match='GPT2Tokenizer .*"tokenizer_class": "PreTrainedTokenizerFast".*tokenizer_conf'
     ):
         load_transformers_tokenizer(digits_apart)
+    (digits_apart / 'text.txt').write_text('some text\n')
+    line = error_of(digits_apart, f'--dataset={digits_apart}/text.txt', f'--tokenizer={digits_apart}', '--num_proc=1')
+    assert '"tokenizer_class": "PreTrainedTokenizerFast"' in line and not list(digits_apart.glob('data/*'))
     edited(digits_apart / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast')
     theirs = load_transformers_tokenizer(digits_apart)
     assert theirs.encode('12345') == load_tokenizer(str(digits_apart)).encode('12345')
