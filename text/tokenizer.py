@@ -402,7 +402,8 @@ def check_against_file(tokenizer, folder):
     # Where a rule cuts words shows in those that the vocabulary has, behind a space, an indent and a digit.
     ids = range(0, file.get_vocab_size(), max(1, file.get_vocab_size() // 2000))
     words = [file.decode([number]) for number in ids]
-    for text in (SAMPLE_TEXT, *SAMPLES[:2], *(between.join(words) for between in (' ', '\n\n    ', '1'))):
+    known = [between.join(words) for between in (' ', '\n\n    ', '1')]
+    for text in (SAMPLE_TEXT, *SAMPLES[:2], *ODD_TEXTS, *known):
         if ids_of(text) != file.encode(text, add_special_tokens=False).ids:
             if _read_settings(settings).get('tokenizer_class') not in FILE_AS_IT_IS:
                 alike = (

@@ -67,28 +67,6 @@ def test_values_that_do_not_fit_together_are_found_by_running_the_class(folders,
     finetune.check_class_runs(finetune.Pretrained(folders['qwen3']), torch.zeros(1, 4, dtype=torch.long))
 
 
-def test_weights_tied_by_the_configuration_alone_are_not_tied(folders, tmp_path):
-    folder = copy_of(folders['llama'], tmp_path, tie_word_embeddings=True)
-    assert Weights(folder).find(model_of(folder))[0]['lm_head.weight'] == 'lm_head.weight'
-    folder = copy_of(folders['llama_tied'], tmp_path / 'tied')
-    tensors = load_file(folder / SINGLE)
-    save_file({**tensors, 'lm_head.weight': tensors['model.embed_tokens.weight'].clone()}, folder / SINGLE)
-    assert Weights(folder).find(model_of(folder))[1] == []  # both are there, and the same
-
-
-def test_what_the_files_hold_counts_and_not_what_the_index_says(folders, tmp_path):
-    folder = copy_of(folders['llama'], tmp_path)
-    tensors = load_file(folder / SINGLE)
-    names = sorted(tensors)
-    (folder / SINGLE).unlink()
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in part}, folder / f'{number}.safetensors')
-    wrong = dict.fromkeys(names, '0.safetensors') | {names[0]: '1.safetensors'}
-    (folder / INDEX).write_text(json.dumps({'weight_map': wrong}))
-    weights = Weights(folder)
-    assert all(torch.equal(weights.read(name), tensors[name]) for name in names)
-
-
 @pytest.mark.parametrize('content', ['{', '[]', '{}', '{"weight_map": []}', '{"weight_map": {"a": null}}'])
 def test_an_index_that_lists_no_files_is_one_line(content, folders, tmp_path):
     folder = copy_of(folders['llama'], tmp_path)
