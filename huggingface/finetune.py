@@ -251,8 +251,9 @@ def refuse_adapter(folder):
     path = os.path.join(folder, 'adapter_config.json')
     if os.path.exists(path):
         refuse_lfs_pointer(path)
-        with contextlib.suppress(ValueError), open(path, encoding='utf-8') as file:
-            base = json.load(file).get('base_model_name_or_path')
+        base = '(its file does not say which)'
+        with contextlib.suppress(ValueError, AttributeError), open(path, encoding='utf-8') as file:
+            base = json.load(file).get('base_model_name_or_path') or base
         merge = f'AutoPeftModelForCausalLM.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
         raise ValueError(
             f'{folder} is an adapter of peft for the model {base}: merge the two, '
