@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model import GPT, ChunkedCrossEntropy, layout_of_documents
+from model import ChunkedCrossEntropy, layout_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -113,7 +113,7 @@ class Stage(nn.Module):
         self.per_part = model.config.n_layer // (stages * chunks)
         is_first, is_last = stage == 0, stage == stages - 1
         self.holds_tied = model.config.tie_embeddings and (is_first or is_last)
-        self.rotary = model.rotary
+        self.rotary, self.initial_value = model.rotary, model.initial_value
         self.embed = model.embed if is_first or self.holds_tied else None
         self.pos_embed = model.pos_embed if is_first else None
         self.drop = model.drop
@@ -163,8 +163,6 @@ class Stage(nn.Module):
             h = h / self.config.ratios[0]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
-
-    initial_value = GPT.initial_value
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------

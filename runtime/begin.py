@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 import meshes
 from evaluation import in_run
-from huggingface import finetune
+from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
@@ -45,7 +45,7 @@ class Run:
     compute_dtype: torch.dtype
     ranks: int  # that share a global batch; more than world_size where other jobs have replicas, too
     notes: list = field(default_factory=list)  # lines for the log: what was filled in, and what to beware of
-    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers
+    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers; also with native
     start_from: str | None = None  # a checkpoint to take the weights from, if init_from is a run of ours
     train_data: object = None  # data.Mixture
     val_data: object = None
@@ -178,13 +178,24 @@ def open_model_and_data(run):
     """Find what init_from and dataset name; no weights are read yet."""
     config = run.config
     run.start_from = run_to_start_from(config, run.explicit)
+    if config.native and (config.init_from == 'scratch' or run.start_from):
+        given = f'native=True with init_from={config.init_from}'
+        raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
     if config.init_from != 'scratch' and not run.start_from:
-        if run.strategy == 'pipeline':
-            given = f'init_from={config.init_from}'
-            raise ValueError(f'{given}: a model of transformers is not cut into stages; use train_fsdp.py')
+        if run.strategy == 'pipeline' and not config.native:
+            raise ValueError(
+                f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
+                'and model.py computes it, or train_fsdp.py'
+            )
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+    if config.native and (config.lora_rank or config.freeze):
+        key = 'lora_rank' if config.lora_rank else 'freeze'
+        raise ValueError(
+            f"{key}={getattr(config, key)!r} with native=True: only transformers' classes have LoRA and frozen parts: "
+            f'leave native out, or {key}'
+        )
     if not run.pretrained and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         folder = (
@@ -322,6 +333,8 @@ def fill_model(run):
     """The architecture's own values for the sizes that are None. The model's keys are in config from here on."""
     config = run.config
     run.model_config = run.pretrained or ModelConfig.from_keys(vars(config))
+    if config.native:
+        run.model_config = native.model_config_of(run.pretrained)
     vars(config).update(run.model_config.to_dict())
 
 
@@ -329,7 +342,7 @@ def check_layout(run):
     """Raise ValueError where the model or the ranks cannot be arranged as the keys ask."""
     config = run.config
     if vars(config).get('context_parallel', 1) > 1:
-        meshes.check_context_parallel(config, run.pretrained)
+        meshes.check_context_parallel(config, None if config.native else run.pretrained)
     if 'replicate_size' in vars(config):
         meshes.ranks_per_shard_group(vars(config), run.world_size)
     if vars(config).get('tensor_parallel', 1) > 1:
@@ -442,12 +455,14 @@ def make_model(run):
     """
     config = run.config
     with torch.device('meta'):
-        if run.pretrained:
+        if run.pretrained and not config.native:
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
         else:
             model = GPT(run.model_config, run.compute_dtype)
+    if config.native and run.found is None:
+        model.initial_value = native.Weights(run.pretrained, run.model_config).initial_value
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:
         for block in model.blocks:
@@ -462,6 +477,7 @@ def make_model(run):
 def initialise(model, run, device=None):
     """
     The first weights of a run without a checkpoint, fp32: those of init_from, or a pure function of (seed, name).
+    GPT.initial_value() says what each begins with; with native it is that of huggingface.native.
 
     model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
     """
@@ -471,7 +487,7 @@ def initialise(model, run, device=None):
     if run.start_from:
         checkpoint.load(run.start_from, model)
         return
-    if run.pretrained:
+    if run.pretrained and not run.config.native:
         finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
         return
     for name, parameter in model.named_parameters():
