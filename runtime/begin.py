@@ -151,9 +151,9 @@ def run_to_start_from(config, explicit):
     path = checkpoint.choose_to_read(config.init_from)
     state = checkpoint.read_state(path)
     shape, before = state['identity']['model'], state['config']
-    if not shape.keys() <= ModelConfig.__dataclass_fields__.keys():
+    if finetune.is_fine_tuned(state):
         raise ValueError(
-            f'init_from={config.init_from} has fine-tuned a model of transformers: export that with '
+            f'init_from={config.init_from} has fine-tuned a model of a Hugging Face folder: export that with '
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
     folder = data.folder_of(before)
