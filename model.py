@@ -70,10 +70,13 @@ class ModelConfig:
     block_size: int = 1024
     dropout: float = 0.0
     bias: bool | None = None
+    qkv_bias: bool = False  # biases of queries, keys and values, where others have none: Qwen2
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
     yarn: list | None = None  # [factor, block_size before]: the context was extended so many times, see check_yarn()
-    llama3_rope: list | None = None  # [factor, low, high, tokens before] of Llama 3.1 and later, see llama3_frequencies()
+    llama3_rope: list | None = (
+        None  # [factor, low, high, tokens before] of Llama 3.1 and later, see llama3_frequencies()
+    )
     positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
     attention_gate: bool = False
     norm_eps: float | None = None
@@ -246,7 +249,7 @@ def llama3_frequencies(frequency, factor, low, high, before):
 
     As in YaRN above, with other borders: a pair that turns `high` times or more within `before` tokens stays as it is,
     one that turns `low` times or less turns 1/factor as fast, and between the two the change is gradual.
-    (The rule came with the model's code, github.com/meta-llama/llama-models, apply_scaling(); transformers has it, too.)
+    (The rule came with the model's code: github.com/meta-llama/llama-models, apply_scaling().)
     """
     length = 2 * math.pi / frequency  # tokens of a whole turn
     kept = (before / length - low) / (high - low)  # 0 to 1 between the two
@@ -352,7 +355,7 @@ class Attention(nn.Module):
         # One matrix for queries, keys and values: one matmul forward and two backward instead of three and six.
         q_heads = 2 * self.n_head if self.gated else self.n_head  # per head its D queries, then its D gates
         self.heads_of_qkv = (q_heads, self.n_kv_head, self.n_kv_head)
-        self.qkv = Linear(config.n_embd, sum(self.heads_of_qkv) * self.head_dim, bias=config.bias)
+        self.qkv = Linear(config.n_embd, sum(self.heads_of_qkv) * self.head_dim, bias=config.bias or config.qkv_bias)
         self.proj = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         qk_norm = config.arch in ('enoki', 'qwen3')  # one weight (D), shared by the heads
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None

@@ -6,9 +6,9 @@ A model of a Hugging Face folder, computed by model.py instead of `transformers`
     line = self_test(pretrained, model_config)      # logits are those of transformers' class
     weights = weights_for_transformers(weights, state)   # of a checkpoint, under the names that transformers has
 
-GPT-2, Llama, Qwen3 and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then everything that cuts or
-moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps their
-configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have the names of model.py.
+GPT-2, Llama, Qwen2, Qwen3 and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then everything that
+cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps
+their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
 """
 
 import math
@@ -19,7 +19,7 @@ from huggingface import convert, files, finetune, rotation
 from model import GPT, ModelConfig
 
 # Architectures of transformers, and which of model.py's computes the same, under the conditions below.
-SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen3': 'qwen3'}
+SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
 # What model.py takes for granted: a key of the configuration, the values that mean the same here.
 GPT2_TAKES = {
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
@@ -64,7 +64,7 @@ def model_config_of(pretrained):
     if found['rope_type'] == 'llama3':
         keys['llama3_rope'] = [found[key] for key in LLAMA3_ROPE]
     keys['rope_theta'] = found['rope_theta']
-    keys['bias'] = bool(found.get('attention_bias', False))
+    keys['bias'], keys['qkv_bias'] = bool(found.get('attention_bias', False)), pretrained.arch == 'qwen2'
     take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
     if arch == 'qwen3':
         take(found, {'attention_bias': (False,)})
