@@ -9,7 +9,7 @@ import transformers
 from launch import TINY_RUN, run_forked, run_many, run_ranks, run_script
 from outputs import column
 from precision import apart, assert_as_close_to_float64, assert_same_run, in_float64
-from pretrained import SIZES, save_model, write_chats
+from pretrained import save_model, write_chats
 
 from huggingface import finetune, native
 from model import GPT
