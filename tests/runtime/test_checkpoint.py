@@ -1,6 +1,8 @@
 """Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
 
+import contextlib
 import copyreg
+import io
 import itertools
 import os
 import pickle
@@ -15,8 +17,10 @@ import tempfile
 import time
 import zlib
 from concurrent.futures import wait
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +40,7 @@ import fsdp_manual
 import optim
 from model import ModelConfig
 from runtime import begin, checkpoint
+from runtime.files import sha256_of
 
 
 class Toy(nn.Module):
@@ -400,6 +405,60 @@ def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_us
     assert any(re.search(f'step_00000003 is damaged: .*{said}', line) for line in lines), lines
     assert sorted(os.listdir(out_dir / 'checkpoints')) == ['step_00000001', 'step_00000002', 'step_00000003.damaged']
     assert_holds(folder_of(out_dir, 2), 2)
+
+
+def find_together(out_dir, slow_rank=None, eval_only=False):
+    """
+    (the checkpoint or the error, what was said, the files that this rank has hashed) of a run that begins.
+
+    slow_rank: takes longer to hash a file than the process group waits.
+    """
+    hashed, said, rank = [], io.StringIO(), dist.get_rank()
+    if slow_rank is not None:
+        store = dist.FileStore(f'{out_dir}/short_{slow_rank}', 2)
+        dist.destroy_process_group()
+        dist.init_process_group('gloo', store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+
+    def note_and_hash(path):
+        hashed.append(os.path.relpath(path, f'{out_dir}/checkpoints'))
+        if rank == slow_rank and path.endswith('.distcp'):
+            time.sleep(3)
+        return sha256_of(path)
+
+    config = SimpleNamespace(out_dir=str(out_dir), resume='auto', eval_only=eval_only)
+    with mock.patch.object(checkpoint, 'sha256_of', note_and_hash), contextlib.redirect_stdout(said):
+        try:
+            return begin.find_checkpoint(config), said.getvalue(), hashed
+        except ValueError as error:
+            return str(error), said.getvalue(), hashed
+
+
+@pytest.mark.parametrize('ranks', [1, 2, 3])
+def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_saved, tmp_path, ranks):
+    out_dir = tmp_path / 'run'
+    shutil.copytree(three_saved, out_dir)
+    for eval_only in (False, True):
+        found, said, hashed = zip(*run_function(ranks, find_together, out_dir, None, eval_only), strict=True)
+        assert {*found} == {folder_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
+        names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'state.json'
+        assert sorted(sum(hashed, [])) == [f'step_00000003/{name}' for name in names] and all(hashed)
+    # Whoever hashes the damaged file, the one before is taken.
+    for step, name in ((3, '__1_0.distcp'), (2, '__0_0.distcp')):
+        flip_bit(Path(folder_of(out_dir, step), name))
+        found, said, _ = zip(*run_function(ranks, find_together, out_dir), strict=True)
+        assert {*found} == {folder_of(out_dir, step - 1)}
+        assert f'{name} has changed' in said[0] and 'is now' in said[0] and not any(said[1:])
+    Path(folder_of(out_dir, 1), 'manifest.json').unlink()
+    for found, _, _ in run_function(ranks, find_together, out_dir):
+        assert 'all checkpoints' in found and 'restore a copy' in found
+
+
+@pytest.mark.parametrize('slow_rank', [0, 1])
+def test_ranks_wait_for_the_one_that_hashes_longest(three_saved, tmp_path, slow_rank):
+    """Longer than for any other collective: 96 GB take a while."""
+    shutil.copytree(three_saved, tmp_path / 'run')
+    for found, _, _ in run_function(2, find_together, tmp_path / 'run', slow_rank):
+        assert found == folder_of(tmp_path / 'run', 3)
 
 
 def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(three_saved, tmp_path):
