@@ -205,7 +205,7 @@ def test_a_state_space_model_is_refused_with_packed_conversations_and_trained_on
 
 def test_ranks_wait_longer_for_weights_that_rank_0_reads_than_for_a_collective(models):
     (asked,) = run_function(1, patience_with_rank_0, str(models / 'mixtral'))
-    assert len(asked) == 2 and min(asked) > 3600
+    assert len(asked) == 2 and None not in asked and min(asked) > 3600
 
 
 def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):

@@ -6,7 +6,6 @@ import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -133,24 +132,6 @@ def test_whatever_ends_rank_0_is_raised_on_all_ranks():
     ]
     assert second[:2] == first[:2] and second[2] == ('OSError', 'of a library')
     assert second[3] == ('RuntimeError', "rank 0 has stopped: KeyError: 'bug'")
-
-
-def waits_for_a_lock(out_dir):
-    """(what rank 0 alone is asked at the start of a run, for how long the others wait)."""
-    asked, on_rank_0 = [], processes.on_rank_0
-
-    def ask(decide, *arguments, patience_s=None):
-        asked.append((decide.__name__, patience_s))
-        return on_rank_0(decide, *arguments, patience_s=patience_s)
-
-    with mock.patch.object(processes, 'on_rank_0', ask):
-        begin.find_checkpoint(SimpleNamespace(out_dir=out_dir, resume='auto', eval_only=False))
-    return dict(asked)
-
-
-def test_a_lock_may_take_longer_than_a_collective(tmp_path):
-    (asked,) = run_function(1, waits_for_a_lock, str(tmp_path))
-    assert asked['claim'] > 3600
 
 
 def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_win(monkeypatch):
