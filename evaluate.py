@@ -92,7 +92,7 @@ def append_result(row):
 path, step = None, None  # of a checkpoint
 finetune.refuse_adapter(config.out_dir)
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
-    path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step, patience_s=processes.PATIENCE_S)
+    path = checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir, config.step)
     state = checkpoint.read_state(path)
     step = state['step']
 is_native = path is not None and state['config'].get('native', False)

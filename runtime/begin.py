@@ -381,11 +381,10 @@ def find_checkpoint(config, pretrained=None):
     A run that fine-tunes `pretrained` keeps its configuration and tokenizer in out_dir, so that it can go on without
     init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
     """
-    patience = {'patience_s': processes.PATIENCE_S}
-    processes.on_rank_0(checkpoint.claim, config.out_dir, **patience)
+    processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
-        return processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, **patience)
-    found = processes.on_rank_0(checkpoint.choose, config.out_dir, config.resume, **patience)
+        return checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir)
+    found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
     return found
