@@ -651,6 +651,15 @@ def test_a_folder_whose_only_weights_are_a_pickle(model, keys):
     assert 'pytorch_model.bin' in line and 'pickle' in line and 'python download_model.py' in line
 
 
+def test_an_adapter_of_peft_in_place_of_a_model(model, keys):
+    for name in ('config.json', 'model.safetensors'):
+        (model / name).unlink()
+    (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
+    shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
+    line = mistake('train_fsdp.py', *keys)
+    assert 'an adapter of peft for the model some/base' in line and 'merge_and_unload' in line
+
+
 def test_a_folder_without_a_tokenizer(model, keys):
     (model / 'tokenizer.json').unlink()
     line = mistake('train_fsdp.py', *keys)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import textwrap
 
 import datasets
 import numpy as np
@@ -312,6 +313,43 @@ def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
         assert source.chat and [json.loads(text)['messages'] for text in found] == [QA]
     with pytest.raises(ValueError, match="no field 'text'.*source, target; --chat_fields=QUESTION,ANSWER"):
         source_of('b.parquet')
+
+
+def test_conversations_in_yaml_are_read_as_such(tmp_path):
+    turns = '  - {role: user, content: q, when: 2024-01-01}\n  - role: assistant\n    content: |-\n      a\n'
+    listed = f'- messages:\n{turns}' * 3
+    once = textwrap.indent(listed, '  ')
+    for name, content, count in (
+        ('list', f'# chats\n{listed}- other\n', 3),
+        ('documents', f'messages:\n{turns}---\nmessages:\n{turns}', 2),
+        ('object', f'about: these\ndata:\n{once}', 3),
+        ('long', listed * 2000, 6000),  # longer than what is looked at
+    ):
+        (tmp_path / f'{name}.yaml').write_text(content)
+        source = sources.find_source(str(tmp_path / f'{name}.yaml'))
+        documents, notes = texts_of(source)
+        assert source.chat and 'by their messages' in source.line and len(documents) == count, name
+        messages = [{**QA[0], 'when': '2024-01-01'}, QA[1]]
+        assert {*documents} == {chat_rows.conversation_of({'messages': messages})}
+        assert notes.total() == (name == 'list')
+    (tmp_path / 'pairs.yml').write_text('- {source: q, target: a}\n')
+    assert sources.find_source(str(tmp_path / 'pairs.yml'), chat=True, chat_fields=['source', 'target']).chat
+    assert not sources.find_source(str(tmp_path / 'list.yaml'), chat=False).chat
+
+
+def test_yaml_without_conversations_stays_text_and_what_is_found_late_is_left_out_and_counted(tmp_path):
+    (tmp_path / 'settings.yaml').write_text('messages: {hello: Hi}\nprompt: none\n')
+    source = sources.find_source(str(tmp_path / 'settings.yaml'))
+    assert not source.chat and texts_of(source) == (['Hi\nnone'], {})
+    late = '- some text\n' * 45_000 + '- {question: q, answer: a}\n'
+    (tmp_path / 'late.yaml').write_text(late)
+    documents, notes = texts_of(sources.find_source(str(tmp_path / 'late.yaml')))
+    assert len(documents) == 45_000 and [(n, '--chat=True' in note) for note, n in notes.items()] == [(1, True)]
+    (tmp_path / 'loop.yaml').write_text(
+        '- messages: &m\n  - *m\n- messages: [{role: user, content: q}, {2024-01-01: a}]\n'
+    )
+    documents, notes = texts_of(sources.find_source(str(tmp_path / 'loop.yaml')))
+    assert not documents and notes.total() == 2
 
 
 def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_path):
