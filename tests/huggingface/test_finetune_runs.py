@@ -722,6 +722,13 @@ def test_shards_of_another_tokenizer(model, keys):
     assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
 
 
+def test_a_tokenizer_that_transformers_reads_otherwise(model, keys):
+    settings = json.loads((model / 'tokenizer_config.json').read_text())
+    (model / 'tokenizer_config.json').write_text(json.dumps({**settings, 'tokenizer_class': 'GemmaTokenizer'}))
+    line = mistake('train_fsdp.py', *keys)  # the dataset was prepared with tokenizer.json, which is the same
+    assert 'GemmaTokenizer of transformers' in line and '"tokenizer_class": "PreTrainedTokenizerFast"' in line
+
+
 def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):
     (tmp_path / 'mine.py').write_text('n_layer = 2')
     line = mistake('train_diloco.py', tmp_path / 'mine.py', *keys, '--num_replicas=2', '--bias=True')
