@@ -729,6 +729,31 @@ def test_a_tokenizer_that_transformers_reads_otherwise(model, keys):
     assert 'GemmaTokenizer of transformers' in line and '"tokenizer_class": "PreTrainedTokenizerFast"' in line
 
 
+GATED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class GatedConfig(LlamaConfig):
+    model_type = 'gated'
+
+class GatedForCausalLM(LlamaForCausalLM):
+    config_class = GatedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].gate = torch.nn.Parameter(torch.tensor(1.0))
+"""
+
+
+def test_a_model_with_a_parameter_that_cannot_be_sharded(model, keys):
+    (model / 'modeling_gated.py').write_text(GATED)
+    classes = {'AutoConfig': 'modeling_gated.GatedConfig', 'AutoModelForCausalLM': 'modeling_gated.GatedForCausalLM'}
+    config = json.loads((model / 'config.json').read_text())
+    (model / 'config.json').write_text(json.dumps({**config, 'model_type': 'gated', 'auto_map': classes}))
+    line = mistake('train_fsdp.py', *keys, '--trust_remote_code')
+    assert 'layers.0.gate has no dimensions' in line and 'train_ddp.py' in line
+
+
 def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):
     (tmp_path / 'mine.py').write_text('n_layer = 2')
     line = mistake('train_diloco.py', tmp_path / 'mine.py', *keys, '--num_replicas=2', '--bias=True')
