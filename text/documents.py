@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
-from text.chat_rows import reason_against_text
+from text.chat_rows import reason_against_text, row_of
 from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_content, table_rows, yaml_contents
 
 UNIT_BYTES = 1 << 20  # what a worker gets at a time: 10 ms to tokenize
@@ -400,7 +400,7 @@ def _rows_of_jsonl(data, notes, origin):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
+            yield row_of(json.loads(line))
         except (ValueError, RecursionError):
             notes[f'{origin}: lines that are not JSON, left out'] += 1
 
