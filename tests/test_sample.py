@@ -84,7 +84,7 @@ def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(run
     fast.post_processor = processors.TemplateProcessing(f'{eot} $A', f'{eot} $A $B', [(eot, 256)])
     (tmp_path / 'with_bos').mkdir()
     fast.save(str(tmp_path / 'with_bos' / 'tokenizer.json'))
-    weights, state = checkpoint.load_weights(checkpoint.choose_to_read(str(runs / 'ddp'), None))
+    weights, state = checkpoint.load_weights(runs / 'ddp' / 'checkpoints' / 'step_00000004')
     model = GPT(ModelConfig(**state['identity']['model'])).eval()
     model.load_state_dict(weights | {'head.weight': weights.get('head.weight', weights['embed.weight'])})
 
