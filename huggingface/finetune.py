@@ -161,6 +161,8 @@ class Pretrained:
             if not os.path.isdir(kept):
                 raise
             source = None  # the run goes on from its checkpoints, with what it has kept of the folder
+        if source:
+            refuse_adapter(source)  # before its weights are looked for, which an adapter does not have
         if source and not os.path.isdir(kept) and not config['dry_run']:
             Weights(source)  # there are some
         keys = 'block_size lora_rank lora_alpha lora_targets freeze dropout z_loss rope_theta yarn trust_remote_code'

@@ -29,6 +29,7 @@ from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
 from runtime import batches, checkpoint, errors, health, offload, processes, stopping
+from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
 
@@ -190,6 +191,10 @@ def open_model_and_data(run):
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+        if config.dataset != 'synthetic':
+            # prepare_data.py has compared those of the folder that it was given, which may be another one.
+            not_compared = compare_with_transformers(run.pretrained.folder, config.trust_remote_code)
+            run.notes += [f'tokenizer: {not_compared}'] if not_compared else []
     if config.native and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         raise ValueError(
