@@ -245,7 +245,7 @@ BINARY = (b'\x1f\x8b', b'\x28\xb5\x2f\xfd', b'BZh91AY&SY', b'\xfd7zXZ', b'PAR1',
 
 def read_plainly(path, columns):
     """(kind, the rows of a file or its text, how many are broken) by the libraries for its format, all of it at once.
-    columns: of a .parquet file, where the others may be damaged. Raises what they raise."""
+    columns: of a .parquet or .arrow file, where the others may be damaged. Raises what they raise."""
     data, name = path.read_bytes(), path
     if path.suffix.lower() == '.gz':
         data, name = gzip.decompress(data), path.with_suffix('')
@@ -258,12 +258,12 @@ def read_plainly(path, columns):
     if ending in ('.jsonl', '.ndjson') or (ending == '.json' and name != path):
         return 'jsonl', *json_lines(data)
     if ending == '.json':
+        if begins_with_an_object_on_a_line(data):
+            return 'jsonl', *json_lines(data)
         try:
             content, *others = json_values(data.decode('utf-8-sig'))
-        except UnicodeDecodeError:
-            return 'json', [], 1
         except ValueError:
-            return 'jsonl', *json_lines(data)
+            return 'json', [], 1
         if others:
             return (
                 'json',
@@ -292,8 +292,18 @@ def read_plainly(path, columns):
         if ending == '.parquet':
             return 'columns', pyarrow.parquet.read_table(path, columns=columns, use_threads=False).to_pylist(), 0
         with pyarrow.OSFile(str(path)) as file:
-            return 'columns', pyarrow.ipc.open_stream(file).read_all().to_pylist(), 0
+            table = pyarrow.ipc.open_stream(file).read_all()
+        table = table.select([name for name in table.column_names if columns is None or name in columns])
+        return 'columns', table.to_pylist(), 0
     return 'text', data.removeprefix(b'\xef\xbb\xbf'), 0
+
+
+def begins_with_an_object_on_a_line(data):
+    first, second = [*data.split(b'\n', 2), b''][:2]
+    try:
+        return bool(second.strip()) and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def json_values(text):
