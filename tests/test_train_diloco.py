@@ -722,16 +722,16 @@ def test_the_settings_of_the_papers_fit_on_top_of_a_run(data_dir, tmp_path, conf
 def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir, tmp_path):
     one = case(data_dir, tmp_path / 'out', 2)['arguments']
     for line in start_by_hand([one, [*one, '--outer_lr=0.5']]):
-        assert 'rank 1 has outer_lr=0.5, rank 0 has 0.7' in line and 'same command' in line
+        assert re.search('rank 1 .*outer_lr=0.5, rank 0 .* 0.7.*same command', line)
     for line in start_by_hand([one, [*one, '--num_replicas=1']]):
-        assert 'rank 1 has num_replicas=1, rank 0 has 2' in line
+        assert re.search('rank 1 .*num_replicas=1, rank 0 .* 2', line)
     shutil.copytree(data_dir / 'tiny', tmp_path / 'data' / 'tiny')
     shard = next((tmp_path / 'data' / 'tiny').glob('train_*.bin'))
     shard.unlink()
     (tmp_path / 'data' / 'tiny' / 'meta.json').unlink()
     shards.write_shard(shard, shards.read_shard(data_dir / 'tiny' / shard.name)[:-1000], 'uint16')
     for line in start_by_hand([one, case(tmp_path / 'data', tmp_path / 'out', 2, '--vocab_size=257')['arguments']]):
-        assert 'rank 1 has data=' in line and 'same files' in line
+        assert re.search('rank 1 .*data=.*same files', line)
 
 
 def test_a_replica_with_other_weights_is_refused_on_every_rank(data_dir, tmp_path):
@@ -751,7 +751,7 @@ runpy.run_path({str(REPO / 'train_diloco.py')!r}, run_name='__main__')
 """)
     keys = case(data_dir, tmp_path / 'out', 2)['arguments']
     for line in start_by_hand([keys, keys], script=wrapper):
-        assert 'replica 1 starts from other weights than replica 0' in line and 'same checkpoint' in line
+        assert re.search('replica 1 .*weights .*replica 0.*same checkpoint', line)
 
 
 @pytest.mark.slow

@@ -39,11 +39,9 @@ def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
     assert said[1].split() == ['link', 'size', 'ms', 'algbw', 'GB/s', 'busbw', 'GB/s']
     ms, algbw, busbw = (f'{rows[1][key]:.3f}' for key in ('ms', 'algbw', 'busbw'))
     assert said[3].split() == ['all', 'ranks', '(2)', '4', 'MiB', ms, algbw, busbw]
-    assert said[4:] == [
-        'within a node: the same as all ranks',
-        'between nodes, 1 rank of each: left out, it has no second member',
-        'between nodes, all ranks of each: left out, it has no second member',
-    ]
+    names = ['within a node', 'between nodes, 1 rank of each', 'between nodes, all ranks of each']
+    assert [line.partition(':')[0] for line in said[4:]] == names
+    assert ['left out' in line for line in said[4:]] == [False, True, True]
 
 
 @pytest.mark.slow
@@ -96,11 +94,11 @@ def test_sizes_are_those_of_nccl_tests_and_read_as_such():
 def test_one_rank_has_no_link(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE'):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match='one rank has no link .* torchrun --nproc_per_node=2') as raised:
+    with pytest.raises(ValueError, match='one rank .*torchrun --nproc_per_node=2') as raised:
         links.measure_links(torch.device('cpu'))
     assert '\n' not in str(raised.value)
 
 
 def test_it_runs_as_a_script_which_says_a_mistake_in_one_line():
     said = run_script('benchmarks/links.py', check=False).stderr
-    assert said.startswith('[0] error: one rank has no link') and said.count('\n') == 1
+    assert said.startswith('[0] error: one rank ') and said.count('\n') == 1
