@@ -1,15 +1,15 @@
 """
 Run train scripts one after another in processes that are started once: importing torch costs more than 20 steps.
 
-    torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by Job, which is quicker
-
-cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
-runs the script as it stands (runpy, fresh globals, its own process group), and with "save_again": {CHECKPOINT: FOLDER}
-then loads each of these checkpoints and saves it in that folder. Rank 0 writes cases.json.results: for each case what
-it held at the end and, when watched, how often the run issued which collective.
+run_many() of launch.py starts it on forked ranks, with the path of its cases: [{"name": ..., "script": "train_fsdp.py",
+"arguments": [...], "watch": false}, ...]. Each case runs the script as it stands (runpy, fresh globals, its own process
+group), and with "save_again": {CHECKPOINT: FOLDER} then loads each of these checkpoints and saves it in that folder.
+Rank 0 writes PATH.results: for each case what it held at the end and, when watched, how often the run issued which
+collective.
 """
 
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -47,16 +47,13 @@ def local_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-# torchrun has a store for its ranks; forked ones have that of rank 0.
-IS_HOST = os.environ['RANK'] == '0' and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
-STORE = dist.TCPStore(
-    os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=IS_HOST, wait_for_workers=False
-)
+RANK = int(os.environ['RANK'])
+STORE = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=RANK == 0)
 
 
 def port_of_case(number):
     """A free port for this case's own store: in a common one, the next case would find the addresses of this one."""
-    if os.environ['RANK'] == '0':
+    if RANK == 0:
         STORE.set(f'port of case {number}', str(*free_ports(1)))
     return STORE.get(f'port of case {number}').decode()
 
@@ -70,12 +67,9 @@ def compiled_graphs():
 def run(case, number):
     """One run of a script in this process; returns what this rank held when it ended."""
     sys.argv = [case['script'], *case['arguments']]
-    os.environ.update(MASTER_PORT=port_of_case(number), TORCHELASTIC_USE_AGENT_STORE='False')
+    os.environ['MASTER_PORT'] = port_of_case(number)
     counter = CountCollectives()
-    if case.get('watch'):
-        with counter:
-            names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
-    else:
+    with counter if case.get('watch') else contextlib.nullcontext():
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
@@ -105,17 +99,16 @@ if __name__ == '__main__':
     path = sys.argv[1]
     with open(path) as file:
         cases = json.load(file)
-    rank = int(os.environ.get('RANK', 0))
     results = {}
     for number, case in enumerate(cases):
-        if rank == 0:
+        if RANK == 0:
             print(f'--- {case["name"]}', flush=True)
         try:
             results[case['name']] = run(case, number)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    if rank == 0:
+    if RANK == 0:
         with open(path + '.results', 'w') as file:
             json.dump(results, file)
     leave()

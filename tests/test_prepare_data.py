@@ -23,7 +23,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from faults import wait_until
+from faults import children_of, is_alive, wait_until
 from launch import REPO, environment, run_script
 from prepared import (
     CACHE,
@@ -563,13 +563,6 @@ def test_a_saved_dataset_has_the_files_that_its_state_names(tmp_path):
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def is_running(pid):
-    try:
-        return Path(f'/proc/{pid}/stat').read_text().split()[2] not in 'ZX'
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path):
     arguments = [
         f'--dataset={text_folder}',
@@ -591,7 +584,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
         shards = {name: sha256 for name, sha256 in found.items() if name.endswith('.bin')}
         assert shards and all(expected[name] == sha256 for name, sha256 in shards.items()), 'a half-written shard'
         assert workers
-        wait_until(lambda: not any(map(is_running, workers)), 60, lambda: 'workers outlive the run')  # noqa: B023
+        wait_until(lambda: not any(map(is_alive, workers)), 60, lambda: 'workers outlive the run')  # noqa: B023
     result = prepare(tmp_path / 'killed', *arguments)
     assert 'going on behind the first' in result.stdout
     assert contents(dataset) == expected
@@ -687,8 +680,8 @@ def peak_memory(folder, *arguments):
     peak = 0
     while process.poll() is None:
         try:
-            children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
-            pages = [int(Path(f'/proc/{pid}/statm').read_text().split()[1]) for pid in [process.pid, *children]]
+            pids = [process.pid, *children_of(process.pid)]
+            pages = [int(Path(f'/proc/{pid}/statm').read_text().split()[1]) for pid in pids]
         except (FileNotFoundError, ProcessLookupError):  # one has just ended
             continue
         peak = max(peak, sum(pages) * os.sysconf('SC_PAGE_SIZE') / 1e6)

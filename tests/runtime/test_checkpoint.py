@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from faults import wait_until
+from faults import flip_bit, overwrite, wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
 from precision import apart, error
 from torch import nn
@@ -355,17 +355,6 @@ def three_saved(tmp_path_factory):
     return out_dir
 
 
-def overwrite(path, offset, data):
-    with open(path, 'r+b') as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def flip_bit(path):
-    offset = path.stat().st_size // 2
-    overwrite(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
-
-
 FAULTS = {
     'truncated': (
         lambda folder: os.truncate(folder / '__1_0.distcp', 5000),
@@ -426,7 +415,7 @@ def test_resume_auto_must_and_never(three_saved, tmp_path):
     with pytest.raises(ValueError, match=f"resume='must' .*{empty}/checkpoints"):
         checkpoint.choose(empty, 'must')
     assert checkpoint.choose(three_saved, 'must', silent) == folder_of(three_saved, 3)
-    with pytest.raises(ValueError, match=f"resume='never' .*out_dir={three_saved} .*--out_dir"):
+    with pytest.raises(ValueError, match=f"resume='never' .*out_dir={three_saved} .*--resume=auto"):
         checkpoint.choose(three_saved, 'never')
 
 

@@ -178,7 +178,7 @@ def finished(tmp_path_factory):
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_path, how):
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
-    name = faults.DAMAGE[how](path_of(out_dir, 15))
+    name = faults.damage(path_of(out_dir, 15), how)
     job = start('manual', out_dir, '--max_iters=15', '--keep_checkpoints=9')
     assert job.wait() == [0, 0], job.text()
     assert re.search(rf'WARNING: .*step_00000015 .*damaged: .*{re.escape(name)} ', job.text())

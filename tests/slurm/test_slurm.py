@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import wait_until
 from launch import REPO, SHARED, TINY_MODEL, TINY_RUN, environment, free_ports, start_agent
 from outputs import column
-from slurm_cluster import NoSlurm, slurm_cluster
 
+from benchmarks.runs import end_with_parent
 from configurator import read_knobs
 from runtime import checkpoint
 
@@ -335,16 +337,168 @@ def test_two_torchruns_without_slurm(rendezvous, data_dir, tmp_path):
 # --- a real Slurm -----------------------------------------------------------------------------------------------------
 
 
+NODES = ('n1', 'n2')
+GPUS = {'h100': 8, 'a100': 4, 'h200': 8}  # per node: what the scripts in slurm/ ask for, of every cluster
+HOSTS = Path('/etc/hosts')
+HOSTS_MARK = '# virtual Slurm nodes of tests/slurm/test_slurm.py'
+PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
+
+# The nodes are this machine twice, each slurmd on its own port. The sizes are made up (config_overrides), jobs are not
+# bound to cores (task/none), and no cgroups are needed (proctrack/linuxproc).
+SLURM_CONF = """
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,bf_interval=1
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MailProg=/bin/true
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=10
+FirstJobId={first_job}
+GresTypes=gpu
+NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=112 RealMemory=2000000 Gres={gres}
+PartitionName=all Nodes=ALL Default=YES MaxTime=7-0 State=UP
+"""
+
+
+def add_hosts():
+    """Let n1 and n2 mean this machine, by the address of its own name: so torchrun knows that it is the head node."""
+    names = [*NODES]
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = '127.0.0.1'
+        names.append(socket.gethostname())
+    remove_hosts()  # of a run that was killed
+    with HOSTS.open('a') as file:
+        file.write(f'{address} {" ".join(names)} {HOSTS_MARK}\n')
+
+
+def remove_hosts():
+    lines = HOSTS.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if HOSTS_MARK not in line]
+    if kept != lines:
+        HOSTS.write_text(''.join(kept))  # not a new file in its place: in containers it is a mount
+
+
 @pytest.fixture(scope='module')
 def cluster(tmp_path_factory):
-    """The environment in which Slurm's commands find the virtual cluster; skips with the reason where there is none."""
+    """A Slurm of two virtual nodes with GPUs that exist on paper; the variables by which sbatch and squeue find it.
+
+    Skips with the reason where it cannot be started. At the end jobs are cancelled and daemons stopped.
+    """
+    path = os.environ['PATH'] + ':/usr/sbin:/sbin'
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
+    if missing:
+        pytest.skip(f'no virtual Slurm: {", ".join(missing)} not installed: bash tests/install_slurm.sh, as root')
+    if os.geteuid() != 0 or not os.access(HOSTS, os.W_OK):
+        pytest.skip(f'no virtual Slurm: its nodes cannot be named in {HOSTS}')
+
     folder = tmp_path_factory.mktemp('cluster')
+    folder.chmod(0o755)
+    for name in ('munge', 'state', *(f'spool.{node}' for node in NODES)):
+        (folder / name).mkdir(mode=0o755)
+    key = folder / 'munge' / 'key'
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    variables = {'PATH': path, 'SLURM_CONF': str(folder / 'slurm.conf')}
+    env = {**os.environ, **variables}
+
+    ctld_port, *ports = free_ports(1 + len(NODES))
+    lines = [f'NodeName={node} Name=gpu Type={kind} File={folder}/{kind}_[0-{count - 1}]'
+             for node in NODES for kind, count in GPUS.items()]  # fmt: skip
+    for kind, count in GPUS.items():
+        for number in range(count):
+            (folder / f'{kind}_{number}').touch()  # Count= alone, without files, drains the node
+    (folder / 'gres.conf').write_text('\n'.join(lines) + '\n')
+    (folder / 'slurm.conf').write_text(
+        SLURM_CONF.format(
+            folder=folder,
+            host=socket.gethostname(),
+            ctld_port=ctld_port,
+            nodes=','.join(NODES),
+            ports=','.join(map(str, ports)),
+            gres=','.join(f'gpu:{kind}:{count}' for kind, count in GPUS.items()),
+            first_job=1000 + os.getpid() % 15000,  # the jobs' ports follow from their ids: rarely those of other runs
+        )
+    )
+
+    daemons = []
+
+    def start(*command):
+        with open(folder / f'{command[0]}{len(daemons)}.out', 'w') as output:
+            options = {'env': env, 'cwd': folder, 'stdin': subprocess.DEVNULL, 'preexec_fn': end_with_parent}
+            daemons.append(subprocess.Popen(command, stdout=output, stderr=output, **options))
+
+    def running():
+        for daemon in daemons:
+            assert daemon.poll() is None, f'{daemon.args[0]} has ended with {daemon.returncode}'
+        return True
+
+    def all_idle():
+        time.sleep(0.2)
+        states = subprocess.run(['sinfo', '-h', '-N', '-o', '%t'], env=env, capture_output=True, text=True).stdout
+        return states.split() == ['idle'] * len(NODES)
+
+    munge = folder / 'munge'
     try:
-        with slurm_cluster(folder) as env:
-            names = ('PATH', 'SLURM_CONF')
-            yield {name: env[name] for name in names}
-    except (NoSlurm, OSError) as reason:
+        add_hosts()
+        # --force: its checks of who may write to the folders above are for real clusters
+        start('munged', '--foreground', '--force', f'--key-file={key}', f'--socket={munge}/socket',
+              f'--pid-file={munge}/pid', f'--log-file={munge}/log', f'--seed-file={munge}/seed')  # fmt: skip
+        wait_until(lambda: running() and (munge / 'socket').exists(), 20, lambda: 'for the socket of munged')
+        start('slurmctld', '-D', '-c')
+        for node in NODES:
+            start('slurmd', '-D', '-N', node)
+        wait_until(lambda: running() and all_idle(), 40, lambda: 'for nodes in state idle')
+        yield variables
+    except AssertionError as reason:
         pytest.skip(f'no virtual Slurm: {reason}')
+    finally:
+        stop(env, daemons)
+        remove_hosts()
+
+
+def stop(env, daemons):
+    """Cancel what runs, wait until it is gone, end the daemons."""
+
+    def squeue():
+        return subprocess.run(['squeue', '-h'], env=env, capture_output=True, text=True, timeout=300).stdout.strip()
+
+    if len(daemons) > 1 and all(daemon.poll() is None for daemon in daemons):
+        try:
+            if squeue():
+                subprocess.run(['scancel', '--user=root'], env=env, timeout=300)
+            wait_until(lambda: not squeue(), 30, lambda: 'for the end of the jobs')
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            print(f'while stopping the virtual cluster: {error}')
+    for daemon in reversed(daemons):
+        daemon.send_signal(signal.SIGTERM)
+    for daemon in reversed(daemons):
+        try:
+            daemon.wait(15)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
 
 
 def submit(cluster, project, arguments, **changes):

@@ -17,11 +17,7 @@ from chats import (
     CHATML,
     FIRST,
     LEARNED,
-    LLAMA3,
-    MISTRAL,
-    NO_END,
     QWEN3,
-    THINKING_PROMPT,
     conversations_of,
     encoder_of,
     make_tokenizer,
@@ -46,6 +42,26 @@ CHATS = [
     ],
     [('user', 'a'), ('assistant', '\nb'), ('user', 'c'), ('assistant', 'd'), ('user', 'never answered')],
 ]
+
+LLAMA3 = """\
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{- bos_token }}\
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '<|eot_id|>' }}\
+{%- for message in messages %}\
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}\
+{%- else %}{%- set rest = messages %}{%- endif %}{{- bos_token }}{%- for message in rest %}\
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}\
+{%- if message.role == 'user' %}{%- if loop.last and system is defined %}\
+{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
+{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
+{%- endif %}{%- endfor %}"""
+THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+NO_END = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
 
 
 @pytest.fixture(scope='module')
