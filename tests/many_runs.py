@@ -5,7 +5,8 @@ run_many() of launch.py starts it on forked ranks, with the path of its cases: [
 "arguments": [...], "watch": false}, ...]. Each case runs the script as it stands (runpy, fresh globals, its own process
 group), and with "save_again": {CHECKPOINT: FOLDER} then loads each of these checkpoints and saves it in that folder.
 Rank 0 writes PATH.results: for each case what it held at the end and, when watched, how often the run issued which
-collective.
+collective. With "reads": true each script runs as a host that runs ahead of its GPU does; in the results is how often
+each rank has read a tensor, and at which lines, from the first step on.
 """
 
 import collections
@@ -15,15 +16,19 @@ import json
 import os
 import runpy
 import sys
+import traceback
+from unittest import mock
 
 import torch.distributed as dist
 from launch import free_ports
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
-from runtime import checkpoint, processes
+from runtime import checkpoint, health, processes
+from runtime.meter import Meter
 
 leave, processes.leave = processes.leave, lambda: None  # the next case runs in the same process
 
@@ -39,6 +44,46 @@ class CountCollectives(TorchDispatchMode):
         if function.namespace == 'c10d':
             self.calls[function._schema.name.split('::')[1]] += 1
         return function(*args, **(kwargs or {}))
+
+
+READS = {'item', 'tolist', 'numpy', 'cpu', 'nonzero', 'argwhere', 'equal', 'allclose', 'unique', 'masked_select'}
+READS |= {'__bool__', '__float__', '__int__', '__index__', '__array__', '__contains__'}
+COPIES = {'tensor', 'as_tensor'}  # from pageable memory to a device: the host waits until what is queued there is done
+
+
+class HostReads(TorchFunctionMode):
+    """Notes each call in which the host waits for the device, by the line of ours that makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = collections.Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, '__name__', '')
+        if name in READS or (name in COPIES and kwargs and kwargs.get('device') is not None):
+            frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HERE)]
+            ours = [f for f in frames if not f.filename.startswith((f'{HERE}/tests/', f'{HERE}/.venv/'))]
+            if ours:
+                self.places[f'{os.path.basename(ours[-1].filename)}: {ours[-1].line}'] += 1
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def running_ahead(reads):
+    """The host does not wait for its device, and what it reads counts from the first step on."""
+    begin_step = Meter.begin_step
+
+    def begin(meter):
+        if not meter._steps:
+            reads.places.clear()
+        begin_step(meter)
+
+    with (
+        mock.patch.object(health, 'runs_ahead', lambda device: True),
+        mock.patch.object(Meter, 'begin_step', begin),
+        reads,
+    ):
+        yield
 
 
 def local_bytes(tensors):
@@ -68,8 +113,12 @@ def run(case, number):
     """One run of a script in this process; returns what this rank held when it ended."""
     sys.argv = [case['script'], *case['arguments']]
     os.environ['MASTER_PORT'] = port_of_case(number)
-    counter = CountCollectives()
-    with counter if case.get('watch') else contextlib.nullcontext():
+    counter, reads = CountCollectives(), HostReads()
+    with contextlib.ExitStack() as stack:
+        if case.get('watch'):
+            stack.enter_context(counter)
+        if case.get('reads'):
+            stack.enter_context(running_ahead(reads))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
@@ -83,12 +132,15 @@ def run(case, number):
         checkpoint.prepare(folder)
         saver = checkpoint.Saver(folder, keep=1)
         saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1])
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, reads.places)
     parameters = list(names['raw_model'].parameters())
     moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
     return {
         'parameter_bytes': local_bytes(parameters),
         'optimizer_bytes': local_bytes(moments),
-        'collectives': dict(counter.calls),
+        'collectives': counter.calls,
+        'reads': of_ranks,
         'scale': names['scaler'].state_dict().get('scale'),
         'compiled_graphs': compiled_graphs(),
         'process_groups': dist.get_pg_count(),
