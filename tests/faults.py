@@ -179,8 +179,8 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
 
         original = data.batches
 
-        def batches(*arguments):
-            batches = original(*arguments)
+        def batches(*arguments, **options):
+            batches = original(*arguments, **options)
             try:
                 for batch in batches:
                     if next(is_now):
