@@ -381,7 +381,7 @@ KEYS |= {'lr_schedule': 'cosine'}
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
-        ({'zero_stage': 0}, 'zero_stage=0: '),
+        ({'zero_stage': 0}, 'zero_stage=0: .*1, 2 or 3'),
         ({'optimizer': 'muon'}, 'optimizer=muon: '),
         ({'zero_stage': 3, 'compile': True}, 'use --compile=False'),
         ({'cpu_offload': 'params'}, 'cpu_offload=params with zero_stage=2'),
@@ -392,7 +392,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(changes, words):
     deepspeed_engine.refuse_unsupported(KEYS)
     with pytest.raises(ValueError) as raised:
         deepspeed_engine.refuse_unsupported(KEYS | changes)
-    assert words in str(raised.value) and '\n' not in str(raised.value)
+    assert re.search(words, str(raised.value)) and '\n' not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -406,7 +406,7 @@ def test_under_stage_3_compile_is_refused_and_not_the_default_of_a_gpu():
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
-        ('{"train_batch_size": 32}', '"train_batch_size" is 32, with global_batch_size=16 '),
+        ('{"train_batch_size": 32}', '"train_batch_size" is 32, .*global_batch_size=16 .*16'),
         ('{"gradient_clipping": 0.5}', '"gradient_clipping" is 0.5, with grad_clip=1.0'),
         ('{"zero_optimization": {"stage": 3}}', '"zero_optimization.stage" is 3, with zero_stage=2'),
         ('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', 'with cpu_offload=none'),
@@ -417,10 +417,10 @@ def test_under_stage_3_compile_is_refused_and_not_the_default_of_a_gpu():
         ('{"torch_autocast": {"enabled": true}}', '"torch_autocast" is decided by --dtype'),
         ('{"amp": true}', '"amp" is decided by --dtype'),
         ('{"zero_optimization": true}', '"zero_optimization" is true, '),
-        ('{"zero_optimization": {"cpu_offload": true}}', 'zero_optimization.cpu_offload" is true, '),
-        ('{"zero_optimization": {"zero_hpz_partition_size": 2}}', 'zero_hpz_partition_size" is 2, '),
-        ('{"zero_optimisation": {"stage": 2}}', 'did you mean "zero_optimization"?'),
-        ('{"bf16": [1]}', '"bf16" is [1], '),
+        ('{"zero_optimization": {"cpu_offload": true}}', 'zero_optimization.cpu_offload" is true, .*false'),
+        ('{"zero_optimization": {"zero_hpz_partition_size": 2}}', 'zero_hpz_partition_size" is 2, .*1'),
+        ('{"zero_optimisation": {"stage": 2}}', 'did you mean "zero_optimization"'),
+        ('{"bf16": [1]}', r'"bf16" is \[1], '),
         ('[1]', 'JSON object'),
         ('{', 'JSON'),
         (None, 'cannot be read'),
@@ -432,7 +432,7 @@ def test_a_json_file_that_contradicts_the_keys_is_refused(tmp_path, text, words)
         path.write_text(text)
     with pytest.raises((ValueError, OSError)) as raised:
         deepspeed_engine.configuration(KEYS, 4, str(path))
-    assert words in str(raised.value) and str(path) in str(raised.value) and '\n' not in str(raised.value)
+    assert re.search(words, str(raised.value)) and str(path) in str(raised.value) and '\n' not in str(raised.value)
 
 
 def test_all_contradictions_of_a_json_file_are_named_at_once(tmp_path):

@@ -814,7 +814,7 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
     assert re.search(rf'{folder}/rows.jsonl: .*not JSON.* \(1\)', result.stdout)
     assert re.search(rf'{folder}/rows.jsonl: .*without text.* \(2\)', result.stdout)
     assert re.search('left out: 2 hidden .*1 empty ', result.stdout) and '.hidden' not in result.stdout
-    assert re.search('uint16; validation split: 30.00% ', result.stdout)
+    assert 'uint16; validation split: 30.00% ' in result.stdout
 
 
 def test_another_source_under_the_same_name_is_refused_and_nothing_lost(tmp_path):

@@ -420,7 +420,7 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     refused = prepare(tmp_path, *arguments, '--name=refused').stdout
     assert refused.endswith(' --block_size=2048\n')  # of config/sft_chat.py, for which there are positions
     assert 'WARNING: 10 of 30 rows (33%) ' in refused
-    assert re.search(r'\(System role not supported; --fold_system ', refused)
+    assert '(System role not supported; --fold_system ' in refused
     assert 'WARNING' not in prepare(tmp_path, *arguments, '--name=folded', '--fold_system').stdout
     found = [text for split in ('train', 'val') for text, _ in conversations_of(tmp_path / 'data' / 'folded', split)]
     assert len(found) == 30
