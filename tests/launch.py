@@ -6,6 +6,7 @@ How tests start processes: scripts as a user starts them, and ranks forked from 
     run_forked      a Job that ends well: importing torch costs more than most of these runs
     run_many        several runs, one after the other, in the same ranks
     run_ranks       forked ranks, each with its own command; what each returned and said
+    refusals        the same, where each is to end with one line
     run_function    a function on forked ranks, in one gloo group; what it returned on each
     start_agent     torchrun's agent of one of several nodes
 
@@ -22,6 +23,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -220,6 +222,17 @@ def run_ranks(commands, places=None, timeout=900, **env):
             [Path(f'{folder}/{n}.{stream}').read_text() for stream in ('out', 'err')] for n in range(len(commands))
         ]
     return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def refusals(commands, places=None):
+    """What each rank of run_ranks() says as it ends, without its number; anything but one line fails the test."""
+    places, lines = places or places_of(len(commands)), []
+    for place, ended in zip(places, run_ranks(commands, places), strict=True):
+        said = ended.stdout + ended.stderr
+        found = re.findall(rf'^\[{place["RANK"]}\] (error: .*|stopped .*)', said, re.MULTILINE)
+        assert ended.returncode in (1, 2) and len(found) == 1 and 'Traceback' not in said, said
+        lines += found
+    return lines
 
 
 def run_alone(command, output, place, env):

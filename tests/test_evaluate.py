@@ -415,12 +415,12 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
     results.write_text('{}\n')
     long = write_rows(tmp_path / 'long.jsonl', [GOOD, {**GOOD, 'choices': ['c', 'x' * 40]}])
     cases = [
-        ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* has 41 tokens: it is longer than the 32 tokens'),
+        ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* 41 tokens.* 32 tokens'),
         ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
         ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl'),
-        ([f'--tasks={files[0]}', '--block_size=33'], 'the model has 32 positions'),
-        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'texts, which have no answers'),
-        ([f'--tasks={files[3]}', '--protocol=core'], 'texts, which have no answers: .*--protocol=harness'),
+        ([f'--tasks={files[0]}', '--block_size=33'], ' 32 positions'),
+        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers'),
+        ([f'--tasks={files[3]}', '--protocol=core'], 'no answers: .*--protocol=harness'),
         ([], 'no tasks'),
     ]
     for arguments, expected in cases:

@@ -244,12 +244,12 @@ def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_pat
 
 MISTAKES = {
     "sweep = {'learning_rat': [1, 2]}": 'learning_rat',
-    "sweep = {'learning_rate': [1e-3, 1e-3]}": 'several different values',
+    "sweep = {'learning_rate': [1e-3, 1e-3]}": 'different values',
     "sweep = {'learning_rate': [-1e-3]}": 'numbers above 0',
-    "sweep, nproc = {'seed': [1]}, [1, 2]": 'one of --strategies and of --nproc',
+    "sweep, nproc = {'seed': [1]}, [1, 2]": '--nproc',
     "recipes = {'a b': {}}": "recipes: 'a b'",
     "sweep, bench = {'seed': [1, 2]}, True": 'leave out --bench',
-    "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes, which have labels',
+    "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes',
     "sweep, eval_iters = {'n_layer': [1]}, 0": 'compares validation losses',
     "sweep, seeds = {'n_layer': [1]}, []": 'expected a seed',
 }

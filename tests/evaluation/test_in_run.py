@@ -220,12 +220,12 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
     data = ['--dataset=tiny', f'--data_dir={data_dir}', *TINY_MODEL]
     cases = [
         ([*data, f'--eval_tasks={files[1]},{tmp_path}/bad.jsonl'], 'bad.jsonl, row 7: gold=2'),
-        ([*data, f'--eval_tasks={tmp_path}/long.jsonl'], 'long.jsonl, row 1: .* longer than the 32 tokens'),
+        ([*data, f'--eval_tasks={tmp_path}/long.jsonl'], 'long.jsonl, row 1: .* 32 tokens'),
         ([*data, f'--eval_tasks={tmp_path}/none.jsonl'], 'none.jsonl'),
-        ([*data, f'--eval_tasks={files[0]},{tmp_path}/choices.jsonl'], 'two files of tasks are called choices'),
+        ([*data, f'--eval_tasks={files[0]},{tmp_path}/choices.jsonl'], 'two files .*choices'),
         (['--dataset=synthetic', '--vocab_size=257', *TINY_MODEL, f'--eval_tasks={files[0]}'],
-         'eval_tasks needs the tokenizer of dataset=synthetic: .*meta.json is missing'),
-        (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'finds no tokenizer'),
+         'eval_tasks .*dataset=synthetic: .*meta.json'),
+        (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
     ]  # fmt: skip
     for keys, expected in cases:
         for rank in run_ranks([[script, *RUN, *keys, f'--out_dir={tmp_path / "out"}']] * 2):

@@ -273,12 +273,12 @@ def flipped(data):
 
 FIRST = 'rounds/000000/delta_*'
 HARM = {
-    'no payload': ({'harm': (f'{FIRST}_0000', nothing)}, 'is missing'),
-    'truncated': ({'harm': (f'{FIRST}_0000', half)}, 'is damaged (94 bytes)'),
-    'one bit': ({'harm': (f'{FIRST}_0000', flipped)}, 'is damaged (188 bytes)'),
+    'no payload': ({'harm': (f'{FIRST}_0000', nothing)}, 'missing'),
+    'truncated': ({'harm': (f'{FIRST}_0000', half)}, 'damaged (94 bytes)'),
+    'one bit': ({'harm': (f'{FIRST}_0000', flipped)}, 'damaged (188 bytes)'),
     'not finite': ({'nan': True, 'notices': False}, 'not finite'),
     'another pool': ({'harm': (f'{FIRST}.json', Changed(pool='x'))}, 'of another pool (x)'),
-    'another state': ({'harm': (f'{FIRST}.json', Changed(state='y'))}, 'began from another outer state, y'),
+    'another state': ({'harm': (f'{FIRST}.json', Changed(state='y'))}, 'another outer state, y'),
     'no JSON': ({'harm': (f'{FIRST}.json', half)}, 'of another pool (None)'),
     'no files': ({'harm': (f'{FIRST}.json', Changed(xxh128=[]))}, 'names no files'),
     'too many steps': ({'harm': (f'{FIRST}.json', Changed(steps=5))}, '5 steps of 4'),

@@ -358,17 +358,17 @@ def three_saved(tmp_path_factory):
 FAULTS = {
     'truncated': (
         lambda folder: os.truncate(folder / '__1_0.distcp', 5000),
-        r'__1_0.distcp has 5000 bytes instead of \d',
+        r'__1_0.distcp .*5000 bytes .*\d',
     ),
-    'missing': (lambda folder: (folder / '__0_0.distcp').unlink(), '__0_0.distcp cannot be read .No such file'),
-    'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp has changed'),
-    'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp has changed'),
-    'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata has 0 bytes'),
-    'one flipped bit of the index': (lambda folder: flip_bit(folder / '.metadata'), '.metadata has changed'),
-    'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json has changed'),
+    'missing': (lambda folder: (folder / '__0_0.distcp').unlink(), '__0_0.distcp .*No such file'),
+    'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp .*changed'),
+    'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp .*changed'),
+    'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata .*0 bytes'),
+    'one flipped bit of the index': (lambda folder: flip_bit(folder / '.metadata'), '.metadata .*changed'),
+    'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json .*changed'),
     'no manifest': (
         lambda folder: (folder / 'manifest.json').unlink(),
-        'manifest.json is missing or',
+        'manifest.json .*missing',
     ),
     'torn manifest': (
         lambda folder: os.truncate(folder / 'manifest.json', 100),
