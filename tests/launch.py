@@ -202,12 +202,12 @@ def places_of(nproc):
     return [{'RANK': n, 'LOCAL_RANK': n, 'WORLD_SIZE': nproc, 'LOCAL_WORLD_SIZE': nproc} for n in range(nproc)]
 
 
-def run_ranks(commands, places=None, timeout=900, **env):
+def run_ranks(commands, places=None, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
     places: the variables by which a launcher tells each rank its place; without them, those of one node.
-    Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than timeout seconds is killed.
+    Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than 15 minutes is killed.
     """
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -217,11 +217,9 @@ def run_ranks(commands, places=None, timeout=900, **env):
             command = [str(REPO / script), *map(str, arguments)]
             place = {'MASTER_PORT': port, **place}
             processes.append(fork(run_alone, command, f'{folder}/{number}', place, {**environment(), **env}))
-        join_all(processes, timeout)
-        texts = [
-            [Path(f'{folder}/{n}.{stream}').read_text() for stream in ('out', 'err')] for n in range(len(commands))
-        ]
-    return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
+        join_all(processes, 900)
+        said = [[Path(f'{folder}/{n}.{name}').read_text() for name in ('out', 'err')] for n in range(len(commands))]
+    return [Ended(process.exitcode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
 def refusals(commands, places=None):

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from launch import free_ports
+from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,12 +104,6 @@ def port_of_case(number):
     return STORE.get(f'port of case {number}').decode()
 
 
-def compiled_graphs():
-    """How many graphs torch.compile has made in this process so far."""
-    dynamo = sys.modules.get('torch._dynamo.utils')
-    return dynamo.counters['stats']['unique_graphs'] if dynamo else 0
-
-
 def run(case, number):
     """One run of a script in this process; returns what this rank held when it ended."""
     sys.argv = [case['script'], *case['arguments']]
@@ -142,7 +137,7 @@ def run(case, number):
         'collectives': counter.calls,
         'reads': of_ranks,
         'scale': names['scaler'].state_dict().get('scale'),
-        'compiled_graphs': compiled_graphs(),
+        'compiled_graphs': counters['stats']['unique_graphs'],  # of all cases so far
         'process_groups': dist.get_pg_count(),
     }
 

@@ -15,8 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from urllib.request import urlopen
 
+from faults import wait_until
 from launch import free_ports, join_all, results_in, start_function, write_output_to
 
 SHAPES = {'0.weight': (7, 3), '1.weight': (5, 4), 'bias': (6,)}
@@ -45,20 +47,19 @@ def s3_server(folder):
     with open(Path(folder, 'moto.log'), 'w') as log:
         command = [sys.executable, '-c', MOTO, str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
+    env = {'AWS_ENDPOINT_URL': endpoint, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test'}
+    env |= {'AWS_DEFAULT_REGION': 'us-east-1'}
+
+    def answers():
+        with contextlib.suppress(OSError):
+            return urlopen(endpoint).status == 200
+
     try:
-        while True:
-            with contextlib.suppress(OSError):
-                urlopen(endpoint).read()
-                break
-            assert server.poll() is None, Path(folder, 'moto.log').read_text()
-            time.sleep(0.05)
-        env = {'AWS_ENDPOINT_URL': endpoint, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test'}
-        env |= {'AWS_DEFAULT_REGION': 'us-east-1'}
         import boto3
 
-        boto3.client(
-            's3', endpoint_url=endpoint, aws_access_key_id='test', aws_secret_access_key='test', region_name='us-east-1'
-        ).create_bucket(Bucket='bucket')
+        wait_until(answers, 60, Path(folder, 'moto.log').read_text)
+        with mock.patch.dict(os.environ, env):
+            boto3.client('s3').create_bucket(Bucket='bucket')
         yield env
     finally:
         server.kill()
