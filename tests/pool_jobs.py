@@ -71,36 +71,35 @@ class Jobs:
 
     def __init__(self, address, folder, env=None, **keys):
         self.address, self.folder, self.env, self.keys = address, Path(folder), env or {}, {**KEYS, **keys}
-        self.running = {}
+        self.running, self.meetings = {}, {}
 
     def start(self, name, ranks=1, **job):
         """job: of play()."""
-        out_dir, meeting = self.folder / name, tempfile.mkdtemp(dir=self.folder)
+        out_dir, self.meetings[name] = self.folder / name, tempfile.mkdtemp(dir=self.folder)
         out_dir.mkdir(exist_ok=True)
         keys = {**self.keys, 'exchange': self.address, 'out_dir': str(out_dir)}
-        self.running[name] = meeting, start_function(ranks, meeting, be_rank, self.env, keys, job)
+        self.running[name] = start_function(ranks, self.meetings[name], be_rank, self.env, keys, job)
         return self
 
     def wait(self, *names, timeout=900):
         """{name: what its rank 0 returned, or the text of its error, or minus the signal that killed it}."""
         deadline, results = time.monotonic() + timeout, {}
         for name in names or [*self.running]:
-            meeting, processes = self.running.pop(name)
+            processes = self.running.pop(name)
             if join_all(processes, deadline - time.monotonic()):
                 for other in [*self.running]:
                     self.kill(other)
                 raise AssertionError(f'{name} still runs after {timeout} s: {self.text(name)}')
             codes = [process.exitcode for process in processes]
             assert codes[0] or not any(codes), f'{name}: {codes}'
-            results[name] = codes[0] or results_in(meeting, len(codes))[0]
+            results[name] = codes[0] or results_in(self.meetings[name], len(codes))[0]
         return results
 
     def text(self, name):
         return (self.folder / name / 'log').read_text()
 
     def kill(self, name):
-        _, processes = self.running.pop(name)
-        for process in processes:
+        for process in self.running.pop(name):
             process.kill()
             process.join()
 
