@@ -112,6 +112,12 @@ def in_words(size):
 def weights_among(names, place, way_out):
     """SINGLE or INDEX, whichever is among the names of a model's files. Raises ValueError if these are not all there.
     place: where they lie. way_out: ends the error message."""
+    if 'config.json' not in names and 'adapter_config.json' in names:
+        merge = f'AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload().save_pretrained("MERGED")'
+        raise ValueError(
+            f'{place} is an adapter of peft, not a model: merge it into its model, '
+            f"`python -c 'from peft import AutoPeftModelForCausalLM; {merge}'`, and copy the tokenizer's files there"
+        )
     if 'config.json' not in names:
         raise ValueError(f'{place} has no config.json: {way_out}')
     if not any(files <= set(names) for files in TOKENIZERS):

@@ -18,6 +18,7 @@ Prints a line per task, scores with their standard errors, and appends it to res
 
 import json
 import os
+from dataclasses import replace
 from typing import Literal
 
 from configurator import configure
@@ -57,7 +58,7 @@ import data
 import fsdp_manual
 import meshes
 from evaluation import in_run, tasks
-from huggingface import finetune
+from huggingface import finetune, native
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint, errors, processes
 from runtime.files import sha256_of
@@ -91,10 +92,11 @@ def append_result(row):
 path, step = None, None  # of a checkpoint
 finetune.refuse_adapter(config.out_dir)
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
-    path = processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, config.step, patience_s=processes.PATIENCE_S)
+    path = checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir, config.step)
     state = checkpoint.read_state(path)
     step = state['step']
-if path and 'transformers' not in state['identity']['model']:
+is_native = path is not None and state['config'].get('native', False)
+if path and not finetune.is_fine_tuned(state):
     pretrained, model_config = None, ModelConfig(**state['identity']['model'])
     folder = data.folder_of(state['config'], config.data_dir)
     encoder = tasks.NativeEncoder(tokenizer_of_run(folder, model_config.vocab_size, config.tokenizer))
@@ -125,7 +127,9 @@ evaluated = in_run.Evaluation(config.tasks, encoder, window, pretrained, config.
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):
-    if pretrained:
+    if is_native:  # it sees as many tokens as its folder says, not as few as the run has seen
+        raw_model = GPT(replace(native.model_config_of(pretrained), block_size=window), compute_dtype)
+    elif pretrained:
         raw_model = finetune.for_training(pretrained, compute_dtype, device)
     else:
         raw_model = GPT(model_config, compute_dtype)

@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import data
-from huggingface import convert, finetune
+from huggingface import convert, finetune, native
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
 from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
@@ -77,7 +77,9 @@ if os.path.isfile(config.to) or (os.path.isdir(config.to) and os.listdir(config.
 path = checkpoint.choose_to_read(config.out_dir, config.step)
 weights, state = checkpoint.load_weights(path)
 model_facts = state['identity']['model']
-is_fine_tuned = 'transformers' in model_facts
+is_fine_tuned = finetune.is_fine_tuned(state)
+if state['config'].get('native'):
+    weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):
     raise ValueError(f'adapter=True: {config.out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
 if config.adapter and state['config'].get('lora_residual'):  # a key of earlier versions, which moved frozen weights

@@ -112,18 +112,50 @@ def ranks_of_stage(config, world_size):
     return world_size // stages
 
 
+def blocks_of_parts(config, parts):
+    """
+    How many blocks each part of a pipeline has. All work at the same time and wait for the slowest, so these are the
+    numbers with which the part that has the most to compute has as little as can be. The last part has the head, too.
+
+    config: a run's keys, with those of the model; n_layer is `parts` or more.
+    """
+    if parts == 1:
+        return [config['n_layer']]
+    choices = []
+    for last in range(1, config['n_layer'] // parts + 1):
+        each, more = divmod(config['n_layer'] - last, parts - 1)
+        # Those with one more come late: early stages keep more activations on their way.
+        choices.append([each + (part >= parts - 1 - more) for part in range(parts - 1)] + [last])
+    head = head_in_blocks(config)
+    return min(choices, key=lambda blocks: (max(*blocks[:-1], blocks[-1] + head), -blocks[-1]))
+
+
+def head_in_blocks(config):
+    """The work of the output head, in that of a block: of the multiplications of a token. Each takes weights once, and
+    causal attention, on average, half of block_size keys and as many values."""
+    C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
+    matrices = 3 if config['arch'] in ('llama', 'qwen3') else 2
+    block = C * (H + 2 * K) * D + H * D * C + matrices * C * M + config['block_size'] * H * D
+    return config['vocab_size'] * C / block
+
+
+def blocks_of_stages(config):
+    """The same for stages: the sum over the parts of each."""
+    stages, chunks = config['pipeline_stages'], config.get('pipeline_chunks', 1)
+    blocks = blocks_of_parts(config, stages * chunks)
+    return [sum(blocks[stage::stages]) for stage in range(stages)]
+
+
 def check_pipeline(config, stage_ranks):
-    """[a line for the log]. stage_ranks: ranks_of_stage(). Raises ValueError unless all parts have as many blocks, and
-    there are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the
-    order of arXiv 2104.04473."""
+    """[a line for the log]. stage_ranks: ranks_of_stage(). Raises ValueError unless every part has a block, and there
+    are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the order
+    of arXiv 2104.04473."""
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
     parts, copies = stages * chunks, ranks_for_batches(config, stage_ranks)
-    if n_layer % parts:
-        nearest = [n for n in (n_layer // parts * parts, -(-n_layer // parts) * parts) if n]
+    if n_layer < parts:
         raise ValueError(
-            f'n_layer={n_layer} is not a multiple of {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
-            f'use --n_layer={" or ".join(map(str, nearest))}, or stages x chunks of '
-            f'{", ".join(str(n) for n in range(1, n_layer + 1) if n_layer % n == 0)}'
+            f'n_layer={n_layer} is less than {parts} = pipeline_stages={stages} x pipeline_chunks={chunks}: '
+            f'each part needs a block, so use {n_layer} parts or fewer'
         )
     micro_steps = accumulation_steps(config['global_batch_size'], config['batch_size'], copies)
     if micro_steps < stages or (chunks > 1 and micro_steps % stages):
@@ -134,8 +166,10 @@ def check_pipeline(config, stage_ranks):
             f'{config["batch_size"]} on {counted(copies, "pipeline")}: expected {several}; use '
             f'--global_batch_size={enough}, or another batch_size'
         )
+    blocks = blocks_of_parts(config, parts)
+    blocks = counted(blocks[0], 'block') if len({*blocks}) == 1 else f'{", ".join(map(str, blocks))} blocks'
     return [
-        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {counted(n_layer // parts, "block")}; '
+        f'pipeline: {counted(stages, "stage")} x {counted(chunks, "chunk")} of {blocks}; '
         f'{counted(copies, "pipeline")} (above: rank); bubble {stages - 1}/{chunks * micro_steps} of the work'
     ]
 

@@ -12,7 +12,8 @@ The transformer: four architectures, its loss in chunks, and exact counts of par
     llama     RMSNorm     RoPE, half rotation        -           SwiGLU
     qwen3     RMSNorm     RoPE, half rotation        RMSNorm     SwiGLU
 
-gpt2, llama and qwen3 compute what the models of that name in `transformers` compute (weights: huggingface/convert.py).
+gpt2, llama and qwen3 compute what the models of that name in `transformers` compute (weights: huggingface/convert.py,
+and to begin with those of a Hugging Face folder: huggingface/native.py).
 gpt2 with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
 
 Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same
@@ -69,9 +70,14 @@ class ModelConfig:
     block_size: int = 1024
     dropout: float = 0.0
     bias: bool | None = None
+    qkv_bias: bool = False  # biases of queries, keys and values, where others have none: Qwen2
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
     yarn: list | None = None  # [factor, block_size before]: the context was extended so many times, see check_yarn()
+    llama3_rope: list | None = (
+        None  # [factor, low, high, tokens before] of Llama 3.1 and later, see llama3_frequencies()
+    )
+    positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
     attention_gate: bool = False
     norm_eps: float | None = None
     z_loss: float = 0.0
@@ -124,7 +130,7 @@ class ModelConfig:
             self.mlp_hidden_dim = -(-8 * self.n_embd // (3 * 64)) * 64 if self.llama_style else 4 * self.n_embd
         self.bias = self.arch == 'gpt2' if self.bias is None else self.bias
         self.tie_embeddings = self.arch == 'gpt2' if self.tie_embeddings is None else self.tie_embeddings
-        self.yarn = [*(self.yarn or ())]
+        self.yarn, self.llama3_rope = [*(self.yarn or ())], [*(self.llama3_rope or ())]
         self.rope_theta = self.rope_theta or (1e6 if self.arch == 'qwen3' else 1e4)
         self.norm_eps = self.norm_eps or (1e-6 if self.arch == 'qwen3' and not self.attention_gate else 1e-5)
 
@@ -198,7 +204,7 @@ class RotaryEmbedding:
 
     def __init__(self, config):
         self.head_dim, self.theta, self.block_size = config.head_dim, config.rope_theta, config.block_size
-        self.yarn = config.yarn
+        self.yarn, self.llama3_rope = config.yarn, config.llama3_rope
         self.pairs, self.pair_dim = ((-1, 2), -1) if config.arch == 'enoki' else ((2, -1), -2)  # D -> D/2 pairs
         self.cos_sin = None  # (2, block_size, D/2)
 
@@ -206,7 +212,11 @@ class RotaryEmbedding:
         """Compute the table on `device`, once; outside of the blocks, which may be compiled."""
         if self.cos_sin is None or self.cos_sin.device != device:
             period = self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
-            frequency = yarn_frequencies(period, self.theta, *self.yarn) if self.yarn else 1.0 / period  # (D/2)
+            frequency = 1.0 / period  # (D/2)
+            if self.yarn:
+                frequency = yarn_frequencies(period, self.theta, *self.yarn)
+            elif self.llama3_rope:
+                frequency = llama3_frequencies(frequency, *self.llama3_rope)
             angle = torch.outer(torch.arange(self.block_size, device=device).float(), frequency)  # (block_size, D/2)
             self.cos_sin = torch.stack((angle.cos(), angle.sin()))
             if self.yarn:  # queries and keys grow, so scores do by the square: more tokens share the softmax
@@ -232,6 +242,20 @@ def yarn_frequencies(period, theta, factor, before):
     slowed = (torch.arange(pairs, device=period.device) - first) / max(last - first, 0.001)  # 0 to 1 between the two
     kept = 1 - slowed.clamp(0, 1)
     return 1.0 / (factor * period) * (1 - kept) + 1.0 / period * kept
+
+
+def llama3_frequencies(frequency, factor, low, high, before):
+    """Frequencies (D/2) of RoPE as Llama 3.1 changes them, for more than the tokens `before` of its pretraining.
+
+    As in YaRN above, with other borders: a pair that turns `high` times or more within `before` tokens stays as it is,
+    one that turns `low` times or less turns 1/factor as fast, and between the two the change is gradual.
+    (The rule came with the model's code: github.com/meta-llama/llama-models, apply_scaling().)
+    """
+    length = 2 * math.pi / frequency  # tokens of a whole turn
+    kept = (before / length - low) / (high - low)  # 0 to 1 between the two
+    between = (1 - kept) * frequency / factor + kept * frequency
+    far = torch.where(length > before / low, frequency / factor, frequency)
+    return torch.where((length < before / high) | (length > before / low), far, between)
 
 
 # Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. Where it is
@@ -331,7 +355,7 @@ class Attention(nn.Module):
         # One matrix for queries, keys and values: one matmul forward and two backward instead of three and six.
         q_heads = 2 * self.n_head if self.gated else self.n_head  # per head its D queries, then its D gates
         self.heads_of_qkv = (q_heads, self.n_kv_head, self.n_kv_head)
-        self.qkv = Linear(config.n_embd, sum(self.heads_of_qkv) * self.head_dim, bias=config.bias)
+        self.qkv = Linear(config.n_embd, sum(self.heads_of_qkv) * self.head_dim, bias=config.bias or config.qkv_bias)
         self.proj = Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         qk_norm = config.arch in ('enoki', 'qwen3')  # one weight (D), shared by the heads
         self.q_norm = Norm(config, self.head_dim) if qk_norm else None
@@ -537,7 +561,8 @@ class GPT(nn.Module):
         self.flops_of_attention = 12 * config.n_layer * config.n_head * config.head_dim * config.block_size  # per token
         self.rotary = None if config.arch == 'gpt2' else RotaryEmbedding(config)
         self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.pos_embed = nn.Embedding(config.block_size, config.n_embd) if config.arch == 'gpt2' else None
+        positions = config.positions or config.block_size
+        self.pos_embed = nn.Embedding(positions, config.n_embd) if config.arch == 'gpt2' else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
         self.final_norm = Norm(config, config.n_embd)

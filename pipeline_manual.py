@@ -10,8 +10,9 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
             pipeline.exchange(actions)
     pipeline.sum_gradients()
 
-A *part* is what a micro-step runs through at once: n_layer / (stages * chunks) blocks. Part k is on stage k % stages:
-with one chunk stage i holds part i, with two chunks parts i and i + stages. What 4 stages do with 4 micro-steps, time
+A *part* is what a micro-step runs through at once: some blocks, as many as in every other part or, where the output
+head is much work, fewer in the last one (meshes.blocks_of_parts()). Part k is on stage k % stages: with one chunk stage
+i holds part i, with two chunks parts i and i + stages. What 4 stages do with 4 micro-steps, time
 to the right, F and B for forward and backward of a micro-step:
 
     stage 0  F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
@@ -34,12 +35,14 @@ What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_ste
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from model import GPT, ChunkedCrossEntropy, layout_of_documents
+import meshes
+from model import ChunkedCrossEntropy, layout_of_documents
 
 Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'backward'
 
@@ -106,14 +109,14 @@ class Stage(nn.Module):
     both of its names, so that optimizer and checkpoint see in it what they see in the whole model."""
 
     def __init__(self, model, stage, stages, chunks):
-        """model: on the meta device, so that what other stages hold costs nothing. n_layer % (stages * chunks) = 0."""
+        """model: on the meta device, so that what other stages hold costs nothing."""
         super().__init__()
         self.config, self.compute_dtype, self.cross_entropy = model.config, model.compute_dtype, model.cross_entropy
         self.last = stages * chunks - 1
-        self.per_part = model.config.n_layer // (stages * chunks)
+        self.borders = [0, *accumulate(meshes.blocks_of_parts(model.config.to_dict(), stages * chunks))]
         is_first, is_last = stage == 0, stage == stages - 1
         self.holds_tied = model.config.tie_embeddings and (is_first or is_last)
-        self.rotary = model.rotary
+        self.rotary, self.initial_value = model.rotary, model.initial_value
         self.embed = model.embed if is_first or self.holds_tied else None
         self.pos_embed = model.pos_embed if is_first else None
         self.drop = model.drop
@@ -127,7 +130,7 @@ class Stage(nn.Module):
 
     def of(self, part):
         """Numbers of the blocks of a part."""
-        return range(part * self.per_part, (part + 1) * self.per_part)
+        return range(*self.borders[part : part + 2])
 
     def _apply(self, *args, **kwargs):
         """As in GPT: to_empty() replaces the parameters of one module after another."""
@@ -163,8 +166,6 @@ class Stage(nn.Module):
             h = h / self.config.ratios[0]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
-
-    initial_value = GPT.initial_value
 
 
 # --- how it works with the others -------------------------------------------------------------------------------------

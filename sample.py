@@ -50,7 +50,7 @@ import torch
 
 import data
 from evaluation import sampling
-from huggingface import finetune
+from huggingface import finetune, native
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, processes
 from text.conversations import DATE, fold_system_messages
@@ -107,7 +107,9 @@ path = checkpoint.choose_to_read(config.out_dir, config.step, say)
 weights, state = checkpoint.load_weights(path)
 run = state['config']
 dataset_folder = data.folder_of(run, config.data_dir)
-is_fine_tuned = 'transformers' in state['identity']['model']
+is_fine_tuned = finetune.is_fine_tuned(state)
+if state['config'].get('native'):
+    weights = native.weights_for_transformers(weights, state)
 
 # --- MODEL AND TOKENIZER ----------------------------------------------------------------------------------------------
 

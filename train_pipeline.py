@@ -66,6 +66,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.fl
 step, state = run.resume(raw_model, opt, scaler)
 
 watch = Watch(run, step, state)  # the log, and all else that only watches
+watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Evaluation:
         self.requests = [requests_of(task, encoder, window) for task in self.tasks]
         if pretrained:
             refuse_tokens_beyond(pretrained.vocab_size, self.tasks, self.requests)
-        self.batch_size, self.device, self.pretrained = batch_size, device, pretrained
+        self.batch_size, self.device = batch_size, device
         self.tensor_parallel = tensor_parallel
         # Our attention for transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
@@ -46,8 +46,8 @@ class Evaluation:
         The model, which may be wrapped or sharded, is in eval mode meanwhile. Scores that are not finite are left
         out. bars: draw one for each task. beat: called before each forward pass."""
         config, was_training = getattr(model, 'module', model).config, model.training  # DDP has a module
-        # Transformers' own attention would not see the branches of a row.
-        shares = not self.pretrained or config._attn_implementation == finetune.ATTENTION
+        # Transformers' own attention would not see the branches of a row; model.py's does.
+        shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
         model.eval()
         for task, requests in zip(self.tasks, self.requests, strict=True):
             began, options = time.perf_counter(), (self.batch_size, self.device, shares, task.name if bars else None)

@@ -12,6 +12,9 @@ keys and values are three matrices in the latter two; those of GPT-2's blocks ar
 import re
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
+
 from huggingface import rotation
 
 # Modules here -> modules there, first those of the root, then those of a block.
@@ -75,28 +78,47 @@ def without_multipliers(state_dict, model_config):
     return plain, replace(model_config, parametrization='standard', base_width=None, base_depth=None)
 
 
+def names_in_transformers(name, model_config):
+    """The names there of the parameter that is called `name` here: one, or three that lie one behind the other here."""
+    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
+    module, kind = name.rsplit('.', 1)  # kind: weight or bias
+    if module.startswith('blocks.'):
+        _, number, inner = module.split('.', 2)
+        their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
+    else:
+        their_name = f'{modules[module]}.{kind}'
+    return [their_name.format(letter) for letter in 'qkv'] if '{}' in their_name else [their_name]
+
+
+def is_transposed(name, tensor, model_config):
+    """Whether it is stored the other way round there: GPT-2's blocks keep their matrices as (in, out)."""
+    return model_config.arch == 'gpt2' and name.startswith('blocks.') and tensor.ndim == 2
+
+
 def to_transformers(state_dict, model_config):
     """The state dict of the transformers model, from that of GPT(model_config); dtypes stay."""
-    modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
     kv_rows = model_config.n_kv_head * model_config.head_dim
     qkv_rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
     theirs = {}
     for name, tensor in state_dict.items():
         tensor = unpadded(name, tensor, model_config)
-        module, kind = name.rsplit('.', 1)  # kind: weight or bias
-        if module.startswith('blocks.'):
-            _, number, inner = module.split('.', 2)
-            their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
-        else:
-            their_name = f'{modules[module]}.{kind}'
-        if '{}' in their_name:
-            for letter, piece in zip('qkv', tensor.split(qkv_rows), strict=True):
-                theirs[their_name.format(letter)] = piece.contiguous()
-        elif model_config.arch == 'gpt2' and module.startswith('blocks.') and tensor.ndim == 2:
-            theirs[their_name] = tensor.T.contiguous()  # GPT-2's blocks keep their matrices as (in, out)
-        else:
-            theirs[their_name] = tensor.contiguous()
+        their_names = names_in_transformers(name, model_config)
+        pieces = tensor.split(qkv_rows) if len(their_names) == 3 else [tensor]
+        for their_name, piece in zip(their_names, pieces, strict=True):
+            theirs[their_name] = (piece.T if is_transposed(name, piece, model_config) else piece).contiguous()
     return theirs
+
+
+def from_transformers(name, model_config, read):
+    """The parameter that is called `name` here, of what read(name there) returns; the rows that pad the vocabulary are
+    0."""
+    pieces = [read(their_name) for their_name in names_in_transformers(name, model_config)]
+    tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    if is_transposed(name, tensor, model_config):
+        return tensor.T
+    if name in ('embed.weight', 'head.weight'):
+        return F.pad(tensor, (0, 0, 0, model_config.padded_vocab_size - model_config.vocab_size))
+    return tensor
 
 
 def unpadded(name, tensor, model_config):

@@ -65,6 +65,12 @@ def transformers_offline():
     return transformers
 
 
+def is_fine_tuned(state):
+    """Whether a checkpoint with this state is of a model of a Hugging Face folder, whose class computes it, or with
+    native=True model.py."""
+    return 'transformers' in state['identity']['model'] or state['config'].get('native', False)
+
+
 # --- what is fine-tuned -----------------------------------------------------------------------------------------------
 
 
@@ -155,6 +161,8 @@ class Pretrained:
             if not os.path.isdir(kept):
                 raise
             source = None  # the run goes on from its checkpoints, with what it has kept of the folder
+        if source:
+            refuse_adapter(source)  # before its weights are looked for, which an adapter does not have
         if source and not os.path.isdir(kept) and not config['dry_run']:
             Weights(source)  # there are some
         keys = 'block_size lora_rank lora_alpha lora_targets freeze dropout z_loss rope_theta yarn trust_remote_code'
@@ -169,6 +177,8 @@ class Pretrained:
             raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
         keys = 'block_size lora_rank lora_alpha lora_targets rope_theta yarn'.split()
+        if saved['arch'] == 'gpt2':  # with native=True this is a ModelConfig, which always has a rope_theta
+            keys.remove('rope_theta')
         options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
         return cls(folder, trust_remote_code=trust_remote_code, **options)
 

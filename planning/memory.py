@@ -134,12 +134,14 @@ def stage_memory(config, model, world_size, stage):
     activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
     model: part_of_rank(config).
     """
-    stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
+    stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
+    largest_part = max(meshes.blocks_of_parts(config, stages * chunks)[stage::stages])
     stage_ranks = meshes.ranks_of_stage(config, world_size)
     copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
-    in_blocks, at_ends = map(count, parameters_of_stage(config, model, stage))
+    in_blocks, at_ends = parameters_of_stage(config, model, stage)
+    hidden = sum(p.numel() for p in in_blocks if p.dim() == 2) if config['optimizer'] == 'muon' else 0
+    in_blocks, at_ends = count(in_blocks), count(at_ends)
     held = in_blocks + at_ends
-    hidden = count(hidden_matrices(model)) // stages if config['optimizer'] == 'muon' else 0
     # The bytes of one block are the difference between a model of two blocks and one of one block. (With 'offload' the
     # inputs of the last two blocks stay, so there it is three and two.) What is left belongs to embedding and head.
     first = 2 if config['activation_checkpointing'] == 'offload' else 1
@@ -147,12 +149,12 @@ def stage_memory(config, model, world_size, stage):
     block_activations = more['activations'] - few['activations']
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     in_flight = min(warm_up + 1, chunks * micro_steps)
-    part_activations = n_layer // stages // chunks * block_activations + message_bytes(config)
+    part_activations = largest_part * block_activations + message_bytes(config)
     activations = in_flight * part_activations + max(0, few['activations'] - first * block_activations)
     logits = few['logits'] if stage == stages - 1 else 0
     reduction = max(at_ends, count(model.blocks[0].parameters())) if copies > 1 else at_ends * (stages > 1)
     block_on_host = {part: more[part] - few[part] for part in few if part.startswith('host')}
-    on_host = {part: in_flight * (n_layer // stages // chunks) * size for part, size in block_on_host.items()}
+    on_host = {part: in_flight * largest_part * size for part, size in block_on_host.items()}
     parts = {
         'weights': FP32 * held,
         'gradients': FP32 * held,

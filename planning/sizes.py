@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+import meshes
 import tensor_manual
 from huggingface import finetune
 from model import GPT, ModelConfig
@@ -60,7 +61,7 @@ def hidden_matrices(model):
 
 
 def parameters_of_stage(config, model, stage):
-    """(those in its blocks, of which all stages have as many; those in none)."""
+    """(those in its blocks; those in none)."""
     last, ends = config['pipeline_stages'] - 1, []
     if stage == 0 or (stage == last and config['tie_embeddings']):
         ends.append(model.embed)
@@ -68,7 +69,7 @@ def parameters_of_stage(config, model, stage):
         ends.append(model.pos_embed)
     if stage == last:
         ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
-    blocks = model.blocks[: len(model.blocks) // (last + 1)]
+    blocks = model.blocks[: meshes.blocks_of_stages(config)[stage]]  # as many as these
     return [*blocks.parameters()], [parameter for module in ends for parameter in module.parameters()]
 
 

@@ -176,15 +176,17 @@ def slices_per_s(cluster, ranks, stride):
 
 
 def model_of_rank(config):
-    """The keys of the model whose work one rank does: its layers, heads, hidden units and words. head_dim stays."""
+    """The keys of the model whose work one rank does: its layers, as many as the stage with the most has, its heads,
+    hidden units and words. head_dim stays."""
     tensor, stages = config.get('tensor_parallel', 1), config.get('pipeline_stages', 1)
     for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim'):
         if config[key] % tensor:
             raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
-    if config['n_layer'] % stages:
-        raise ValueError(f'n_layer={config["n_layer"]} is not a multiple of pipeline_stages={stages}')
+    if config['n_layer'] < stages:
+        raise ValueError(f'n_layer={config["n_layer"]} is less than pipeline_stages={stages}')
+    most = max(meshes.blocks_of_stages({**config, 'pipeline_stages': stages}))
     sizes = {key: config[key] // tensor for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
-    sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': config['n_layer'] // stages}
+    sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': most}
     return {**config, **sizes, 'tensor_parallel': 1}
 
 
@@ -245,8 +247,9 @@ def step(config, strategy, cluster):
     (forward, backward), root = work(mine, model, device)
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
-    blocks_seconds = layers * (forward + backward)
-    waits, waits_ends = layers * (waits_f + waits_b), waits_at_ends(mine, cluster, tensor)  # of a micro-step
+    blocks = meshes.blocks_of_stages({**config, 'pipeline_stages': stages})
+    block_seconds, block_waits = forward + backward, waits_f + waits_b  # of a micro-step
+    waits, waits_ends = statistics.mean(blocks) * block_waits, waits_at_ends(mine, cluster, tensor)
 
     # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
     sent = traffic.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
@@ -272,7 +275,8 @@ def step(config, strategy, cluster):
 
     # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
     # the head, and what both ends wait for. Chunks shorten the first part: a stage begins with 1/chunks of its work.
-    stage_times = [blocks_seconds + waits] * (stages - 1) + [blocks_seconds + waits + root + waits_ends]
+    stage_times = [count * (block_seconds + block_waits) for count in blocks]
+    stage_times[-1] += root + waits_ends
     slowest = max(stage_times)
     running = sum(stage_times) / chunks + (m - 1 / chunks) * slowest
     alone = running / cluster.crowd
@@ -290,7 +294,7 @@ def step(config, strategy, cluster):
         hops = 2 * (stages - 1) * hop
         hops += (m - 1) * 2 * (stages - 1) / stages * hop if chunks == 1 else m * chunks * max(0.0, hop - part / 2)
         hops = max(0.0, alone + hops - running)  # while a rank waits, those that share its core compute
-    compute = m * (blocks_seconds + root / stages)
+    compute = m * (statistics.mean(blocks) * block_seconds + root / stages)
     update = held * device.update
     bubble = running - m * statistics.mean(stage_times)
     exposed += m * (waits + waits_ends / stages) + hops

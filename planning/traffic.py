@@ -97,7 +97,9 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             layer_bytes = numbers * (passes * (sharing - 1) * bytes_per_number + hops * FP32)
             sent['keys and values'] = micro_steps * n_layer * layer_bytes
         if config.get('tensor_parallel', 1) > 1:
-            sent['activations'], gradient_bytes = sent_by_tensor(config, model, model.parameters(), micro_steps, ranks)
+            sent['activations'], gradient_bytes = sent_by_tensor(
+                config, model, model.parameters(), micro_steps, ranks, n_layer
+            )
             sent['all-reduce'] += gradient_bytes
     elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
         kept = trained * config['exchange_k'] / codec.CHUNK
@@ -133,18 +135,20 @@ def stage_traffic(config, model, world_size, stage):
     }
     if config.get('tensor_parallel', 1) > 1:
         ends = stage == 0, stage == stages - 1
-        sent['activations'], gradient_bytes = sent_by_tensor(config, model, mine, micro_steps, 1, stages, ends)
+        blocks = meshes.blocks_of_stages(config)[stage]
+        sent['activations'], gradient_bytes = sent_by_tensor(config, model, mine, micro_steps, 1, blocks, ends)
         sent['all-reduce'] += gradient_bytes
     return sent | {'sent': sum(sent.values())}
 
 
-def sent_by_tensor(config, model, parameters, micro_steps, shard_size, stages=1, ends=(True, True)):
+def sent_by_tensor(config, model, parameters, micro_steps, shard_size, blocks, ends=(True, True)):
     """
     Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
-    parameters: of this rank, each spread over shard_size ranks. ends: whether a stage has the embedding, the head.
+    parameters: of this rank, each spread over shard_size ranks. blocks: how many it has. ends: whether a stage has the
+    embedding, the head.
     """
     tensor, collectives_per_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
-    times = config['n_layer'] // stages * collectives_per_block + 2 * sum(ends)
+    times = blocks * collectives_per_block + 2 * sum(ends)
     bytes_per_token = times * config['n_embd'] * BYTES[config['dtype']] / tensor + 3 * FP32 * ends[1]
     is_whole = {model.get_parameter(name) for name, part in model.slices.items() if part.dim is None}
     partial_gradients = count((parameter for parameter in parameters if parameter in is_whole), shard_size)

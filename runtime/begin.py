@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 import meshes
 from evaluation import in_run
-from huggingface import finetune
+from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
 from runtime import batches, checkpoint, errors, health, offload, processes, stopping
+from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
 
@@ -45,7 +46,7 @@ class Run:
     compute_dtype: torch.dtype
     ranks: int  # that share a global batch; more than world_size where other jobs have replicas, too
     notes: list = field(default_factory=list)  # lines for the log: what was filled in, and what to beware of
-    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers
+    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers; also with native
     start_from: str | None = None  # a checkpoint to take the weights from, if init_from is a run of ours
     train_data: object = None  # data.Mixture
     val_data: object = None
@@ -151,9 +152,9 @@ def run_to_start_from(config, explicit):
     path = checkpoint.choose_to_read(config.init_from)
     state = checkpoint.read_state(path)
     shape, before = state['identity']['model'], state['config']
-    if not shape.keys() <= ModelConfig.__dataclass_fields__.keys():
+    if finetune.is_fine_tuned(state):
         raise ValueError(
-            f'init_from={config.init_from} has fine-tuned a model of transformers: export that with '
+            f'init_from={config.init_from} has fine-tuned a model of a Hugging Face folder: export that with '
             f'`python export_model.py --out_dir={config.init_from}`, and give the exported folder'
         )
     folder = data.folder_of(before)
@@ -178,13 +179,28 @@ def open_model_and_data(run):
     """Find what init_from and dataset name; no weights are read yet."""
     config = run.config
     run.start_from = run_to_start_from(config, run.explicit)
+    if config.native and (config.init_from == 'scratch' or run.start_from):
+        given = f'native=True with init_from={config.init_from}'
+        raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
     if config.init_from != 'scratch' and not run.start_from:
-        if run.strategy == 'pipeline':
-            given = f'init_from={config.init_from}'
-            raise ValueError(f'{given}: a model of transformers is not cut into stages; use train_fsdp.py')
+        if run.strategy == 'pipeline' and not config.native:
+            raise ValueError(
+                f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
+                'and model.py computes it, or train_fsdp.py'
+            )
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         config.vocab_size = run.pretrained.vocab_size
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
+        if config.dataset != 'synthetic':
+            # prepare_data.py has compared those of the folder that it was given, which may be another one.
+            not_compared = compare_with_transformers(run.pretrained.folder, config.trust_remote_code)
+            run.notes += [f'tokenizer: {not_compared}'] if not_compared else []
+    if config.native and (config.lora_rank or config.freeze):
+        key = 'lora_rank' if config.lora_rank else 'freeze'
+        raise ValueError(
+            f"{key}={getattr(config, key)!r} with native=True: only transformers' classes have LoRA and frozen parts: "
+            f'leave native out, or {key}'
+        )
     if not run.pretrained and (config.lora_rank or config.freeze):
         key = 'lora_rank' if config.lora_rank else 'freeze'
         folder = (
@@ -322,6 +338,8 @@ def fill_model(run):
     """The architecture's own values for the sizes that are None. The model's keys are in config from here on."""
     config = run.config
     run.model_config = run.pretrained or ModelConfig.from_keys(vars(config))
+    if config.native:
+        run.model_config = native.model_config_of(run.pretrained)
     vars(config).update(run.model_config.to_dict())
 
 
@@ -329,7 +347,7 @@ def check_layout(run):
     """Raise ValueError where the model or the ranks cannot be arranged as the keys ask."""
     config = run.config
     if vars(config).get('context_parallel', 1) > 1:
-        meshes.check_context_parallel(config, run.pretrained)
+        meshes.check_context_parallel(config, None if config.native else run.pretrained)
     if 'replicate_size' in vars(config):
         meshes.ranks_per_shard_group(vars(config), run.world_size)
     if vars(config).get('tensor_parallel', 1) > 1:
@@ -368,11 +386,10 @@ def find_checkpoint(config, pretrained=None):
     A run that fine-tunes `pretrained` keeps its configuration and tokenizer in out_dir, so that it can go on without
     init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
     """
-    patience = {'patience_s': processes.PATIENCE_S}
-    processes.on_rank_0(checkpoint.claim, config.out_dir, **patience)
+    processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
-        return processes.on_rank_0(checkpoint.choose_to_read, config.out_dir, **patience)
-    found = processes.on_rank_0(checkpoint.choose, config.out_dir, config.resume, **patience)
+        return checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir)
+    found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
     return found
@@ -442,12 +459,14 @@ def make_model(run):
     """
     config = run.config
     with torch.device('meta'):
-        if run.pretrained:
+        if run.pretrained and not config.native:
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
         else:
             model = GPT(run.model_config, run.compute_dtype)
+    if config.native and run.found is None:
+        model.initial_value = native.Weights(run.pretrained, run.model_config).initial_value
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:
         for block in model.blocks:
@@ -462,6 +481,7 @@ def make_model(run):
 def initialise(model, run, device=None):
     """
     The first weights of a run without a checkpoint, fp32: those of init_from, or a pure function of (seed, name).
+    GPT.initial_value() says what each begins with; with native it is that of huggingface.native.
 
     model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
     """
@@ -471,7 +491,7 @@ def initialise(model, run, device=None):
     if run.start_from:
         checkpoint.load(run.start_from, model)
         return
-    if run.pretrained:
+    if run.pretrained and not run.config.native:
         finetune.load(model, run.pretrained, run.config.seed)  # every rank reads the rows that it keeps
         return
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ import struct
 import sys
 from datetime import timedelta
 
-PATIENCE_S = 7200  # of ranks that wait while rank 0 reads a whole checkpoint or model: 100 GB take ten minutes over NFS
+PATIENCE_S = 7200  # of ranks that wait while others hash a checkpoint, or rank 0 reads a model: hours for TBs over NFS
 # How many copies of a command a launcher has started, where that is not torchrun: srun, Open MPI, MPICH and Intel MPI.
 COPIES = {'srun': 'SLURM_STEP_NUM_TASKS', 'mpirun': 'OMPI_COMM_WORLD_SIZE', 'mpiexec': 'PMI_SIZE'}
 TORCHRUN_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from huggingface import finetune
+from huggingface import finetune, native
 from runtime import checkpoint, health, processes, stopping
 from runtime.log import Log
 from runtime.meter import Meter
@@ -65,7 +65,12 @@ class Watch:
         as_loaded: whether its weights are still those of its folder; None = if no checkpoint has been loaded.
         """
         run = self.run
-        if run.pretrained:
+        if run.config.native:
+            if run.found is None:
+                with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
+                    test = native.self_test, run.pretrained, run.model_config
+                    self.say(processes.on_rank_0(*test, patience_s=processes.PATIENCE_S))
+        elif run.pretrained:
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                 is_packed = run.train_data.is_packed

@@ -33,6 +33,11 @@ TESTS = """
     tests/runtime/test_processes.py tests/runtime/test_peak.py tests/runtime/test_meter.py tests/runtime/test_errors.py
     tests/runtime/test_offload.py
     tests/test_context_manual.py::test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes
+    tests/test_context_manual.py::test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing
+    tests/test_model.py::test_on_a_gpu_documents_in_half_precision_need_no_mask
+    tests/test_optim.py::test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike
+    tests/test_compile.py::test_on_a_gpu_the_loss_is_one_graph_and_the_same_number
+    tests/runtime/test_batches.py::test_replicas_must_divide_the_ranks
 """.split()
 
 

@@ -1,6 +1,7 @@
 """All blocks of a model share one graph for training and one for evaluation, and nothing is compiled again later."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import diloco
 import fsdp_manual
 from model import GPT, ModelConfig
+from runtime import begin
 
 SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
 
@@ -84,3 +86,26 @@ def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
             outer.send(fragment, step + 1)
         graphs.append(counter.frame_count)
     assert graphs == [2] * 50  # the first evaluation comes right after the first step
+
+
+@pytest.mark.parametrize('on_cuda', [False, True])
+def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda):
+    counter, compile = CompileCounterWithBackend('eager'), torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda function, **keys: compile(function, backend=counter, **keys))
+    tokens, losses = torch.randint(64, (2, 8)), []
+    for compiles in (False, True):
+        keys = SimpleNamespace(compile=compiles, activation_checkpointing='none')
+        shape = ModelConfig(arch='llama', **SHAPE)
+        run = SimpleNamespace(
+            config=keys, pretrained=None, model_config=shape, compute_dtype=torch.bfloat16, on_cuda=on_cuda
+        )  # fmt: skip
+        model = begin.make_model(run).to_empty(device='cpu')
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(model.initial_value(name, parameter, 0, 'cpu'))
+        for _ in range(3):
+            loss, *_ = model(tokens, tokens)
+            loss.backward()
+            losses.append(loss.item())
+    torch._dynamo.reset()
+    assert losses == losses[:1] * 6
+    assert counter.frame_count == 1 + on_cuda  # one for all blocks, one for the loss

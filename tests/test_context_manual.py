@@ -491,6 +491,17 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
         meshes.check_context_parallel(config, None)
 
 
+def test_where_documents_begin_stays_on_the_host_and_the_device_is_asked_for_nothing(monkeypatch):
+    """Tokens on 'meta', where to read a number is an error: on a GPU the host would wait for it in every micro-step."""
+    monkeypatch.setattr(context_manual.dist, 'get_rank', lambda group: 1)
+    context = context_manual.Context.__new__(context_manual.Context)
+    context.ranks, context.impl, context.group = 2, 'ring', types.SimpleNamespace(group_name='of two')
+    x = torch.zeros(2, 16, dtype=torch.int64, device='meta')
+    x, y, starts, layout = context.part((x, x, torch.tensor([[0, 5, 16], [0, 16, 16]])))
+    assert x.shape == y.shape == layout.positions.shape == (2, 8) and starts is None
+    assert layout.positions.is_meta and layout.documents.tolist() == [[0, 5, 16], [0, 16, 16]]
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
 def test_the_kernels_of_a_gpu_take_what_they_are_given_and_return_its_shapes(dtype):
     """On the device 'meta', where kernels have signatures and shapes, and no numbers: those need a GPU."""

@@ -398,6 +398,19 @@ def test_a_repository_without_safetensors_tokenizer_or_config_is_refused_before_
     assert hub.served == [] and not (tmp_path / 'model').exists()
 
 
+def test_an_adapter_is_named_as_one_with_the_command_that_merges_it(hub, tmp_path):
+    (tmp_path / 'adapter').mkdir()
+    for name in ('adapter_config.json', 'adapter_model.safetensors', 'tokenizer.json'):
+        (tmp_path / 'adapter' / name).write_bytes(b'{}')
+    hub.repositories['some/adapter'] = tmp_path / 'adapter'
+    for result, place in (
+        (download(hub, tmp_path, model='some/adapter', check=False), 'some/adapter'),
+        (check_folder(tmp_path / 'adapter', check=False), tmp_path / 'adapter'),
+    ):
+        line = error_line(result)
+        assert f'{place} is an adapter of peft, not a model' in line and f'"{place}").merge_and_unload()' in line
+
+
 def test_a_disk_that_is_too_small_is_noticed_before_the_weights(hub, tmp_path):
     hub.listed_sizes[SHARDS[0]] = 10**18
     line = error_line(download(hub, tmp_path, check=False))

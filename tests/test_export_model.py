@@ -118,6 +118,10 @@ def test_transformers_loads_it_with_equal_logits_and_writes_on(name, runs, expor
     vocab_size = ours.config.vocab_size
     assert theirs.get_input_embeddings().weight.shape == (vocab_size, 40)  # without the rows that pad it
     assert theirs.get_output_embeddings().weight.shape == (vocab_size, 40)
+    content = json.loads((folder / 'config.json').read_text())  # for readers older than transformers 5, too
+    assert content['torch_dtype'] == 'float32'
+    rotation = content.get('rope_parameters')
+    assert not rotation or content['rope_theta'] == rotation['rope_theta'] == ours.config.rope_theta
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     assert tied == ours.config.tie_embeddings
     assert sum(shape == (vocab_size, 40) for shape in stored_tensors(folder).values()) == 2 - tied

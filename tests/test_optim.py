@@ -3,6 +3,7 @@
 import math
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from launch import run_function
 from precision import apart, error
 from short import slow_but
+from streams import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -392,6 +394,25 @@ def test_muon_on_a_gpu_is_as_many_launches_for_many_matrices_of_a_shape_as_for_f
             optim.muon_updates(weights, [16] * matrices)
         counts[matrices] = launches.count
     assert counts[16] - counts[4] == 16 - 4 and counts[4] <= 30
+
+
+def test_muon_on_a_gpu_iterates_in_bfloat16_and_moves_the_matrices_alike():
+    """With the line that asks for a GPU taken as true: the numbers are those of a CPU in bfloat16."""
+    on_gpu = load('optim.py', ('if u[0].is_cuda:', 'if True:'))
+    start, gradients = values()
+    moved, dtypes = [], []
+    for module in (optim, on_gpu):
+        model, orthogonalise = Zoo(), module.orthogonalise
+        for name, parameter in model.named_parameters():
+            parameter.data, parameter.grad = start[name].clone(), gradients[name][0].clone()
+        note_dtype = mock.Mock(side_effect=lambda x, f=orthogonalise: dtypes.append(x.dtype) or f(x))
+        with mock.patch.object(module, 'orthogonalise', note_dtype):
+            module.make_optimizer(model, 'muon', **KEYS).step()
+        moved.append({name: parameter.detach() - start[name] for name, parameter in model.named_parameters()})
+    assert dtypes == len(dtypes) // 2 * [torch.float32] + len(dtypes) // 2 * [torch.bfloat16]
+    for name, expected in moved[0].items():
+        difference = (moved[1][name] - expected).norm()
+        assert difference <= (0.03 * expected.norm() if name in HIDDEN else 0), name
 
 
 def test_a_large_tensor_is_updated_in_chunks(monkeypatch):

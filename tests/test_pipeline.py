@@ -3,6 +3,7 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
+import itertools
 import re
 import signal
 import time
@@ -108,7 +109,8 @@ def test_the_pictures_are_the_timetable():
 
 # --- gradients: what the ranks run ------------------------------------------------------------------------------------
 
-SMALL = dict(n_layer=4, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, block_size=16)  # 97 is padded to 128
+# No number of stages divides 5 blocks: parts have 1, 2 or 3. 97 tokens are padded to 128.
+SMALL = dict(n_layer=5, n_head=2, n_embd=24, mlp_hidden_dim=40, vocab_size=97, block_size=16)
 CASES = {  # on 4 ranks; m micro-steps of 2 sequences per pipeline
     'gpt2 tied, 4 stages, m=p': dict(stages=4, micro_steps=4, model=dict(arch='gpt2')),
     'gpt2 untied, 4 stages, m=6': dict(stages=4, micro_steps=6, model=dict(arch='gpt2', tie_embeddings=False)),
@@ -587,12 +589,46 @@ def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
 # --- a user's mistakes, and the plan ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('parts', [1, 2, 3, 4, 6])
+def test_no_other_numbers_of_blocks_make_the_slowest_part_faster(parts):
+    for n_layer, vocab_size, mlp in itertools.product((6, 7, 11), (97, 700, 5000), (40, 200)):
+        keys = ModelConfig(**{**SMALL, 'n_layer': n_layer, 'vocab_size': vocab_size, 'mlp_hidden_dim': mlp}).to_dict()
+        head = meshes.head_in_blocks(keys)
+
+        def slowest(blocks, head=head):
+            return max([*blocks[:-1], blocks[-1] + head])
+
+        borders = itertools.combinations(range(1, n_layer), parts - 1)
+        all_there_are = [[b - a for a, b in itertools.pairwise((0, *cut, n_layer))] for cut in borders]
+        found = meshes.blocks_of_parts(keys, parts)
+        assert found in all_there_are
+        assert slowest(found) == min(map(slowest, all_there_are))
+
+
+def test_the_head_counts_as_much_as_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = ModelConfig(**{**SMALL, 'arch': 'llama', 'n_kv_head': 1, 'block_size': 64})
+    model = GPT(config)
+    model.rotary.prepare('cpu')
+    with FlopCounterMode(display=False) as block:
+        model.blocks[0](torch.randn(1, 64, 24))
+    with FlopCounterMode(display=False) as head:
+        model.head(torch.randn(1, 64, 24))
+    of_padding = config.vocab_size / config.padded_vocab_size
+    # Of attention it counts either nothing, on a CPU, or all keys, and not the half that causal attention looks at.
+    in_matmuls = sum(count for op, count in block.get_flop_counts()['Global'].items() if 'mm' in str(op))
+    attention = 2 * 2 * 64 * 64 * config.n_head * config.head_dim / 2
+    share = head.get_total_flops() * of_padding / (in_matmuls + attention)
+    assert meshes.head_in_blocks(config.to_dict()) == pytest.approx(share)
+
+
 @pytest.mark.parametrize(
     'keys, says',
     [
         (['--pipeline_stages=3'], 'pipeline_stages=3 .* 4 ranks: .* 1, 2, 4'),
-        (['--n_layer=6'], 'n_layer=6 .* 4 .*--n_layer=4 or 8, .* 1, 2, 3, 6'),
-        (['--n_layer=4', '--pipeline_chunks=2'], 'n_layer=4 .* 8 .*pipeline_stages=4 x pipeline_chunks'),
+        (['--n_layer=3'], 'n_layer=3 .* 4 .*pipeline_stages=4'),
+        (['--n_layer=4', '--pipeline_chunks=2'], 'n_layer=4 .* 8 .*pipeline_stages=4 x pipeline_chunks=2'),
         (['--global_batch_size=6'], '=6 .* 3 micro-steps .*pipeline_stages=4 .*--'),
         (['--pipeline_chunks=2', '--n_layer=8'], 'multiple of pipeline_stages=4; .*--global_batch_size='),
         (
@@ -604,7 +640,7 @@ def test_a_sleeping_rank_in_the_middle_of_a_pipeline_is_named(tmp_path):
 def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, says):
     """By what the script calls before there is a process group."""
     values = {'pipeline_stages': 4, 'pipeline_chunks': 1, 'n_layer': 4, 'batch_size': 2, 'global_batch_size': 12}
-    values |= {'block_size': 16}
+    values |= {**ModelConfig(**SMALL).to_dict(), 'n_layer': 4}
     values |= {key[2:]: int(value) for key, value in (text.split('=') for text in keys)}
     with pytest.raises(ValueError, match=says) as error:
         meshes.check_pipeline(values, meshes.ranks_of_stage(values, world_size=4))
@@ -614,7 +650,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_would(tmp_path, keys, s
 def test_a_mistake_is_one_line_on_every_rank_and_leaves_nothing(tmp_path):
     out_dir = tmp_path / 'run'
     for more, says in (
-        (['--n_layer=3'], 'error: n_layer=3 .* 2'),
+        (['--n_layer=1'], 'error: n_layer=1 .* 2'),
         (['--tensor_parallel=0'], 'error: tensor_parallel=0'),
         (['--tensor_parallel=2', '--n_head=5'], 'error: tensor_parallel=2 .*n_head=5'),
         (['--init_from=Qwen/Qwen3-0.6B'], 'error: init_from=Qwen/Qwen3-0.6B: '),

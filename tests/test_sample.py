@@ -9,6 +9,12 @@ import sys
 import pytest
 import torch
 from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
+from tokenizers import processors
+
+from huggingface import convert
+from model import GPT, ModelConfig
+from runtime import checkpoint
+from text import tokenizer as tokenizers
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
 SAMPLE = ['--device=cpu', '--dtype=float32', '--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
@@ -69,6 +75,33 @@ def test_an_older_step_and_a_prompt_from_a_file_longer_than_the_context(runs, sa
 def test_an_empty_prompt_starts_a_document(runs, sample):
     text, _ = sample(runs / 'fsdp', '--prompt=')
     assert text.strip() and '<|endoftext|>' not in text
+
+
+@torch.no_grad()
+def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(runs, sample, tmp_path):
+    eot = tokenizers.END_OF_TEXT
+    fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {eot: 256})
+    fast.post_processor = processors.TemplateProcessing(f'{eot} $A', f'{eot} $A $B', [(eot, 256)])
+    (tmp_path / 'with_bos').mkdir()
+    fast.save(str(tmp_path / 'with_bos' / 'tokenizer.json'))
+    weights, state = checkpoint.load_weights(runs / 'ddp' / 'checkpoints' / 'step_00000004')
+    model = GPT(ModelConfig(**state['identity']['model'])).eval()
+    model.load_state_dict(weights | {'head.weight': weights.get('head.weight', weights['embed.weight'])})
+
+    def goes_on(tokens):  # the likeliest token at a time
+        row = list(tokens)
+        while len(row) < len(tokens) + 12 and (row[-1] != 256 or len(row) == len(tokens)):
+            row.append(model(torch.tensor([row]))[0, -1].argmax().item())
+        return tokenizers.ByteTokenizer().decode(row[len(tokens) :]).removesuffix(eot)
+
+    prompts = ('import', 'self.', 'def f(x):', '#')
+    expected = [goes_on([256, *prompt.encode()]) for prompt in prompts]
+    assert expected != [goes_on([256, 256, *prompt.encode()]) for prompt in prompts]
+    assert expected != [goes_on([*prompt.encode()]) for prompt in prompts]
+    (tmp_path / 'prompts.jsonl').write_text('\n'.join(json.dumps({'prompt': prompt}) for prompt in prompts))
+    options = ['--temperature=0', '--max_new_tokens=12', '--prompt=', f'--prompts={tmp_path}/prompts.jsonl']
+    written, _ = sample(runs / 'ddp', *options, f'--tokenizer={tmp_path}/with_bos')
+    assert [json.loads(line)['answer'] for line in written.splitlines()] == expected
 
 
 def test_prompts_of_a_file_get_a_line_each_as_if_asked_alone(runs, sample, tmp_path):

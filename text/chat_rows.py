@@ -102,6 +102,13 @@ def conversation_of(row, fields=()):
     return json.dumps(conversation, ensure_ascii=False)
 
 
+def row_of(value):
+    """A row as an object, where it is a list of messages by itself, as in [[question, answer], [question, answer]];
+    any other value as it is."""
+    is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
+    return {'messages': value} if is_list and all({'content', 'value'} & set(message) for message in value) else value
+
+
 def fields_read(names, fields=()):
     """Of a row's field names those that are read: the names of a conversation, in the order of the row."""
     wanted = {*fields, *SYSTEMS, 'tools', 'functions', 'chat_template_kwargs'} if fields else {*CHAT_FIELDS}

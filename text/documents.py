@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import one_line
-from text.chat_rows import reason_against_text
-from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_object, table_rows
+from text.chat_rows import reason_against_text, row_of
+from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_content, table_rows, yaml_contents
 
 UNIT_BYTES = 1 << 20  # what a worker gets at a time: 10 ms to tokenize
 PIECE_BYTES = 1 << 19  # what is read at a time; text is cut there, so this decides where stretches begin
@@ -379,7 +379,10 @@ def _texts(piece, data, text_field, notes, conversation_of, any_row):
     """The text of each row of a piece in UTF-8; b'' where it has none."""
     for row in PARSERS[piece.kind](data, notes, piece.origin):
         try:
-            text = conversation_of(row) if conversation_of else _text_of(row, text_field, piece.kind, any_row)
+            if conversation_of:
+                text = conversation_of(_as_json_has_it(row) if piece.kind == 'yaml' else row)
+            else:
+                text = _text_of(row, text_field, piece.kind, any_row)
         except ValueError as reason:
             notes[f'{piece.origin}: {reason}, left out'] += 1
             continue
@@ -397,7 +400,7 @@ def _rows_of_jsonl(data, notes, origin):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
+            yield row_of(json.loads(line))
         except (ValueError, RecursionError):
             notes[f'{origin}: lines that are not JSON, left out'] += 1
 
@@ -439,23 +442,26 @@ def _rows_of_json(data, notes, origin):
         notes[f'{origin}: not JSON, left out: {str(error)[:100]}'] += 1
         return
     for content in contents:
-        if isinstance(content, dict):
-            content = rows_of_object(content)
-        yield from content if isinstance(content, list) else [content]
+        yield from rows_of_content(content)
 
 
 def _rows_of_yaml(data, notes, origin):
     """Of each of the file's YAML documents, the elements of a list, or what else it is."""
-    import yaml
-
-    loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the same in C, 10 times as fast, where it was built
     try:
-        contents = list(yaml.load_all(data, loader))
+        contents = yaml_contents(data)
     except Exception as error:  # besides YAMLError, what int(), datetime() and deep nesting raise
         notes[f'{origin}: not YAML, left out: {one_line(error, 100)}'] += 1
         return
     for content in contents:
-        yield from content if isinstance(content, list) else [content]
+        yield from rows_of_content(content)
+
+
+def _as_json_has_it(row):
+    """A row of YAML with what JSON has not, as dates, in words."""
+    try:
+        return json.loads(json.dumps(row, default=str))
+    except (TypeError, ValueError, RecursionError) as error:  # keys that are lists, an alias of what it stands in
+        raise ValueError('rows that JSON could not hold') from error
 
 
 PARSERS = {
@@ -478,7 +484,7 @@ def _text_of(row, text_field, kind, any_row):
     if text_field or ('text' in row and kind != 'yaml'):
         text = row.get(text_field or 'text')
         return text if isinstance(text, str) else ''
-    if not any_row and kind != 'yaml' and (reason := reason_against_text(row)):
+    if not any_row and (reason := reason_against_text(row)):
         raise ValueError(reason)
     return all_strings(row)
 

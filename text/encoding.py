@@ -94,15 +94,15 @@ def warm_up(tokenizer, folder, chat, engine):
     worker_chat_encoder(tokenizer, folder)
 
 
-def compare_with_transformers(folder):
+def compare_with_transformers(folder, trust_remote_code=False):
     """Raise ValueError where transformers gives other ids than the tokenizer.json of a Hugging Face folder, of which a
     dataset's are. Returns None, or a line that says why they could not be compared. transformers imports torch for
-    that: it is for one worker."""
+    that: of prepare_data.py's workers one does it."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # what has to be said is said here
     try:
-        tokenizer = load_transformers_tokenizer(folder, check=False)
+        tokenizer = load_transformers_tokenizer(folder, trust_remote_code, check=False)
     except ValueError as error:
         return f'its ids are not compared with those of transformers: {error}'
     check_against_file(tokenizer, folder)

@@ -9,6 +9,7 @@ documents.py reads what is found here. A source of conversations (source.chat) h
 """
 
 import csv
+import functools
 import hashlib
 import importlib.util
 import io
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from runtime.errors import one_line
 from runtime.files import LFS_POINTER, sha256_of, write_file
 from text.chat_rows import (
+    CHAT_FIELDS,
     NO_CONVERSATIONS,
     PARTS_OF_TREES,
     PREFERENCE_PAIRS,
@@ -33,6 +35,7 @@ from text.chat_rows import (
     has_chat_fields,
     holds_conversation,
     reason_against_text,
+    row_of,
 )
 
 FIRST_BYTES = 1 << 19  # of a file with rows, in which the first are looked for
@@ -245,7 +248,7 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
                 continue
         fields = list(dict.fromkeys(name for row in rows for name in row))
         may_be_chat = not rows or any(has_chat_fields(row, chat_fields) for row in rows)
-        if chat and (part.kind in ('text', 'yaml') or not may_be_chat):
+        if chat and (part.kind == 'text' or (part.kind == 'yaml' and not rows) or not may_be_chat):
             skipped.append(f'{part.path}: {_no_conversations(fields, chat_fields)}')
             continue
         # Rows of .json and .jsonl may lack the field 'text': all their strings are read then.
@@ -267,7 +270,9 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
     source = Source(description, parts, n_bytes, text_field, chat, chat_fields, skipped=skipped)
-    lists = [rows for part, _, rows in found if part.kind == 'jsonl' or (part.kind == 'json' and len(rows) > 1)]
+    # A .json file of one object, among others, may be settings.
+    are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
+    lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
     source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
     return source
 
@@ -314,8 +319,8 @@ def _how_read(source, names, rows, said_text):
 
 def _inspect(path, chat_fields=()):
     """(Part, sha256, the first rows as {field: value}) of a file, before its text is read. It has no rows where it is
-    text or yaml, and those of a .json file are the elements of its list. Raises OSError or ValueError with the reason
-    for what cannot be read."""
+    text, or yaml without conversations; those of a .json file are the elements of its list. Raises OSError or
+    ValueError with the reason for what cannot be read."""
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
     if not size:
@@ -398,7 +403,34 @@ def _first_rows(path, kind, chat_fields):
         with open(path, 'rb') as file:
             text = file.read(FIRST_BYTES).decode('utf-8-sig', 'replace')
         return list(itertools.islice(_objects_of_list(text), ROWS_LOOKED_AT))
-    return []
+    return _rows_of_yaml(path, chat_fields) if kind == 'yaml' else []
+
+
+def _rows_of_yaml(path, chat_fields):
+    """The rows with which a .yaml file begins, where some of them are conversations. Without one it has none here: most
+    such files are settings, and all their strings are read."""
+    with open(path, 'rb') as file:
+        data = file.read(FIRST_BYTES)
+        is_whole = not file.read(1)
+    names = '|'.join(map(re.escape, chat_fields or (*CHAT_FIELDS, 'role', 'from')))
+    if not re.search(rf'\b(?:{names})\b'.encode(), data):  # parsing takes long
+        return []
+    if not is_whole:  # up to the last element of a list, or document, that begins in it
+        data = data[: max(data.rfind(b'\n- '), data.rfind(b'\n---')) + 1]
+    try:
+        rows = [row for content in yaml_contents(data) for row in rows_of_content(content) if isinstance(row, dict)]
+    except Exception:  # what is wrong with it is said where it is read
+        return []
+    is_one = functools.partial(has_chat_fields, fields=chat_fields) if chat_fields else holds_conversation
+    return rows[:ROWS_LOOKED_AT] if any(is_one(row) for row in rows) else []
+
+
+def yaml_contents(data):
+    """What the YAML documents in some bytes hold. Raises what YAML's classes raise."""
+    import yaml
+
+    loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the same in C, 10 times as fast, where it was built
+    return list(yaml.load_all(data, loader))
 
 
 def table_rows(file, path):
@@ -420,11 +452,12 @@ def table_rows(file, path):
 
 
 def _object_at_start_of(data):
-    """The JSON object with which some bytes begin; None where there is none."""
+    """The JSON object with which some bytes begin, or a list of messages as one; None where there is none."""
     try:
         value, _ = json.JSONDecoder().raw_decode(data.decode('utf-8-sig', 'replace').lstrip())
     except (ValueError, RecursionError):
         return None
+    value = row_of(value)
     return value if isinstance(value, dict) else None
 
 
@@ -437,27 +470,30 @@ def _objects_of_list(text):
     except (ValueError, RecursionError):  # longer than what was read
         whole = None
     if whole is not None:
-        rows = rows_of_object(whole) if isinstance(whole, dict) else whole if isinstance(whole, list) else []
-        yield from (row for row in rows if isinstance(row, dict))
+        yield from (row for row in rows_of_content(whole) if isinstance(row, dict))
         return
     start = re.match(r'\s*(\{[^\[{]*)?\[', text)
     position = start.end() if start else len(text)
-    while found := re.compile(r'[\s,]*(?=\{)').match(text, position):
+    while found := re.compile(r'[\s,]*(?=[\[{])').match(text, position):
         try:
             value, position = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError):
             return
-        if not start[1] or holds_conversation(value):
+        value = row_of(value)
+        if isinstance(value, dict) and (not start[1] or holds_conversation(value)):
             yield value
 
 
-def rows_of_object(content):
-    """The rows of a JSON object: those of a list in it that holds conversations, else itself."""
-    if not has_chat_fields(content):
-        for value in content.values():
-            if isinstance(value, list) and any(isinstance(row, dict) and holds_conversation(row) for row in value):
-                return value
-    return [content]
+def rows_of_content(content):
+    """The rows of what a .json or .yaml file holds: the elements of a list; of an object those of the lists in it that
+    hold conversations, as {"train": [...], "test": [...]}, or else itself."""
+    if isinstance(content, list):
+        return [row_of(row) for row in content]
+    if not isinstance(content, dict) or has_chat_fields(content):
+        return [content]
+    lists = [[row_of(row) for row in value] for value in content.values() if isinstance(value, list)]
+    lists = [rows for rows in lists if any(isinstance(row, dict) and holds_conversation(row) for row in rows)]
+    return [row for rows in lists for row in rows] or [content]
 
 
 def _rows_of_columns(path, kind, chat_fields):

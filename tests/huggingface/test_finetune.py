@@ -3,6 +3,7 @@
 import itertools
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import data
 import fsdp_manual
 import optim
 from huggingface import finetune
+from runtime import processes
 
 # --- on every rank ----------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,21 @@ def self_test_of_a_wrong_attention(folder):
         finetune.causal_attention = right
 
 
+def patience_with_rank_0(folder):
+    """For how long the other ranks wait for what rank 0 reads: weights that are stored under other names than they are
+    computed with, and the model again for the self-test."""
+    asked, on_rank_0 = [], processes.on_rank_0
+
+    def ask(decide, *arguments, patience_s=None):
+        asked.append(patience_s)
+        return on_rank_0(decide, *arguments, patience_s=patience_s)
+
+    with mock.patch.object(processes, 'on_rank_0', ask):
+        pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
+        finetune.self_test(model, model, pretrained, True, False, torch.device('cpu'))
+    return asked
+
+
 def self_test_of_a_state_space_model(folder):
     """What the self-test says of it with conversations, and with text."""
     pretrained, model = loaded(folder, 'whole', block_size=POSITIONS)
@@ -184,6 +201,11 @@ def test_a_state_space_model_is_refused_with_packed_conversations_and_trained_on
     advice = 'it can be trained on text alone: prepare_data.py --chat=False'
     assert refused == f'self-test: mamba lets packed documents see each other; {advice}'
     assert passed.startswith('self-test: the loss is that of the logits')
+
+
+def test_ranks_wait_longer_for_weights_that_rank_0_reads_than_for_a_collective(models):
+    (asked,) = run_function(1, patience_with_rank_0, str(models / 'mixtral'))
+    assert len(asked) == 2 and None not in asked and min(asked) > 3600
 
 
 def test_the_self_test_finds_an_attention_that_is_wrong(on_ranks):

@@ -651,6 +651,15 @@ def test_a_folder_whose_only_weights_are_a_pickle(model, keys):
     assert 'pytorch_model.bin' in line and 'pickle' in line and 'python download_model.py' in line
 
 
+def test_an_adapter_of_peft_in_place_of_a_model(model, keys):
+    for name in ('config.json', 'model.safetensors'):
+        (model / name).unlink()
+    (model / 'adapter_config.json').write_text(json.dumps({'base_model_name_or_path': 'some/base'}))
+    shutil.copy(model / 'tokenizer.json', model / 'adapter_model.safetensors')  # nobody looks into it
+    line = mistake('train_fsdp.py', *keys)
+    assert 'an adapter of peft for the model some/base' in line and 'merge_and_unload' in line
+
+
 def test_a_folder_without_a_tokenizer(model, keys):
     (model / 'tokenizer.json').unlink()
     line = mistake('train_fsdp.py', *keys)
@@ -711,6 +720,38 @@ def test_shards_of_another_tokenizer(model, keys):
     (model / 'tokenizer.json').write_text(json.dumps(content))
     line = mistake('train_ddp.py', *keys)
     assert 'tokenizer' in line and str(model) in line and 'python prepare_data.py' in line
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise(model, keys):
+    settings = json.loads((model / 'tokenizer_config.json').read_text())
+    (model / 'tokenizer_config.json').write_text(json.dumps({**settings, 'tokenizer_class': 'GemmaTokenizer'}))
+    line = mistake('train_fsdp.py', *keys)  # the dataset was prepared with tokenizer.json, which is the same
+    assert 'GemmaTokenizer of transformers' in line and '"tokenizer_class": "PreTrainedTokenizerFast"' in line
+
+
+GATED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class GatedConfig(LlamaConfig):
+    model_type = 'gated'
+
+class GatedForCausalLM(LlamaForCausalLM):
+    config_class = GatedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].gate = torch.nn.Parameter(torch.tensor(1.0))
+"""
+
+
+def test_a_model_with_a_parameter_that_cannot_be_sharded(model, keys):
+    (model / 'modeling_gated.py').write_text(GATED)
+    classes = {'AutoConfig': 'modeling_gated.GatedConfig', 'AutoModelForCausalLM': 'modeling_gated.GatedForCausalLM'}
+    config = json.loads((model / 'config.json').read_text())
+    (model / 'config.json').write_text(json.dumps({**config, 'model_type': 'gated', 'auto_map': classes}))
+    line = mistake('train_fsdp.py', *keys, '--trust_remote_code')
+    assert 'layers.0.gate has no dimensions' in line and 'train_ddp.py' in line
 
 
 def test_sizes_of_a_model_that_has_its_own(keys, tmp_path):

@@ -60,8 +60,9 @@ def stored(model):
         ('llama', [1, 1], [*LORA, '--optimizer=muon']),
         ('gpt2', [2, 2], LORA),
         ('llama', [3, 2], [*LORA, '--fsdp_impl=manual']),
+        ('gpt2', [1, 1], ['--native=True']),
     ],
-    ids=['whole 2x1', 'whole 2x2 manual', 'lora 2x1 muon', 'lora 2x2', 'lora 3+2 manual'],
+    ids=['whole 2x1', 'whole 2x2 manual', 'lora 2x1 muon', 'lora 2x2', 'lora 3+2 manual', 'native 2x1'],
 )
 def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more):
     model, with_lora = models / kind, LORA[0] in more

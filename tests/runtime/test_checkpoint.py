@@ -1,6 +1,8 @@
 """Checkpoints between strategies and numbers of ranks, and when the disk or the job fails. Processes are real ones."""
 
+import contextlib
 import copyreg
+import io
 import itertools
 import os
 import pickle
@@ -17,6 +19,7 @@ import zlib
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +39,7 @@ import fsdp_manual
 import optim
 from model import ModelConfig
 from runtime import begin, checkpoint
+from runtime.files import sha256_of
 
 
 class Toy(nn.Module):
@@ -390,6 +394,68 @@ def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_us
     assert any(re.search(f'step_00000003 .*damaged: .*{said}', line) for line in lines), lines
     assert sorted(os.listdir(out_dir / 'checkpoints')) == ['step_00000001', 'step_00000002', 'step_00000003.damaged']
     assert_holds(folder_of(out_dir, 2), 2)
+
+
+def find_together(out_dir, eval_only=False):
+    """(the checkpoint or the error, what was said, the files that this rank has hashed) of a run that begins."""
+    hashed, said = [], io.StringIO()
+
+    def note_and_hash(path):
+        hashed.append(os.path.relpath(path, f'{out_dir}/checkpoints'))
+        return sha256_of(path)
+
+    config = SimpleNamespace(out_dir=str(out_dir), resume='auto', eval_only=eval_only)
+    with mock.patch.object(checkpoint, 'sha256_of', note_and_hash), contextlib.redirect_stdout(said):
+        try:
+            return begin.find_checkpoint(config), said.getvalue(), hashed
+        except ValueError as error:
+            return str(error), said.getvalue(), hashed
+
+
+@pytest.mark.parametrize('ranks', [1, 2, 3])
+def test_each_rank_hashes_its_share_and_all_come_to_the_same_decision(three_saved, tmp_path, ranks):
+    out_dir = tmp_path / 'run'
+    shutil.copytree(three_saved, out_dir)
+    for eval_only in (False, True):
+        found, said, hashed = zip(*run_function(ranks, find_together, out_dir, eval_only), strict=True)
+        assert {*found} == {folder_of(out_dir, 3)} and 'verified' in said[0] and not any(said[1:])
+        names = '.metadata', '__0_0.distcp', '__1_0.distcp', 'state.json'
+        assert sorted(sum(hashed, [])) == [f'step_00000003/{name}' for name in names] and all(hashed)
+    # Whoever hashes the damaged file, the one before is taken.
+    for step, name in ((3, '__1_0.distcp'), (2, '__0_0.distcp')):
+        flip_bit(Path(folder_of(out_dir, step), name))
+        found, said, _ = zip(*run_function(ranks, find_together, out_dir), strict=True)
+        assert {*found} == {folder_of(out_dir, step - 1)}
+        assert f'{name} has changed' in said[0] and 'is now' in said[0] and not any(said[1:])
+    Path(folder_of(out_dir, 1), 'manifest.json').unlink()
+    for found, _, _ in run_function(ranks, find_together, out_dir):
+        assert 'all checkpoints' in found and 'restore a copy' in found
+
+
+def patience_of_all(out_dir):
+    """For how many seconds ranks wait in each collective by which they find the checkpoint of a run."""
+    seconds = []
+
+    def note_timeout(collective):
+        def call(*arguments, group=None, **options):
+            backend = (group or dist.group.WORLD)._get_backend(torch.device('cpu'))
+            seconds.append(backend.options._timeout.total_seconds())
+            return collective(*arguments, group=group, **options)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in ('broadcast_object_list', 'all_gather_object'):
+            patches.enter_context(mock.patch.object(dist, name, note_timeout(getattr(dist, name))))
+        begin.find_checkpoint(SimpleNamespace(out_dir=str(out_dir), resume='auto', eval_only=False))
+    return seconds
+
+
+def test_a_checkpoint_may_take_an_hour_to_verify(three_saved, tmp_path):
+    shutil.copytree(three_saved, tmp_path / 'run')
+    for seconds in run_function(2, patience_of_all, tmp_path / 'run'):
+        *seconds, _ = seconds  # the lock, the files, the verdicts, the end; last the decision, which has been made
+        assert len(seconds) == 4 and min(seconds) > 3600
 
 
 def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(three_saved, tmp_path):

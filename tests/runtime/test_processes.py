@@ -1,6 +1,5 @@
 """What a run finds out before it starts: its device, a compiler, the network; and one line where that cannot work."""
 
-import contextlib
 import os
 import re
 import sys
@@ -39,6 +38,12 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
     with pytest.raises(ValueError, match='device=cuda:1 .*2 ranks .*--device=cuda '):
         processes.choose_device('cuda:1', local_rank=1)
     assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
+
+
+def test_a_device_that_there_is_not_is_refused():
+    for device in ('gpu', 'cuda:one', 'mps'):
+        with pytest.raises(ValueError, match=f"device={device}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+            processes.choose_device(device, local_rank=0)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
@@ -129,27 +134,6 @@ def test_whatever_ends_rank_0_is_raised_on_all_ranks():
     assert second[3] == ('RuntimeError', "rank 0 has stopped: KeyError: 'bug'")
 
 
-def slow_answers(out_dir):
-    """(what rank 0 is asked at the start of a run, for how long the others wait)."""
-    asked, on_rank_0 = [], processes.on_rank_0
-
-    def ask(decide, *arguments, patience_s=None):
-        asked.append((decide.__name__, patience_s))
-        return on_rank_0(decide, *arguments, patience_s=patience_s)
-
-    processes.on_rank_0 = ask
-    for eval_only in (False, True):
-        with contextlib.suppress(ValueError):  # there is no checkpoint
-            begin.find_checkpoint(SimpleNamespace(out_dir=out_dir, resume='auto', eval_only=eval_only))
-    return asked
-
-
-def test_a_checkpoint_may_take_an_hour_to_verify(tmp_path):
-    (asked,) = run_function(1, slow_answers, str(tmp_path))
-    assert dict(asked).keys() == {'claim', 'choose', 'choose_to_read'}
-    assert all(patience_s > 3600 for _, patience_s in asked)
-
-
 def test_the_allocators_settings_are_those_that_this_torch_knows_and_the_users_win(monkeypatch):
     monkeypatch.delenv('PYTORCH_ALLOC_CONF', raising=False)
     monkeypatch.setenv('PYTORCH_CUDA_ALLOC_CONF', 'max_split_size_mb:128')
@@ -182,6 +166,16 @@ def test_on_several_machines_gloo_takes_that_interface_unless_the_user_chose_one
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')  # one machine
     begin.make_process_group(config, torch.device('cpu'))
     assert 'GLOO_SOCKET_IFNAME' not in os.environ
+
+
+def test_the_ranks_of_gpus_meet_by_nccl_each_on_its_own_and_by_gloo_on_the_host(monkeypatch):
+    devices, joined = [], []
+    monkeypatch.delenv('RANK', raising=False)
+    monkeypatch.setattr(torch.cuda, 'set_device', devices.append)
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda *given, **_: joined.append((*given, *devices)))
+    begin.join_ranks(60, torch.device('cpu'))
+    begin.join_ranks(60, torch.device('cuda', 1))
+    assert joined == [('gloo',), ('cpu:gloo,cuda:nccl', torch.device('cuda', 1))]
 
 
 def test_tf32_and_deterministic_set_what_they_say(monkeypatch):

@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import textwrap
 
 import datasets
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
+import yaml
 from chats import CHATML, LEARNED, QWEN3, conversations_of, encoder_of, make_tokenizer, messages_of, write_rows
 from prepared import error_of, meta_of, prepare
 
@@ -314,6 +316,66 @@ def test_a_stream_of_the_hub_is_looked_at_in_the_same_way(tmp_path):
         source_of('b.parquet')
 
 
+def test_conversations_in_yaml_are_read_as_such(tmp_path):
+    turns = '  - {role: user, content: q, when: 2024-01-01}\n  - role: assistant\n    content: |-\n      a\n'
+    listed = f'- messages:\n{turns}' * 3
+    once = textwrap.indent(listed, '  ')
+    for name, content, count in (
+        ('list', f'# chats\n{listed}- other\n', 3),
+        ('documents', f'messages:\n{turns}---\nmessages:\n{turns}', 2),
+        ('object', f'about: these\ndata:\n{once}', 3),
+        ('long', listed * 2000, 6000),  # longer than what is looked at
+    ):
+        (tmp_path / f'{name}.yaml').write_text(content)
+        source = sources.find_source(str(tmp_path / f'{name}.yaml'))
+        documents, notes = texts_of(source)
+        assert source.chat and 'by their messages' in source.line and len(documents) == count, name
+        messages = [{**QA[0], 'when': '2024-01-01'}, QA[1]]
+        assert {*documents} == {chat_rows.conversation_of({'messages': messages})}
+        assert notes.total() == (name == 'list')
+    (tmp_path / 'pairs.yml').write_text('- {source: q, target: a}\n')
+    assert sources.find_source(str(tmp_path / 'pairs.yml'), chat=True, chat_fields=['source', 'target']).chat
+    assert not sources.find_source(str(tmp_path / 'list.yaml'), chat=False).chat
+
+
+def test_rows_that_are_lists_of_messages_and_all_lists_of_an_object_are_read(tmp_path, monkeypatch):
+    sharegpt = [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]
+    splits = {'about': 'x', 'train': [{'messages': QA}], 'none': ['y'], 'test': [sharegpt]}
+    lists = [[1], QA, sharegpt]  # the first one is none
+    for name, content in (
+        ('lists.json', json.dumps(lists)),
+        ('long.json', json.dumps(lists)),
+        ('splits.json', json.dumps(splits)),
+        ('lists.jsonl', '\n'.join(map(json.dumps, lists))),
+        ('lists.yaml', yaml.safe_dump(lists)),
+        ('splits.yaml', yaml.safe_dump(splits)),
+    ):
+        if name == 'long.json':
+            monkeypatch.setattr(sources, 'FIRST_BYTES', 100)
+            monkeypatch.setattr(reading, 'JSON_BYTES', 50)
+        (tmp_path / name).write_text(content)
+        source = sources.find_source(str(tmp_path / name))
+        documents, notes = texts_of(source)
+        assert source.chat and documents == [chat_rows.conversation_of({'messages': QA})] * 2, name
+        assert notes.total() == name.startswith('l'), name
+        monkeypatch.undo()
+
+
+def test_yaml_without_conversations_stays_text_and_what_is_found_late_is_left_out_and_counted(tmp_path):
+    (tmp_path / 'settings.yaml').write_text('messages: {hello: Hi}\nprompt: none\n')
+    source = sources.find_source(str(tmp_path / 'settings.yaml'))
+    assert not source.chat and texts_of(source) == (['Hi\nnone'], {})
+    late = '- some text\n' * 45_000 + '- {question: q, answer: a}\n'
+    (tmp_path / 'late.yaml').write_text(late)
+    documents, notes = texts_of(sources.find_source(str(tmp_path / 'late.yaml')))
+    assert len(documents) == 45_000 and [(n, '--chat=True' in note) for note, n in notes.items()] == [(1, True)]
+    (tmp_path / 'loop.yaml').write_text(
+        '- messages: &m\n  - *m\n- messages: [{role: user, content: q}, {2024-01-01: a}]\n'
+    )
+    documents, notes = texts_of(sources.find_source(str(tmp_path / 'loop.yaml')))
+    assert not documents and notes.total() == 2
+
+
 def test_what_looks_like_training_data_of_another_kind_is_refused_by_name(tmp_path):
     tree = {'message_id': '1', 'parent_id': None, 'role': 'prompter', 'text': 'q'}
     pair = {'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}
@@ -333,8 +395,9 @@ def test_rows_of_which_all_strings_are_learned_are_named_with_the_keys_that_read
     source = sources.find_source(str(path))
     assert 'source, target' in source.line and '--text_field=' in source.line and '--chat_fields=' in source.line
     assert [(count, "without a field 'text'" in note) for note, count in texts_of(source)[1].items()] == [(3, True)]
-    (tmp_path / 'rows.json').write_text('[{"source": "q", "target": "a"}, {"source": "q"}]')
-    assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
+    for content in ('[{"source": "q", "target": "a"}, {"source": "q"}]', '{"data": [{"text": "a", "url": "b"}]}'):
+        (tmp_path / 'rows.json').write_text(content)
+        assert '--chat_fields=' in sources.find_source(str(tmp_path / 'rows.json')).line
     assert sources.find_source(str(path), chat=False).line is None  # the user has said it
     assert sources.find_source(str(write_rows(tmp_path / 'texts.jsonl', [{'text': 'a'}] * 3))).line is None
     line = sources.find_source(str(write_rows(tmp_path / 'gsm.jsonl', [{**ROWS['gsm8k'], 'id': 1}] * 3))).line

@@ -1,0 +1,147 @@
+"""
+A model of a Hugging Face folder, computed by model.py instead of `transformers`: --native=True.
+
+    model_config = model_config_of(pretrained)      # a ModelConfig; ValueError says which property model.py has not
+    model.initial_value = Weights(pretrained, model_config).initial_value    # from here on as from scratch
+    line = self_test(pretrained, model_config)      # logits are those of transformers' class
+    weights = weights_for_transformers(weights, state)   # of a checkpoint, under the names that transformers has
+
+GPT-2, Llama, Qwen2, Qwen3 and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then everything that
+cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps
+their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
+"""
+
+import math
+
+import torch
+
+from huggingface import convert, files, finetune, rotation
+from model import GPT, ModelConfig
+
+# Architectures of transformers, and which of model.py's computes the same, under the conditions below.
+SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
+# What model.py takes for granted: a key of the configuration, the values that mean the same here.
+GPT2_TAKES = {
+    'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
+    'scale_attn_weights': (True,),
+    'scale_attn_by_inverse_layer_idx': (False,),
+    'add_cross_attention': (False,),
+}
+LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn')}
+YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
+YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
+LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+
+
+def model_config_of(pretrained):
+    """The ModelConfig of a finetune.Pretrained. Raises ValueError with the property that model.py does not have."""
+    config, given = pretrained.config, f'native=True: {pretrained.folder} (model_type={pretrained.arch})'
+    advice = "leave native out, and transformers' class computes it, under train_ddp.py, train_fsdp.py and others"
+
+    def take(found, taken):
+        for key, values in taken.items():
+            if key in found and found[key] not in values:
+                wanted = ' or '.join(repr(value) for value in values if value is not None) or 'none'
+                raise ValueError(f'{given} has {key}={found[key]!r}, model.py computes with {wanted}: {advice}')
+
+    if pretrained.arch not in SAME_AS:
+        raise ValueError(f'{given}: model.py computes {", ".join(SAME_AS)} alone: {advice}')
+    found, arch = config.to_dict() | rotation.of(config), SAME_AS[pretrained.arch]
+    names = convert.GPT2_KEYS if arch == 'gpt2' else convert.LLAMA_KEYS
+    keys = {ours: getattr(config, theirs, None) for ours, theirs in names.items()}
+    keys |= {'arch': arch, 'block_size': pretrained.block_size, 'z_loss': pretrained.z_loss}
+    keys['dropout'] = pretrained.dropout
+    if arch == 'gpt2':
+        take(found, GPT2_TAKES)
+        return ModelConfig(**keys, bias=True, positions=config.max_position_embeddings)
+
+    take(found, LLAMA_TAKES)
+    if not rotation.of(config):
+        raise ValueError(f'{given} has layers that rotate in several ways: {advice}')
+    if found['rope_type'] == 'yarn':
+        take(found, YARN_TAKES)
+        keys['yarn'] = [found['factor'], found['original_max_position_embeddings']]
+    if found['rope_type'] == 'llama3':
+        keys['llama3_rope'] = [found[key] for key in LLAMA3_ROPE]
+    keys['rope_theta'] = found['rope_theta']
+    keys['bias'], keys['qkv_bias'] = bool(found.get('attention_bias', False)), pretrained.arch == 'qwen2'
+    take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
+    if arch == 'qwen3':
+        take(found, {'attention_bias': (False,)})
+    window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None where it does not use one
+    if window < pretrained.block_size:
+        raise ValueError(
+            f'{given} sees {window} tokens back, and model.py all of block_size={pretrained.block_size}: '
+            f'use --block_size={window} or less, or {advice}'
+        )
+    return ModelConfig(**keys)
+
+
+class Weights:
+    """The weights of a folder under model.py's names, one at a time."""
+
+    def __init__(self, pretrained, model_config):
+        """Raises ValueError where the files lack some."""
+        self.model_config, self.files = model_config, files.Weights(pretrained.weights_folder)
+        with torch.device('meta'):
+            theirs = pretrained.empty_model()
+        self.file_name, lacking = self.files.find(theirs)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+        if lacking:
+            folder = pretrained.weights_folder
+            raise ValueError(
+                f'{folder} lacks {lacking[0]}, and {len(lacking) - 1} more weights: '
+                f'`python download_model.py --model={folder}` lists them; copy or download it again'
+            )
+
+    def read(self, their_name):
+        stored = self.file_name[their_name]
+        if self.files.shape(stored) != self.shapes[their_name]:
+            shapes = f'has the shape {self.files.shape(stored)}, config.json asks for {self.shapes[their_name]}'
+            raise ValueError(f'{self.files.folder}: {stored} {shapes}')
+        return self.files.read(stored).float()
+
+    def initial_value(self, name, parameter=None, seed=None, device='cpu'):
+        """As GPT.initial_value(): the whole parameter called `name`, fp32."""
+        return convert.from_transformers(name, self.model_config, self.read).to(device)
+
+
+def weights_for_transformers(weights, state):
+    """Of a checkpoint with this state, {name: tensor} as transformers' class has them. What a run with native=True has
+    trained can so be sampled from, exported and evaluated as any model that is fine-tuned."""
+    return convert.to_transformers(weights, ModelConfig(**state['identity']['model']))
+
+
+@torch.no_grad()
+def self_test(pretrained, model_config):
+    """Prove on a few tokens, with one block in memory at a time, that model.py computes what transformers' class does;
+    returns a line for the log. Raises ValueError: the run would begin with another model than its folder's. For rank 0.
+    """
+    tokens = torch.randint(
+        pretrained.vocab_size, (1, min(32, pretrained.block_size)), generator=torch.Generator().manual_seed(1)
+    )
+    weights = Weights(pretrained, model_config)
+    with torch.device('meta'):
+        model = GPT(model_config).eval()
+
+    def fill(module, prefix):
+        values = {name: weights.initial_value(f'{prefix}.{name}') for name, _ in module.named_parameters()}
+        module.load_state_dict(values, assign=True)
+
+    def empty(module, args, output):
+        module.to('meta')
+
+    for name, module in [*model.named_children()]:
+        if name != 'blocks' and name != 'drop':
+            fill(module, name if not (name == 'head' and model_config.tie_embeddings) else 'embed')
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda module, args, number=number: fill(module, f'blocks.{number}'))
+        block.register_forward_hook(empty)
+    logits, expected = model(tokens), finetune.reference_logits(pretrained, tokens)
+    difference = ((logits - expected).norm() / expected.norm()).item()
+    if not difference <= 1e-4:  # a wrong frequency gives about 1
+        raise ValueError(
+            f"self-test: model.py's logits differ from those of {pretrained.folder} by {difference:.2g} of their norm: "
+            'leave native out'
+        )
+    return f"self-test: model.py's logits are those of {pretrained.weights_folder} (difference {difference:.1g})"
