@@ -194,7 +194,7 @@ def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, 
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
     for step in (5, 10, 15):
-        faults.flip(path_of(out_dir, step))
+        faults.damage(path_of(out_dir, step), 'flip')
     job = start('manual', out_dir, '--max_iters=15')
     assert job.wait() == [1, 1]
     assert all('all checkpoints in' in line for line in errors_in(job.text()).values())
