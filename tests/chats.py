@@ -18,21 +18,6 @@ SPECIAL_TOKENS += ['<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\
 {%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
-LLAMA3 = """\
-{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{- bos_token }}\
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '<|eot_id|>' }}\
-{%- for message in messages %}\
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-MISTRAL = """\
-{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}\
-{%- else %}{%- set rest = messages %}{%- endif %}{{- bos_token }}{%- for message in rest %}\
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
-{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}\
-{%- if message.role == 'user' %}{%- if loop.last and system is defined %}\
-{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
-{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
-{%- endif %}{%- endfor %}"""
 QWEN3 = """\
 {%- set last = namespace(user=0) %}{%- for message in messages %}{%- if message.role == 'user' %}\
 {%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}\
@@ -43,10 +28,6 @@ QWEN3 = """\
 {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' }}{%- else %}\
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
-NO_END = """\
-{%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
-{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
 
 
 def messages_of(turns):

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from launch import run_script
+from launch import prepare_tiny
 
 # A shell starts what runs in the background with SIGINT ignored, nohup with SIGHUP, and both are inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,17 +53,4 @@ def hf_home(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """A data_dir with the dataset 'tiny': 40 modules of the standard library as bytes."""
-    folder = tmp_path_factory.mktemp('data')
-    text = tmp_path_factory.mktemp('text')
-    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:40]):
-        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:20000])
-    run_script(
-        'prepare_data.py',
-        f'--dataset={text}',
-        '--tokenizer=bytes',
-        f'--data_dir={folder}',
-        '--name=tiny',
-        '--val_fraction=0.1',
-    )
-    return folder
+    return prepare_tiny(tmp_path_factory.mktemp('tiny'))

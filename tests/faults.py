@@ -1,7 +1,7 @@
 """
 Inject the faults of clusters into runs: the tests use it, and so can you.
 
-    python tests/faults.py kill out/train --whom=1              # SIGKILL; --whom: a rank, 'all' ranks, or 'torchrun'
+    python tests/faults.py signal out/train --whom=1            # SIGKILL; --whom: a rank, 'all' ranks, or 'torchrun'
     python tests/faults.py signal out/train --whom=1 --name=SIGUSR1      # or SIGSTOP and SIGCONT: freeze and thaw
     python tests/faults.py damage out/train/checkpoints/step_00000100 --how=flip
     python tests/faults.py small-disk out/small                 # mounts 4 MB there; read-only FOLDER; undo FOLDER
@@ -15,6 +15,7 @@ tests/storm.py kills a run again and again, and checks what is left.
 
 import argparse
 import contextlib
+import itertools
 import os
 import runpy
 import signal
@@ -78,59 +79,43 @@ def wait_until(condition, seconds, tail=lambda: ''):
 # --- damage what is on the disk ---------------------------------------------------------------------------------------
 
 
-def largest_shard(path):
-    return max(Path(path).glob('*.distcp'), key=lambda file: file.stat().st_size)
+def overwrite(file, offset, data):
+    with open(file, 'r+b') as content:
+        content.seek(offset)
+        content.write(data)
 
 
-def truncate(path):
-    file = largest_shard(path)
-    os.truncate(file, file.stat().st_size // 2)
-    return file.name
-
-
-def remove(path):
-    file = largest_shard(path)
-    file.unlink()
-    return file.name
-
-
-def empty(path):
-    os.truncate(Path(path, '.metadata'), 0)
-    return '.metadata'
-
-
-def flip(path):
-    """One bit, in the middle of the largest file."""
-    file = largest_shard(path)
+def flip_bit(file):
+    """One bit, in the middle."""
     offset = file.stat().st_size // 2
-    with open(file, 'r+b') as content:
-        content.seek(offset)
-        byte = content.read(1)[0]
-        content.seek(offset)
-        content.write(bytes([byte ^ 1]))
+    overwrite(file, offset, bytes([file.read_bytes()[offset] ^ 1]))
+
+
+DAMAGE = {
+    'truncate': lambda file: os.truncate(file, file.stat().st_size // 2),
+    'remove': os.unlink,
+    'empty': lambda file: os.truncate(file, 0),
+    'flip': flip_bit,
+    'hole': lambda file: overwrite(file, file.stat().st_size // 2 // 4096 * 4096, bytes(4096)),  # a block that was lost
+}
+
+
+def damage(path, how):
+    """Damage the largest file of a checkpoint, or with 'empty' its index. Returns the file's name."""
+    file = max(Path(path).glob('*.distcp'), key=lambda file: file.stat().st_size)
+    file = Path(path, '.metadata') if how == 'empty' else file
+    DAMAGE[how](file)
     return file.name
-
-
-def hole(path):
-    """4 KB of zeros, as of a block that never reached the disk."""
-    file = largest_shard(path)
-    with open(file, 'r+b') as content:
-        content.seek(file.stat().st_size // 2 // 4096 * 4096)
-        content.write(bytes(4096))
-    return file.name
-
-
-DAMAGE = {'truncate': truncate, 'remove': remove, 'empty': empty, 'flip': flip, 'hole': hole}
 
 
 def mount_small_disk(folder, megabytes=4):
-    """Raises CalledProcessError where this user may not mount."""
+    """A file system of 4 MB there. Raises CalledProcessError where this user may not mount."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     mount('-t', 'tmpfs', '-o', f'size={megabytes}m', 'none', folder)
 
 
 def make_read_only(folder):
-    """For root, whom permissions do not stop, by a mount; for others by permissions."""
+    """Nothing can be written there: for root, whom permissions do not stop, by a mount; for others by permissions."""
     if os.geteuid() != 0:
         Path(folder).chmod(0o555)
         return
@@ -165,14 +150,15 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
         health.runs_ahead = lambda device: True
     if int(os.environ.get('RANK', 0)) != rank:
         return
+    is_now = (step <= number < step + count for number in itertools.count(1))
     if kind in ('nan', 'weight'):
         import optim
 
-        clip, calls = optim.clip_grad_norm_, iter(range(1, 1 << 62))
+        clip = optim.clip_grad_norm_
 
         def clip_after_fault(parameters, *arguments, **options):
             parameters = list(parameters)
-            if step <= next(calls) < step + count:
+            if next(is_now):
                 poke(parameters, kind, value)
             return clip(parameters, *arguments, **options)
 
@@ -180,10 +166,10 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
     elif kind == 'overflow':
         from torch.amp import GradScaler
 
-        unscale, unscaled = GradScaler.unscale_, iter(range(1, 1 << 62))
+        unscale = GradScaler.unscale_
 
         def unscale_after_fault(scaler, optimizer):
-            if step <= next(unscaled) < step + count:
+            if next(is_now):
                 poke([parameter for group in optimizer.param_groups for parameter in group['params']], 'nan', value)
             unscale(scaler, optimizer)
 
@@ -193,11 +179,11 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
 
         original = data.batches
 
-        def batches(*arguments):
-            batches = original(*arguments)
+        def batches(*arguments, **options):
+            batches = original(*arguments, **options)
             try:
-                for number, batch in enumerate(batches, 1):
-                    if step <= number < step + count:
+                for batch in batches:
+                    if next(is_now):
                         time.sleep(seconds)  # injected
                     yield batch
             finally:
@@ -227,20 +213,16 @@ def poke(parameters, kind, value):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
-    for name in ('kill', 'signal'):
-        command = commands.add_parser(name, help='send a signal to ranks of a run')
-        command.add_argument('word', help='in the command line of the run: its out_dir')
-        command.add_argument('--whom', default='1', help="a rank, 'all' or 'torchrun'")
-        command.add_argument('--name', default='SIGKILL')
+    command = commands.add_parser('signal', help='send a signal to ranks of a run')
+    command.add_argument('word', help='in the command line of the run: its out_dir')
+    command.add_argument('--whom', default='1', help="a rank, 'all' or 'torchrun'")
+    command.add_argument('--name', default='SIGKILL')
     command = commands.add_parser('damage', help='damage a checkpoint')
     command.add_argument('checkpoint')
     command.add_argument('--how', choices=DAMAGE, required=True)
-    for name, text in {
-        'small-disk': 'mount 4 MB there',
-        'read-only': 'nothing can be written there',
-        'undo': 'of these two',
-    }.items():
-        commands.add_parser(name, help=text).add_argument('folder')
+    disks = {'small-disk': mount_small_disk, 'read-only': make_read_only, 'undo': undo}
+    for name, function in disks.items():
+        commands.add_parser(name, help=function.__doc__).add_argument('folder')
     for name in ('nan', 'overflow', 'weight', 'hang', 'slow'):
         command = commands.add_parser(name, help='run a script in which one rank does that')
         command.add_argument('--rank', type=int, default=1)
@@ -251,7 +233,7 @@ def main():
         command.add_argument('script', nargs=argparse.REMAINDER, help='-- SCRIPT ARGUMENTS')
     given = parser.parse_args()
 
-    if given.command in ('kill', 'signal'):
+    if given.command == 'signal':
         found = find_ranks(given.word)
         whom = [rank for rank in found if rank != 'torchrun'] if given.whom == 'all' else [given.whom]
         for one in whom:
@@ -261,9 +243,9 @@ def main():
             send(found[one], getattr(signal, given.name))
             print(f'{given.name} to {one}, process {found[one]}')
     elif given.command == 'damage':
-        print(f'{given.how}: {DAMAGE[given.how](given.checkpoint)}')
-    elif given.command in ('small-disk', 'read-only', 'undo'):
-        {'small-disk': mount_small_disk, 'read-only': make_read_only, 'undo': undo}[given.command](given.folder)
+        print(f'{given.how}: {damage(given.checkpoint, given.how)}')
+    elif given.command in disks:
+        disks[given.command](given.folder)
     else:
         sys.argv = given.script[1:] if given.script[:1] == ['--'] else given.script
         if not sys.argv:

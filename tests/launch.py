@@ -6,6 +6,7 @@ How tests start processes: scripts as a user starts them, and ranks forked from 
     run_forked      a Job that ends well: importing torch costs more than most of these runs
     run_many        several runs, one after the other, in the same ranks
     run_ranks       forked ranks, each with its own command; what each returned and said
+    refusals        the same, where each is to end with one line
     run_function    a function on forked ranks, in one gloo group; what it returned on each
     start_agent     torchrun's agent of one of several nodes
 
@@ -22,6 +23,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -81,6 +83,17 @@ def free_ports(count):
 
 
 # --- as a user does ---------------------------------------------------------------------------------------------------
+
+
+def prepare_tiny(folder):
+    """Make a data_dir with the dataset 'tiny', 40 modules of the standard library as bytes, and return it."""
+    text, data_dir = Path(folder, 'text'), Path(folder, 'data')
+    text.mkdir()
+    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:40]):
+        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:20000])
+    keys = [f'--dataset={text}', '--tokenizer=bytes', f'--data_dir={data_dir}', '--name=tiny', '--val_fraction=0.1']
+    run_script('prepare_data.py', *keys)
+    return data_dir
 
 
 # Runs a script that stands still at the first rename to a name like NAME after the file PATH is there.
@@ -189,12 +202,12 @@ def places_of(nproc):
     return [{'RANK': n, 'LOCAL_RANK': n, 'WORLD_SIZE': nproc, 'LOCAL_WORLD_SIZE': nproc} for n in range(nproc)]
 
 
-def run_ranks(commands, places=None, timeout=900, **env):
+def run_ranks(commands, places=None, **env):
     """
     Run one forked rank for each of `commands` (lists: a script and its arguments), and wait for all.
 
     places: the variables by which a launcher tells each rank its place; without them, those of one node.
-    Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than timeout seconds is killed.
+    Returns [Ended(returncode, stdout, stderr), ...]. A rank that takes longer than 15 minutes is killed.
     """
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,11 +217,20 @@ def run_ranks(commands, places=None, timeout=900, **env):
             command = [str(REPO / script), *map(str, arguments)]
             place = {'MASTER_PORT': port, **place}
             processes.append(fork(run_alone, command, f'{folder}/{number}', place, {**environment(), **env}))
-        join_all(processes, timeout)
-        texts = [
-            [Path(f'{folder}/{n}.{stream}').read_text() for stream in ('out', 'err')] for n in range(len(commands))
-        ]
-    return [Ended(process.exitcode, *text) for process, text in zip(processes, texts, strict=True)]
+        join_all(processes, 900)
+        said = [[Path(f'{folder}/{n}.{name}').read_text() for name in ('out', 'err')] for n in range(len(commands))]
+    return [Ended(process.exitcode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def refusals(commands, places=None):
+    """What each rank of run_ranks() says as it ends, without its number; anything but one line fails the test."""
+    places, lines = places or places_of(len(commands)), []
+    for place, ended in zip(places, run_ranks(commands, places), strict=True):
+        said = ended.stdout + ended.stderr
+        found = re.findall(rf'^\[{place["RANK"]}\] (error: .*|stopped .*)', said, re.MULTILINE)
+        assert ended.returncode in (1, 2) and len(found) == 1 and 'Traceback' not in said, said
+        lines += found
+    return lines
 
 
 def run_alone(command, output, place, env):
@@ -226,18 +248,24 @@ def run_function(world_size, function, *arguments, timeout=1200, backend='gloo')
     with tempfile.TemporaryDirectory() as folder:
         processes = start_function(world_size, folder, function, *arguments, backend=backend)
         hung = join_all(processes, timeout)
-        errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
-        assert not errors, '\n'.join(errors)
+        results = results_in(folder, world_size)
         assert not hung, f'ranks {hung} still ran after {timeout} s'
         assert [process.exitcode for process in processes] == [0] * world_size
-        results = [Path(folder, f'result_{rank}') for rank in range(world_size)]
-        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
+        return results
 
 
 def start_function(world_size, folder, function, *arguments, backend='gloo'):
     """The processes of run_function(), which leave in `folder` what their ranks return."""
     pickled = pickle.dumps((function, arguments))
     return [fork(call_on_rank, rank, world_size, folder, backend, pickled) for rank in range(world_size)]
+
+
+def results_in(folder, world_size):
+    """What the ranks of start_function() have left."""
+    errors = [path.read_text() for path in sorted(Path(folder).glob('error_*'))]
+    assert not errors, '\n'.join(errors)
+    results = [Path(folder, f'result_{rank}') for rank in range(world_size)]
+    return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
 def call_on_rank(rank, world_size, folder, backend, pickled):
@@ -287,7 +315,7 @@ class Job:
     def text(self):
         return self.log.read_text()
 
-    def wait(self, seconds=900):
+    def wait(self, seconds=1800):
         """Exit codes of all ranks, from a forked job; of torchrun alone, from torchrun. Raises if it does not end."""
         try:
             wait_until(lambda: not self.is_running(), seconds, self.text)
@@ -351,21 +379,21 @@ def fork_ranks(command, nproc, fault=None):
     return [codes[rank] for rank in range(nproc)]
 
 
-def run_forked(script, *arguments, nproc=1, log, timeout=1200, **env):
+def run_forked(script, *arguments, nproc=1, log, **env):
     """Run a script in nproc forked ranks, and return what they said; for runs that end well."""
     job = Job(script, arguments, nproc, log, **env)
-    codes = job.wait(timeout)
+    codes = job.wait()
     assert codes == [0] * nproc, f'{script} {" ".join(map(str, arguments))} ended with {codes}\n{job.text()}'
     return job.text()
 
 
-def run_many(cases, nproc, folder, timeout=1800, **env):
+def run_many(cases, nproc, folder):
     """Run cases (see tests/many_runs.py) in nproc processes started once; {name: what rank 0 held}."""
     if not cases:
         return {}
     path = Path(folder) / f'cases_{nproc}_{len(os.listdir(folder))}.json'
     path.write_text(json.dumps(cases))
-    run_forked('tests/many_runs.py', path, nproc=nproc, log=f'{path}.log', timeout=timeout, **env)
+    run_forked('tests/many_runs.py', path, nproc=nproc, log=f'{path}.log')
     return json.loads(Path(f'{path}.results').read_text())
 
 

@@ -1,29 +1,35 @@
 """
 Run train scripts one after another in processes that are started once: importing torch costs more than 20 steps.
 
-    torchrun --nproc_per_node=2 tests/many_runs.py cases.json      # the tests start it by Job, which is quicker
-
-cases.json: [{"name": ..., "script": "train_fsdp.py", "arguments": [...], "watch": false}, ...]. Each case
-runs the script as it stands (runpy, fresh globals, its own process group), and with "save_again": {CHECKPOINT: FOLDER}
-then loads each of these checkpoints and saves it in that folder. Rank 0 writes cases.json.results: for each case what
-it held at the end and, when watched, how often the run issued which collective.
+run_many() of launch.py starts it on forked ranks, with the path of its cases: [{"name": ..., "script": "train_fsdp.py",
+"arguments": [...], "watch": false}, ...]. Each case runs the script as it stands (runpy, fresh globals, its own process
+group), and with "save_again": {CHECKPOINT: FOLDER} then loads each of these checkpoints and saves it in that folder.
+Rank 0 writes PATH.results: for each case what it held at the end and, when watched, how often the run issued which
+collective. With "reads": true each script runs as a host that runs ahead of its GPU does; in the results is how often
+each rank has read a tensor, and at which lines, from the first step on.
 """
 
 import collections
+import contextlib
 import functools
 import json
 import os
 import runpy
 import sys
+import traceback
+from unittest import mock
 
 import torch.distributed as dist
 from launch import free_ports
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
-from runtime import checkpoint, processes
+from runtime import checkpoint, health, processes
+from runtime.meter import Meter
 
 leave, processes.leave = processes.leave, lambda: None  # the next case runs in the same process
 
@@ -41,41 +47,73 @@ class CountCollectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+READS = {'item', 'tolist', 'numpy', 'cpu', 'nonzero', 'argwhere', 'equal', 'allclose', 'unique', 'masked_select'}
+READS |= {'__bool__', '__float__', '__int__', '__index__', '__array__', '__contains__'}
+COPIES = {'tensor', 'as_tensor'}  # from pageable memory to a device: the host waits until what is queued there is done
+
+
+class HostReads(TorchFunctionMode):
+    """Notes each call in which the host waits for the device, by the line of ours that makes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = collections.Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, '__name__', '')
+        if name in READS or (name in COPIES and kwargs and kwargs.get('device') is not None):
+            frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HERE)]
+            ours = [f for f in frames if not f.filename.startswith((f'{HERE}/tests/', f'{HERE}/.venv/'))]
+            if ours:
+                self.places[f'{os.path.basename(ours[-1].filename)}: {ours[-1].line}'] += 1
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def running_ahead(reads):
+    """The host does not wait for its device, and what it reads counts from the first step on."""
+    begin_step = Meter.begin_step
+
+    def begin(meter):
+        if not meter._steps:
+            reads.places.clear()
+        begin_step(meter)
+
+    with (
+        mock.patch.object(health, 'runs_ahead', lambda device: True),
+        mock.patch.object(Meter, 'begin_step', begin),
+        reads,
+    ):
+        yield
+
+
 def local_bytes(tensors):
     """Bytes that this rank holds of these tensors; of a DTensor, its own shard."""
     local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-# torchrun has a store for its ranks; forked ones have that of rank 0.
-IS_HOST = os.environ['RANK'] == '0' and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
-STORE = dist.TCPStore(
-    os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=IS_HOST, wait_for_workers=False
-)
+RANK = int(os.environ['RANK'])
+STORE = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=RANK == 0)
 
 
 def port_of_case(number):
     """A free port for this case's own store: in a common one, the next case would find the addresses of this one."""
-    if os.environ['RANK'] == '0':
+    if RANK == 0:
         STORE.set(f'port of case {number}', str(*free_ports(1)))
     return STORE.get(f'port of case {number}').decode()
-
-
-def compiled_graphs():
-    """How many graphs torch.compile has made in this process so far."""
-    dynamo = sys.modules.get('torch._dynamo.utils')
-    return dynamo.counters['stats']['unique_graphs'] if dynamo else 0
 
 
 def run(case, number):
     """One run of a script in this process; returns what this rank held when it ended."""
     sys.argv = [case['script'], *case['arguments']]
-    os.environ.update(MASTER_PORT=port_of_case(number), TORCHELASTIC_USE_AGENT_STORE='False')
-    counter = CountCollectives()
-    if case.get('watch'):
-        with counter:
-            names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
-    else:
+    os.environ['MASTER_PORT'] = port_of_case(number)
+    counter, reads = CountCollectives(), HostReads()
+    with contextlib.ExitStack() as stack:
+        if case.get('watch'):
+            stack.enter_context(counter)
+        if case.get('reads'):
+            stack.enter_context(running_ahead(reads))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
@@ -89,14 +127,17 @@ def run(case, number):
         checkpoint.prepare(folder)
         saver = checkpoint.Saver(folder, keep=1)
         saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1])
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, reads.places)
     parameters = list(names['raw_model'].parameters())
     moments = [value for state in names['opt'].state.values() for key, value in state.items() if key != 'step']
     return {
         'parameter_bytes': local_bytes(parameters),
         'optimizer_bytes': local_bytes(moments),
-        'collectives': dict(counter.calls),
+        'collectives': counter.calls,
+        'reads': of_ranks,
         'scale': names['scaler'].state_dict().get('scale'),
-        'compiled_graphs': compiled_graphs(),
+        'compiled_graphs': counters['stats']['unique_graphs'],  # of all cases so far
         'process_groups': dist.get_pg_count(),
     }
 
@@ -105,17 +146,16 @@ if __name__ == '__main__':
     path = sys.argv[1]
     with open(path) as file:
         cases = json.load(file)
-    rank = int(os.environ.get('RANK', 0))
     results = {}
     for number, case in enumerate(cases):
-        if rank == 0:
+        if RANK == 0:
             print(f'--- {case["name"]}', flush=True)
         try:
             results[case['name']] = run(case, number)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    if rank == 0:
+    if RANK == 0:
         with open(path + '.results', 'w') as file:
             json.dump(results, file)
     leave()

@@ -8,16 +8,18 @@ import fnmatch
 import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from urllib.request import urlopen
 
-from launch import fork, free_ports
+from faults import wait_until
+from launch import free_ports, join_all, results_in, start_function, write_output_to
 
 SHAPES = {'0.weight': (7, 3), '1.weight': (5, 4), 'bias': (6,)}
 RATE, MOMENTUM = 0.7, 0.6  # of the outer step
@@ -45,20 +47,19 @@ def s3_server(folder):
     with open(Path(folder, 'moto.log'), 'w') as log:
         command = [sys.executable, '-c', MOTO, str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)
+    env = {'AWS_ENDPOINT_URL': endpoint, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test'}
+    env |= {'AWS_DEFAULT_REGION': 'us-east-1'}
+
+    def answers():
+        with contextlib.suppress(OSError):
+            return urlopen(endpoint).status == 200
+
     try:
-        while True:
-            with contextlib.suppress(OSError):
-                urlopen(endpoint).read()
-                break
-            assert server.poll() is None, Path(folder, 'moto.log').read_text()
-            time.sleep(0.05)
-        env = {'AWS_ENDPOINT_URL': endpoint, 'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test'}
-        env |= {'AWS_DEFAULT_REGION': 'us-east-1'}
         import boto3
 
-        boto3.client(
-            's3', endpoint_url=endpoint, aws_access_key_id='test', aws_secret_access_key='test', region_name='us-east-1'
-        ).create_bucket(Bucket='bucket')
+        wait_until(answers, 60, Path(folder, 'moto.log').read_text)
+        with mock.patch.dict(os.environ, env):
+            boto3.client('s3').create_bucket(Bucket='bucket')
         yield env
     finally:
         server.kill()
@@ -66,24 +67,18 @@ def s3_server(folder):
 
 
 class Jobs:
-    """Jobs of one pool, each of one or more forked ranks; what they returned is in results()."""
+    """Jobs of one pool, each of one or more forked ranks; wait() returns what they returned."""
 
     def __init__(self, address, folder, env=None, **keys):
         self.address, self.folder, self.env, self.keys = address, Path(folder), env or {}, {**KEYS, **keys}
-        self.running, self.count = {}, 0
+        self.running, self.meetings = {}, {}
 
     def start(self, name, ranks=1, **job):
         """job: of play()."""
-        out_dir = self.folder / name
+        out_dir, self.meetings[name] = self.folder / name, tempfile.mkdtemp(dir=self.folder)
         out_dir.mkdir(exist_ok=True)
-        self.count += 1
-        meeting = self.folder / f'{name}_{self.count}'
         keys = {**self.keys, 'exchange': self.address, 'out_dir': str(out_dir)}
-        pickled = pickle.dumps((keys, job))
-        self.running[name] = [
-            fork(be_rank, rank, ranks, str(meeting), str(out_dir / f'result_{rank}'), self.env, pickled)
-            for rank in range(ranks)
-        ]
+        self.running[name] = start_function(ranks, self.meetings[name], be_rank, self.env, keys, job)
         return self
 
     def wait(self, *names, timeout=900):
@@ -91,15 +86,13 @@ class Jobs:
         deadline, results = time.monotonic() + timeout, {}
         for name in names or [*self.running]:
             processes = self.running.pop(name)
-            for process in processes:
-                process.join(max(0, deadline - time.monotonic()))
-                if process.is_alive():
-                    for other in [process, *(p for of_job in self.running.values() for p in of_job), *processes]:
-                        other.kill()
-                    raise AssertionError(f'{name} still runs after {timeout} s: {self.text(name)}')
+            if join_all(processes, deadline - time.monotonic()):
+                for other in [*self.running]:
+                    self.kill(other)
+                raise AssertionError(f'{name} still runs after {timeout} s: {self.text(name)}')
             codes = [process.exitcode for process in processes]
-            path = self.folder / name / 'result_0'
-            results[name] = pickle.loads(path.read_bytes()) if codes[0] == 0 else codes[0]
+            assert codes[0] or not any(codes), f'{name}: {codes}'
+            results[name] = codes[0] or results_in(self.meetings[name], len(codes))[0]
         return results
 
     def text(self, name):
@@ -111,23 +104,13 @@ class Jobs:
             process.join()
 
 
-def be_rank(rank, ranks, meeting, result, env, pickled):
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(env, GLOO_SOCKET_IFNAME='lo')
-    torch.set_num_threads(1)
-    keys, job = pickle.loads(pickled)
-    log = os.open(os.path.join(keys['out_dir'], 'log'), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    dist.init_process_group('gloo', init_method=f'file://{meeting}', rank=rank, world_size=ranks)
+def be_rank(env, keys, job):
+    os.environ.update(env)
+    write_output_to(f'{keys["out_dir"]}/log', f'{keys["out_dir"]}/log')
     try:
-        outcome = play(SimpleNamespace(**keys), **job)
+        return play(SimpleNamespace(**keys), **job)
     except (ValueError, OSError) as error:
-        outcome = f'{type(error).__name__}: {error}'
-    Path(result).write_bytes(pickle.dumps(outcome))
-    os._exit(0)
+        return f'{type(error).__name__}: {error}'
 
 
 def whole_matrices():
@@ -254,10 +237,13 @@ def journal(folder):
     return [json.loads(line) for line in Path(folder, 'rounds.jsonl').read_text().splitlines()]
 
 
+def shares_of(piece):
+    return [(k, step) for k, first, end in piece for step in range(first, end)]
+
+
 def assert_counted_once(rows, steps, replicas):
     """Every share of the data is in one delta of the journal."""
     shares = []
     for delta in (delta for row in rows for delta in row['deltas']):
-        piece = [(k, step) for k, first, end in delta['piece'] for step in range(first, end)]
-        shares += piece[: delta['steps']]
+        shares += shares_of(delta['piece'])[: delta['steps']]
     assert sorted(shares) == [(k, step) for k in range(replicas) for step in range(steps)]

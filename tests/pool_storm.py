@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -33,9 +32,10 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 from faults import send
-from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_script
+from launch import TINY_MODEL, TINY_RUN, Job, prepare_tiny, run_forked
 from outputs import assert_same_weights, column, metrics
-from pool_jobs import Jobs, journal
+from pool_jobs import Jobs, journal, shares_of
+from storm import print_figures
 
 from pool.goodput import goodput
 from pool.ledger import Ledger
@@ -49,18 +49,6 @@ RUN += ['--global_batch_size=8', f'--num_replicas={REPLICAS}', '--eval_interval=
 RUN += ['--max_failures=0', '--keep_deltas', '--log_interval=10', f'--checkpoint_interval={20 * H}']
 HITS = {'SIGKILL': 0.6, 'SIGTERM': 0.2, 'STOP': 0.2}
 MOMENTS = ('starts', 'trains', 'waits', 'steps')  # no claim yet; has a claim; has given its delta; between two rounds
-
-
-def prepare(folder):
-    """A data_dir with the dataset 'tiny': modules of the standard library as bytes."""
-    text = Path(folder, 'text')
-    text.mkdir()
-    for number, path in enumerate(sorted(Path(os.__file__).parent.glob('*.py'))[:40]):
-        (text / f'{number:02}.txt').write_bytes(path.read_bytes()[:20000])
-    data_dir = Path(folder, 'data')
-    keys = f'--dataset={text} --tokenizer=bytes --data_dir={data_dir} --name=tiny --val_fraction=0.1'
-    run_script('prepare_data.py', *keys.split())
-    return data_dir
 
 
 class Pool:
@@ -94,26 +82,17 @@ class Pool:
         return [json.loads(self.store.read(f'commits/{name}')) for name in self.store.list('commits')]
 
 
-def finish(pool, figures):
-    for job in pool.jobs.values():
-        assert job.wait(900) == [0], job.text()
-    for name in pool.jobs:
-        assert (pool.folder / name / 'DONE').exists(), pool.jobs[name].text()
-    figures['rounds'] = len(pool.commits())
-
-
 def undisturbed(folder, data_dir, seed, max_iters, names):
     """(val_loss of a pool of these jobs without faults, seconds of an inner step)."""
     pool = Pool(folder, data_dir, max_iters, f'--seed={seed}', f'--quorum={len(names)}', '--grace_s=5')
     for name in names:
         pool.start(name)
-    finish(pool, Counter())
     check(pool, max_iters, Counter())
     times = [row['time/total'] / 1000 for row in metrics(pool.folder / 'a') if 'time/total' in row]
     return column(pool.folder / 'a', 'val_loss')[-1], statistics.median(times)
 
 
-def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, say=print):
+def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True):
     """Hit the jobs of a pool `kills` times, and check what is left; returns a Counter of what happened.
 
     pause: mean seconds between two hits, and until a job that was hit is started again. step_s: by so much each inner
@@ -179,7 +158,6 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
             pool.jobs[name].wait()
             (pool.folder / name / 'STOP').unlink(missing_ok=True)
             pool.start(name, faults[name])
-    finish(pool, figures)
     check(pool, max_iters, figures)
     figures['starts'] = pool.starts.total()
     figures['seconds'] = round(time.monotonic() - began)
@@ -187,12 +165,14 @@ def storm(folder, data_dir, kills, seed=1, pause=1.0, step_s=0.0, compare=True, 
         figures['loss'] = in_storm = column(pool.folder / 'a', 'val_loss')[-1]
         figures.update({f'loss of {count} jobs undisturbed': loss for count, loss in losses.items()})
         assert 0.98 * min(losses.values()) <= in_storm <= 1.02 * max(losses.values()), f'{in_storm}, and {losses}'
-    say(f'seed {seed}: {figures["hits"]} hits, {figures["rounds"]} rounds, {figures["seconds"]} s')
+    print(f'seed {seed}: {figures["hits"]} hits, {figures["rounds"]} rounds, {figures["seconds"]} s', flush=True)
     return figures
 
 
 def check(pool, max_iters, figures):
-    """That each share of the data has been counted once, and that all jobs and a replay have the same bits."""
+    """That all jobs end, that each share of the data counts once, and that all and a replay have the same bits."""
+    for name, job in pool.jobs.items():
+        assert job.wait(900) == [0] and (pool.folder / name / 'DONE').exists(), job.text()
     commits, ledger, shares = pool.commits(), Ledger(max_iters, H, REPLICAS), []
     for number, commit in enumerate(commits):
         assert commit['round'] == ledger.round == number
@@ -210,7 +190,7 @@ def check(pool, max_iters, figures):
         ledger.advance(commit)
     assert ledger.is_complete and not ledger.returned
     assert sorted(shares) == sorted(itertools.product(range(REPLICAS), range(max_iters))), 'a share is missing or twice'
-    figures['shares counted'] = len(shares)
+    figures.update({'rounds': len(commits), 'shares counted': len(shares)})
     figures['shares claimed again'] = figures['shares claimed'] - len(shares)
     ends = {}
     for name in pool.jobs:
@@ -228,21 +208,17 @@ def check(pool, max_iters, figures):
     assert f'replay: rounds 0 to {len(commits) - 1} and' in said and 'equal to the bit' in said, said
 
 
-def shares_of(piece):
-    return [(k, step) for k, first, end in piece for step in range(first, end)]
-
-
 # --- goodput ----------------------------------------------------------------------------------------------------------
 
 JOBS, STEP_S = 8, 0.5
 UP_S = (60, 30, 15)  # means of the lives; away for a quarter of it, in the mean; inner steps of a round take 5 seconds
 
 
-def compare_goodput(folder, seconds, lives):
+def compare_goodput(folder, seconds):
     """Print goodput measured and by the formula. Raises AssertionError where they are 10% apart."""
     print(f'{JOBS} jobs, {H} inner steps a round; seconds:')
     print('    up   down  start  inner  round   rounds  lives   measured  formula  joins and counts at rounds only')
-    for up_s in lives:
+    for up_s in UP_S:
         times, measured, rounds, lives = come_and_go(Path(folder, f'{up_s}'), up_s, up_s / 4, seconds, seed=1)
         up, down, start, round, inner = times
         expected = goodput(*times)
@@ -307,35 +283,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=200, help='hits per seed: SIGKILL, SIGTERM or STOP (%(default)s)')
     parser.add_argument('--seeds', type=int, default=3)
-    parser.add_argument('--first_seed', type=int, default=1)
     parser.add_argument('--pause', type=float, default=1.0, help='mean seconds between hits (%(default)s)')
     parser.add_argument(
         '--step_s', type=float, default=0.0, help='seconds by which an inner step is longer; no comparison'
     )
     parser.add_argument('--folder', help='keep what the jobs leave there, for benchmarks/draw_pool.py')
     parser.add_argument('--goodput', action='store_true', help='instead: measure it, and compare it with the formula')
-    parser.add_argument('--up_s', type=float, nargs='*', help=f'only these mean lives, in seconds, of {UP_S}')
     parser.add_argument('--seconds', type=float, default=300, help='of each such measurement (%(default)s)')
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if given.goodput:
-            return compare_goodput(temporary, given.seconds, given.up_s or UP_S)
+            return compare_goodput(temporary, given.seconds)
         folder = Path(given.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        data_dir = prepare(folder)
-        for seed in range(given.first_seed, given.first_seed + given.seeds):
-            report(storm(folder, data_dir, given.kills, seed, given.pause, given.step_s, compare=not given.step_s))
-
-
-def report(figures):
-    print(f'{"hit while it":14}' + ''.join(f'{kind:>9}' for kind in HITS) + f'{"all":>9}')
-    for moment in MOMENTS:
-        row = [*(figures[moment, kind] for kind in HITS), figures[f'hits: {moment}']]
-        print(f'{moment:14}' + ''.join(f'{count:9}' for count in row))
-    for key, count in figures.items():
-        if isinstance(key, str) and not key.startswith('hits'):
-            print(f'{key}: {count}')
-    sys.stdout.flush()
+        data_dir = prepare_tiny(folder)
+        for seed in range(1, 1 + given.seeds):
+            figures = storm(folder, data_dir, given.kills, seed, given.pause, given.step_s, compare=not given.step_s)
+            print_figures(figures, 'hits', MOMENTS, HITS)
 
 
 if __name__ == '__main__':

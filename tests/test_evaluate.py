@@ -221,7 +221,7 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
         'D. shot0: yes\n\nshot2: yes\n\nq0',
         'D. shot1: yes\n\nshot3: yes\n\nq1',
     ]
-    with pytest.raises(ValueError, match='has 3 examples, too few for .*row 1$'):
+    with pytest.raises(ValueError, match=' 3 examples.*row 1$'):
         tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=4)
 
 
@@ -380,14 +380,14 @@ GOOD = {'context': 'a', 'choices': ['b', 'c'], 'gold': 0}
     'row, why',
     [
         ('{"context": ', 'not JSON'),
-        ('[1]', 'of no object; expected one of'),
-        ({'context': 'a', 'choice': ['b', 'c'], 'gold': 0}, 'has the keys choice, context, gold; expected one of'),
-        ({**GOOD, 'gold': 2}, 'gold=2; expected a number from 0 to 1'),
-        ({**GOOD, 'gold': '0'}, 'gold="0"; expected a number from 0 to 1'),
-        ({**GOOD, 'choices': ['b']}, r'choices is \["b"\]; expected two texts or more'),
-        ({**GOOD, 'choices': ['b', '']}, 'an empty choice, which has no probability'),
-        ({**GOOD, 'context': 3}, 'context is 3; expected a text'),
-        ({'text': 'a'}, "has 'text', those before it have 'choices': one file holds items of one form"),
+        ('[1]', 'no object'),
+        ({'context': 'a', 'choice': ['b', 'c'], 'gold': 0}, 'choice, context, gold; '),
+        ({**GOOD, 'gold': 2}, 'gold=2; .*0 to 1'),
+        ({**GOOD, 'gold': '0'}, 'gold="0"; .*0 to 1'),
+        ({**GOOD, 'choices': ['b']}, r'choices is \["b"\]; .*two'),
+        ({**GOOD, 'choices': ['b', '']}, 'empty choice'),
+        ({**GOOD, 'context': 3}, 'context is 3; .*text'),
+        ({'text': 'a'}, "'text', .*'choices'"),
     ],
 )
 def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
@@ -415,12 +415,12 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
     results.write_text('{}\n')
     long = write_rows(tmp_path / 'long.jsonl', [GOOD, {**GOOD, 'choices': ['c', 'x' * 40]}])
     cases = [
-        ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* has 41 tokens: it is longer than the 32 tokens'),
+        ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* 41 tokens.* 32 tokens'),
         ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
         ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl'),
-        ([f'--tasks={files[0]}', '--block_size=33'], 'the model has 32 positions'),
-        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'texts, which have no answers'),
-        ([f'--tasks={files[3]}', '--protocol=core'], 'texts, which have no answers: .*--protocol=harness'),
+        ([f'--tasks={files[0]}', '--block_size=33'], ' 32 positions'),
+        ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers'),
+        ([f'--tasks={files[3]}', '--protocol=core'], 'no answers: .*--protocol=harness'),
         ([], 'no tasks'),
     ]
     for arguments, expected in cases:
@@ -438,7 +438,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path, files):
     save_model(tmp_path / 'model', 'gpt2')
     for path in (tmp_path / 'model').glob('tokenizer*'):
         path.unlink()
-    with pytest.raises(AssertionError, match=r'\[0\] error: .*/model: transformers finds no tokenizer'):
+    with pytest.raises(AssertionError, match=r'\[0\] error: .*/model: .*no tokenizer'):
         run_forked('evaluate.py', f'--out_dir={tmp_path / "model"}', f'--tasks={files[0]}', log=tmp_path / 'log')
 
 

@@ -272,8 +272,8 @@ def test_what_is_there_is_not_overwritten(export, tmp_path):
     'files, expected',
     [
         (['latest', 'global_step100/mp_rank_00_model_states.pt'], 'DeepSpeed'),
-        (['.metadata', '__0_0.distcp'], "another trainer's FSDP checkpoint"),
-        (['config.json', 'model.safetensors'], 'a transformers model already'),
+        (['.metadata', '__0_0.distcp'], 'FSDP checkpoint'),
+        (['config.json', 'model.safetensors'], 'transformers model'),
         (['notes.txt'], 'no checkpoint in'),
     ],
 )
@@ -289,7 +289,7 @@ def test_checkpoints_of_others_get_one_line(export, tmp_path, files, expected):
 def test_a_step_that_is_not_there_and_a_size_without_unit_get_one_line(export):
     with pytest.raises(ValueError, match="max_shard_size='5': expected"):
         export('llama', '--max_shard_size=5')
-    with pytest.raises(ValueError, match='step_00000002: it is not there; take another --step, there are 3$'):
+    with pytest.raises(ValueError, match='step_00000002: .*--step, .* 3$'):
         export('llama', '--step=2')
 
 

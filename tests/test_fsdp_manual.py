@@ -29,7 +29,7 @@ import fsdp_manual
 import optim
 from model import GPT, ModelConfig
 
-STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 12, 2, 24, 16
+STEPS, MICRO_STEPS, GLOBAL_BATCH, BLOCK_SIZE = 5, 2, 24, 16
 # Little here divides evenly: 30, 41, 90 rows; and on 4 ranks enoki's norms of 6 rows leave the last one none.
 GPT2 = dict(arch='gpt2', n_layer=3, n_head=3, n_embd=30, mlp_hidden_dim=41, vocab_size=97, bias=False)
 ENOKI = dict(arch='enoki', n_layer=3, n_head=5, head_dim=6, n_embd=10, mlp_hidden_dim=21, vocab_size=97)
@@ -45,7 +45,6 @@ DEFAULTS = dict(
     offload=False,
     frozen=(),
     optimizer='adamw',
-    steps=STEPS,
 )
 MATRIX = {
     f'stage{stage}_{accumulate}_{checkpointing}': dict(
@@ -83,9 +82,9 @@ SHORT += ['bf16', 'fp16', 'hsdp']  # the last one on 4 ranks
 def cases_for(world_size):
     if world_size == 2:
         return MATRIX | VARIANTS
-    if world_size == 3:  # more ranks than cores: fewer steps
+    if world_size == 3:
         few = ('enoki', 'untied', 'frozen_embedding', 'bf16', 'fp16', 'prefetch2')
-        return {name: case | dict(steps=5) for name, case in MATRIX.items()} | {name: VARIANTS[name] for name in few}
+        return MATRIX | {name: VARIANTS[name] for name in few}
     few = ('stage3_unsharded_none', 'stage2_sharded_full', 'stage1_unsharded_selective')
     cases = {name: MATRIX[name] for name in few}
     return cases | {name: VARIANTS[name] for name in ('enoki', 'bf16')} | (HSDP if world_size == 4 else {})
@@ -149,7 +148,7 @@ def batch(step, part, parts):
 
 def train(implementation, case, mesh, gradients=None, weights=None):
     """
-    {'loss': [...], 'grad_norm': [...]} of `steps` steps.
+    {'loss': [...], 'grad_norm': [...]} of STEPS steps.
 
     gradients: a dict that takes those of the first step. weights: where to begin, if not where all others do.
     """
@@ -158,7 +157,7 @@ def train(implementation, case, mesh, gradients=None, weights=None):
     valid = sum(int((batch(0, part, 1)[1] >= 0).sum()) for part in range(1))
     history = {'loss': [], 'grad_norm': []}
     scaler = torch.amp.GradScaler('cpu', init_scale=8.0, enabled=case['dtype'] == 'float16')
-    for step in range(case['steps']):
+    for step in range(STEPS):
         total = torch.zeros(())
         for micro_step in range(MICRO_STEPS):
             last = micro_step == MICRO_STEPS - 1
@@ -205,7 +204,7 @@ def train_plain(case):
 
     In float64, too, where a case asks for that.
     """
-    key = str([case[name] for name in ('model', 'dtype', 'checkpointing', 'frozen', 'optimizer', 'steps')])
+    key = str([case[name] for name in ('model', 'dtype', 'checkpointing', 'frozen', 'optimizer')])
     if key not in PLAIN:
         gradients, weights = {}, build('plain', case, None)[0].state_dict()
         with in_float64() if case['dtype'] == 'float64' else contextlib.nullcontext():
@@ -528,7 +527,7 @@ def test_the_numbers_are_those_of_fully_shard_and_of_one_process(ranks, world_si
     case = DEFAULTS | cases_for(world_size)[name]
     result = ranks[world_size][0][name]
     manual, plain = result['manual'], result['plain']
-    assert manual['loss'][-1] < manual['loss'][0] and len(manual['loss']) == case['steps']
+    assert manual['loss'][-1] < manual['loss'][0] and len(manual['loss']) == STEPS
     half = case['dtype'] != 'float32'
     assert result['gradient'] <= TIMES
     for key in ('loss', 'grad_norm'):
@@ -662,13 +661,13 @@ def mesh():
 @pytest.mark.parametrize(
     'make, blocks, options, message',
     [
-        (Pair, lambda m: [m.first], {}, 'lists 1 modules (Linear): expected all that the model has, 2'),
-        (Pair, lambda m: [m.first, m.second, m.first], {}, 'lists 3 modules'),
-        (Pair, lambda m: [], {}, 'lists 0 modules'),
-        (Pair, lambda m: [m, m.first, m.second], {}, 'none inside of another'),
-        (Pair, lambda m: [nn.Linear(4, 4)], {}, 'lists 1 modules (Linear): expected all'),
-        (lambda: Pair(tied=True), lambda m: [m.first, m.second], {}, 'second.weight is tied to a parameter of another'),
-        (lambda: Pair(scalar=True), lambda m: [m.first, m.second], {}, 'temperature is torch.float32 of shape ()'),
+        (Pair, lambda m: [m.first], {}, '1 modules (Linear): '),
+        (Pair, lambda m: [m.first, m.second, m.first], {}, '3 modules'),
+        (Pair, lambda m: [], {}, '0 modules'),
+        (Pair, lambda m: [m, m.first, m.second], {}, 'inside of another'),
+        (Pair, lambda m: [nn.Linear(4, 4)], {}, '1 modules (Linear): '),
+        (lambda: Pair(tied=True), lambda m: [m.first, m.second], {}, 'second.weight is tied '),
+        (lambda: Pair(scalar=True), lambda m: [m.first, m.second], {}, 'temperature '),
         (Pair, lambda m: [m.first, m.second], {'compute_dtype': torch.float8_e4m3fn}, 'float8_e4m3fn'),
         (Pair, lambda m: [m.first, m.second], {'zero_stage': 4}, 'zero_stage=4'),
         (Pair, lambda m: [m.first, m.second], {'prefetch': -1}, 'prefetch=-1'),
@@ -685,7 +684,7 @@ def test_what_cannot_be_sharded_gets_one_line(mesh, make, blocks, options, messa
 def test_a_model_is_sharded_once(mesh):
     model = Pair()
     fsdp_manual.shard(model, [model.first, model.second], mesh)
-    with pytest.raises(ValueError, match='first.weight is sharded already'):
+    with pytest.raises(ValueError, match='first.weight .*already'):
         fsdp_manual.shard(model, [model.first, model.second], mesh)
 
 

@@ -1,6 +1,7 @@
 """Longer contexts: YaRN and another theta, of our models and of transformers', from a run and through exports."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -207,28 +208,28 @@ def test_a_fine_tuned_model_keeps_its_longer_context(tmp_path):
 @pytest.mark.parametrize(
     ('keys', 'words'),
     [
-        (['--arch=llama', '--yarn=0.5,32'], 'yarn=0.5,32: expected a factor of 1 or more'),
-        (['--arch=llama', '--yarn=4'], 'yarn=4: expected a factor of 1 or more and the block_size before'),
-        (['--arch=llama', '--yarn=two,32'], 'yarn=two,32: expected a factor'),
-        (['--arch=llama', '--yarn=2,8', '--block_size=32'], 'reaches 16: use --yarn=4,8 or --block_size=16'),
-        (['--arch=gpt2', '--yarn=4,32'], 'the positions of gpt2 are learned'),
-        (['--arch=gpt2', '--rope_theta=5e4'], 'rope_theta=50000 with arch=gpt2, whose positions are learned'),
+        (['--arch=llama', '--yarn=0.5,32'], 'yarn=0.5,32: .*factor of 1 or more'),
+        (['--arch=llama', '--yarn=4'], 'yarn=4: .*block_size'),
+        (['--arch=llama', '--yarn=two,32'], 'yarn=two,32: .*factor'),
+        (['--arch=llama', '--yarn=2,8', '--block_size=32'], '--yarn=4,8 or --block_size=16'),
+        (['--arch=gpt2', '--yarn=4,32'], 'positions of gpt2'),
+        (['--arch=gpt2', '--rope_theta=5e4'], 'rope_theta=50000 with arch=gpt2'),
     ],
 )
 def test_a_mistake_is_one_line(keys, words, data_dir, tmp_path):
     run = [*RUN, f'--data_dir={data_dir}', '--max_iters=2', f'--out_dir={tmp_path}/out', *keys]
-    assert words in failed(tmp_path / 'log', *run)
+    assert re.search(words, failed(tmp_path / 'log', *run))
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize(
     ('kind', 'options', 'words'),
     [
-        ('llama', {'block_size': 3 * POSITIONS, 'yarn': [2]}, f'reaches {2 * POSITIONS}: use --yarn=3,{POSITIONS}'),
-        ('llama', {'block_size': 3 * POSITIONS}, f'use --block_size={POSITIONS} or less, or --yarn=3'),
-        ('gpt2', {'yarn': [2]}, 'no rotary embedding that all layers share'),
+        ('llama', {'block_size': 3 * POSITIONS, 'yarn': [2]}, f' {2 * POSITIONS}: .*--yarn=3,{POSITIONS}'),
+        ('llama', {'block_size': 3 * POSITIONS}, f'--block_size={POSITIONS} .*--yarn=3'),
+        ('gpt2', {'yarn': [2]}, 'no rotary embedding'),
         ('gpt2', {'rope_theta': 5e4}, 'rope_theta=50000'),
-        ('gemma3_text', {'yarn': [2]}, 'no rotary embedding that all layers share'),
+        ('gemma3_text', {'yarn': [2]}, 'no rotary embedding'),
     ],
 )
 def test_a_mistake_with_a_model_of_transformers(kind, options, words, tmp_path):
@@ -240,6 +241,6 @@ def test_a_scaled_context_is_not_scaled_again(tmp_path):
     rope = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
     rope |= {'original_max_position_embeddings': POSITIONS, 'rope_theta': 1e4}
     folder = save_model(tmp_path / 'llama', 'llama', rope_parameters=rope)
-    with pytest.raises(ValueError, match='has rope_type=llama3: leave it out'):
+    with pytest.raises(ValueError, match='rope_type=llama3: '):
         Pretrained(folder, yarn=[2])
     assert Pretrained(folder, rope_theta=5e5).config.rope_parameters == {**rope, 'rope_theta': 5e5}

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -94,12 +95,12 @@ def test_shares_in_words():
 @pytest.mark.parametrize(
     'text, problem',
     [
-        ('web:-1,code:2', "'web' has no share of 0 or more"),
-        ('web:0,code:0.0', 'the shares sum to 0'),
+        ('web:-1,code:2', "'web' .*share of 0 or more"),
+        ('web:0,code:0.0', 'sum to 0'),
         ('web:much', "'web' has no share"),
-        ('web:0.5,web:0.5', "'web' is there twice"),
+        ('web:0.5,web:0.5', "'web' .*twice"),
         ('web:0.5,', "'' has no share"),
-        ('web:0.123456789,code:0.5', 'too fine: round them'),
+        ('web:0.123456789,code:0.5', 'too fine'),
         ('web:0.5,bookz:0.5', 'did you mean books'),
     ],
 )
@@ -115,8 +116,8 @@ def test_a_mixture_that_cannot_be_is_refused_in_one_line(sources, text, problem)
         ((0.5, 'web'), '0.5 is no stage'),
         (((1.5, 'web'),), 'is no stage'),
         (((-3, 'web'),), 'is no stage'),
-        (((0.9, 'web'), (0.5, 'code')), r'begin at the steps \[90, 50\]'),
-        (((0.001, 'web'),), r'begin at the steps \[0\]'),
+        (((0.9, 'web'), (0.5, 'code')), r'\[90, 50\]'),
+        (((0.001, 'web'),), r'\[0\]'),
         (((0.5, 'web:0.7,code:x'),), "'code' has no share"),
     ],
 )
@@ -236,11 +237,11 @@ def test_the_plan_names_epochs_and_what_is_too_small(sources):
     lines = open_planned(sources, 'web:0.7,code:0.3', STAGES).lines()
     assert lines[:3] == ['from step 0: web 0.7, code 0.3', 'from step 40: web 0.2, books 0.8', 'from step 90: code 1']
     assert '480 samples of 46 windows, 10.43 epochs' in lines[5]
-    assert lines[6].startswith('WARNING: books is too small for its share: 10.4 epochs, and after 4 ')
+    assert re.match(r'WARNING: books .* 10.4 epochs, .*\b4 ', lines[6])
     assert not any('WARNING' in line for line in open_planned(sources, 'web:0.7,code:0.3').lines())
     assert open_planned(sources, 'web').lines() == []
     late = open_planned(sources, 'web', ((200, 'code'),)).lines()
-    assert late[1] == 'WARNING: the run ends before: from step 200: code 1'
+    assert re.match('WARNING: .* step 200: code 1$', late[1])
 
 
 def test_validation_is_over_the_same_windows_of_every_source(sources):
@@ -315,7 +316,7 @@ def test_a_run_goes_on_in_the_middle_of_a_stage_on_other_ranks_and_may_add_stage
         run(sources, out_dir, 'train_ddp.py', MIXED[0], "--dataset_stages=((9, 'web'),)", '--max_iters=18')
     both = ("dataset_stages=[[8, 'web:0.2,code:0.3,books:0.5']]", "dataset_stages=[[9, 'web']]")
     assert all(stages in str(error.value) for stages in both)
-    with pytest.raises(AssertionError, match='you ask for .*, windows=documents: use another'):
+    with pytest.raises(AssertionError, match=', windows=documents: .*--out_dir'):
         run(sources, out_dir, 'train_ddp.py', *MIXED, '--max_iters=16', '--windows=documents')
     changed = ["--dataset_stages=((8, 'web:0.2,code:0.3,books:0.5'), (17, 'code'))", '--max_iters=18']
     run(sources, out_dir, 'train_ddp.py', MIXED[0], *changed)
@@ -394,15 +395,15 @@ def test_each_token_is_a_target_once_behind_all_of_its_document_or_of_a_window(t
     n_cut = sum(end - begin > 32 for begin, end in documents)
     n_cut_in_stream = sum(begin // 32 != (end - 1) // 32 for begin, end in documents)
     n = len(documents)
-    assert f'{n} documents (train). windows=documents: {n_cut / n:.1%} are cut' in dataset.line
-    assert f'windows=stream: {n_cut_in_stream / n:.1%} are cut' in dataset.line
+    assert f'{n} documents (train). windows=documents: {n_cut / n:.1%} ' in dataset.line
+    assert f'windows=stream: {n_cut_in_stream / n:.1%} ' in dataset.line
     stream = data.open_dataset(tmp_path, 'docs', 'train', 32)
     assert stream.fingerprint != dataset.fingerprint and dataset.bytes_per_token == stream.bytes_per_token
 
 
 def test_documents_need_a_token_that_ends_them(tmp_path):
     make(tmp_path, 'docs', 500, eot_token=None)
-    with pytest.raises(ValueError, match='no eot_token .* use --windows=stream'):
+    with pytest.raises(ValueError, match='eot_token .*--windows=stream'):
         data.open_dataset(tmp_path, 'docs', 'train', 32, windows='documents')
 
 

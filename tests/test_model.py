@@ -607,7 +607,7 @@ def test_selective_checkpointing_computes_neither_matmuls_nor_attention_again(ar
 
 
 def test_unknown_activation_checkpointing_is_refused():
-    with pytest.raises(ValueError, match='expected none, full or selective'):
+    with pytest.raises(ValueError, match='none, full or selective'):
         make_model('gpt2').checkpoint_activations('some')
 
 
@@ -834,17 +834,17 @@ def test_configuration_is_filled_in_from_the_architecture():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'arch': 'bert'}, "arch='bert': expected one of gpt2, enoki, llama, qwen3"),
-        ({'n_head': 3}, 'n_embd=40 is not a multiple of n_head=3'),
-        ({'n_kv_head': 3}, 'n_head=4 is not a multiple of n_kv_head=3'),
-        ({'n_layer': 0}, 'n_layer=0: expected 1 or more'),
+        ({'arch': 'bert'}, "arch='bert': .*gpt2, enoki, llama, qwen3"),
+        ({'n_head': 3}, 'n_embd=40 .*n_head=3'),
+        ({'n_kv_head': 3}, 'n_head=4 .*n_kv_head=3'),
+        ({'n_layer': 0}, 'n_layer=0: .*1'),
         ({'vocab_size': None}, 'vocab_size=None'),
-        ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: expected an even number'),
+        ({'arch': 'llama', 'head_dim': 7}, 'head_dim=7: .*even'),
         ({'attention_gate': True}, 'only qwen3'),
-        ({'parametrization': 'mup'}, "base_width=None with parametrization='mup': expected the n_embd where the"),
-        ({'base_width': 20}, r"base_width=20 with parametrization='standard': .*--parametrization=mup or completep"),
-        ({'parametrization': 'mup', 'base_width': 20, 'base_depth': 1}, 'base_depth=1 .* expected the n_layer where'),
-        ({'parametrization': 'completep', 'base_width': 20, 'base_depth': 0}, 'base_depth=0: expected 1 or more'),
+        ({'parametrization': 'mup'}, "base_width=None with parametrization='mup': .*n_embd"),
+        ({'base_width': 20}, "base_width=20 with parametrization='standard': .*--parametrization=mup"),
+        ({'parametrization': 'mup', 'base_width': 20, 'base_depth': 1}, 'base_depth=1 .*n_layer'),
+        ({'parametrization': 'completep', 'base_width': 20, 'base_depth': 0}, 'base_depth=0: .*1'),
         ({'dropout': 1.0}, 'dropout=1.0'),
         ({'z_loss': -1.0}, 'z_loss=-1.0'),
     ],
@@ -857,7 +857,7 @@ def test_impossible_configurations_are_refused_in_one_line(changes, message):
 
 def test_more_tokens_than_block_size_and_empty_prompts_are_refused():
     model = make_model('gpt2')
-    with pytest.raises(ValueError, match='25 tokens are more than block_size=24'):
+    with pytest.raises(ValueError, match='25 tokens .*block_size=24'):
         model(make_tokens(1, 25))
     with pytest.raises(ValueError, match='empty prompt'):
         sampling.generate(model, make_tokens(1, 0), 5)

@@ -1,6 +1,7 @@
 """What a new user does first: quickstart.sh on a fresh clone, and the environment it makes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_a_torch_that_is_there_is_borrowed_and_only_the_rest_is_installed_once(c
     first = bash('-c', show, folder=tmp_path, **env)
     assert first.stdout.split() == [str(tmp_path / '.venv'), torch.__file__], first.stderr
     assert 'borrowing the torch' in first.stderr
-    assert 'installing tiny_package>=1.0 (up to 0.2 GB to download, which takes minutes; ' in first.stderr
+    assert re.search(r'tiny_package>=1.0 .*0.2 GB', first.stderr)
     second = bash('-c', show, folder=tmp_path, **env)
     assert second.stdout == first.stdout and second.stderr == ''
 
@@ -116,7 +117,7 @@ def test_an_old_python_gets_one_clear_line(clone, tmp_path):
         (tmp_path / name).chmod(0o755)
     result = bash('-c', 'source setup_env.sh', folder=clone, PATH=f'{tmp_path}:{os.environ["PATH"]}')
     assert result.returncode == 1
-    assert result.stderr == '[setup] error: Python 3.10 to 3.13 needed, found Python 3.8.1\n'
+    assert re.fullmatch(r'\[setup\] error: .*3\.10 .*3\.13 .*3\.8\.1\n', result.stderr)
 
 
 @pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')

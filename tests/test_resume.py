@@ -172,7 +172,7 @@ def test_a_finished_run_says_so_and_a_larger_max_iters_continues_it(runs, data_d
     shutil.copytree(runs / 'ddp', runs / 'longer')
     keys = arguments(data_dir, runs / 'longer', '--max_iters=22', '--batch_size=6')
     said = run_forked('train_ddp.py', *keys, log=runs / 'longer.log')
-    assert 'changed since step 20: ' in said and 'max_iters 20 -> 22' in said
+    assert re.search('step 20: .*max_iters 20 -> 22', said)
     assert column(runs / 'longer', 'step') == list(range(1, 23))
     assert (runs / 'longer' / 'DONE').read_text().strip() == '22'
 
@@ -203,7 +203,7 @@ def test_a_file_named_stop_ends_a_run_on_all_ranks_with_nothing_lost(runs, data_
     out_dir.mkdir()
     (out_dir / 'STOP').touch()  # before the first step
     first = run_forked(script, *keys, nproc=2, log=runs / 'first.log')
-    assert int((out_dir / 'PREEMPTED').read_text()) == 0 and 'stopped as asked (there is a file' in first
+    assert int((out_dir / 'PREEMPTED').read_text()) == 0 and 'stopped as asked (' in first
     assert not (out_dir / 'STOP').exists() and not (out_dir / 'DONE').exists()
     second = run_forked(script, *keys, nproc=2, log=runs / 'second.log')
     assert 'starting from scratch' in second and (out_dir / 'DONE').exists()

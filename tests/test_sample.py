@@ -129,13 +129,13 @@ def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
 @pytest.mark.parametrize(
     'arguments, expected',
     [
-        (['--step=3'], 'there are 4, 2$'),
+        (['--step=3'], ' 4, 2$'),
         (['--data_dir=elsewhere'], '--data_dir=FOLDER'),
         (['--tokenizer=gpt3'], 'gpt2'),
         (['--num_samples=0'], 'num_samples=0'),
         (['--top_p=1.5'], 'top_p=1.5'),
         (['--prompt=FILE:none.txt'], 'none.txt'),
-        (['--chat'], 'was trained from scratch, on text alone: leave --chat out'),
+        (['--chat'], 'leave --chat out'),
         (['--system=Be brief.'], 'leave --system out'),
     ],
 )

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from short import slow_but
 from streams import Checker, Event, Stream, load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,16 +94,22 @@ def train_sharded(
     return checker
 
 
-@pytest.mark.parametrize(
-    'case',
-    slow_but([True], [
-        {}, {'stage': 2}, {'stage': 1}, {'prefetch': 0}, {'prefetch': 2}, {'accumulate': 'sharded'},
-        {'mode': 'full'}, {'mode': 'full', 'stage': 2, 'prefetch': 2}, {'per_unit': 2}, {'hsdp': True},
-        {'hsdp': True, 'accumulate': 'sharded', 'stage': 1}, {'ranks': 1}, {'ranks': 1, 'stage': 1, 'mode': 'full'},
-        {'offload': True}, {'offload': True, 'accumulate': 'sharded'}, {'offload': True, 'ranks': 1},
-    ], lambda case: len(case) < 2),
-    ids=lambda case: ' '.join(f'{key}={value}' for key, value in case.items()) or 'default',
-)  # fmt: skip
+def sharding(**case):
+    """Arguments of train_sharded(); a case that changes several things at once is slow."""
+    name = ' '.join(f'{key}={value}' for key, value in case.items()) or 'default'
+    return pytest.param(case, id=name, marks=pytest.mark.slow if len(case) > 1 else ())
+
+
+SHARDING = [
+    sharding(), sharding(stage=2), sharding(stage=1), sharding(prefetch=0), sharding(prefetch=2),
+    sharding(accumulate='sharded'), sharding(mode='full'), sharding(mode='full', stage=2, prefetch=2),
+    sharding(per_unit=2), sharding(hsdp=True), sharding(hsdp=True, accumulate='sharded', stage=1),
+    sharding(ranks=1), sharding(ranks=1, stage=1, mode='full'), sharding(offload=True),
+    sharding(offload=True, accumulate='sharded'), sharding(offload=True, ranks=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('case', SHARDING)
 def test_sharding_has_no_race(fake_group, case):
     fake_group(case.get('ranks', 4))
     assert_faults(train_sharded(**case), removed=False)

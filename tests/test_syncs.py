@@ -3,11 +3,9 @@ While a GPU computes, the host queues what comes next. Where the host asks for a
 between two lines of the log nothing is read but what is on the host anyway, or was computed a step ago.
 """
 
-import json
-
 import pytest
 import torch
-from launch import run_script
+from launch import run_many
 
 import data
 import optim
@@ -23,9 +21,11 @@ ON_THE_HOST = {
 }
 
 
-def reads_of(script, *more):
-    result = run_script('tests/host_reads.py', script, *TINY, f'--max_iters={STEPS}', *more, nproc=2)
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{')]
+def reads_of(folder, script, *more):
+    """[{line of ours: how often it has read a tensor}] of two ranks."""
+    arguments = [*TINY, f'--max_iters={STEPS}', f'--out_dir={folder}', *more]
+    case = {'name': 'run', 'script': script, 'arguments': arguments, 'reads': True}
+    return run_many([case], 2, folder)['run']['reads']
 
 
 COUNTS = {'optim.py: if skip.item():': STEPS - 1}  # whether the step before was skipped, copied as the loss above
@@ -42,7 +42,7 @@ WAITS = {'optim.py: if not on_device and bool(skip):': STEPS}
     ],
 )
 def test_between_two_lines_of_the_log_the_host_reads_nothing_of_the_step(run, reads, tmp_path):
-    for places in reads_of(*run, f'--out_dir={tmp_path}'):
+    for places in reads_of(tmp_path, *run):
         at_logging = [
             'watch.py: row[name] = value.item() if isinstance(value, torch.Tensor) else value',
             'meter.py: peaks, costs, seconds = ranks.T.tolist()',
@@ -51,7 +51,7 @@ def test_between_two_lines_of_the_log_the_host_reads_nothing_of_the_step(run, re
 
 
 def test_within_a_round_of_diloco_it_does_not_either(tmp_path):
-    for places in reads_of('train_diloco.py', '--num_replicas=2', '--inner_steps=5', f'--out_dir={tmp_path}'):
+    for places in reads_of(tmp_path, 'train_diloco.py', '--num_replicas=2', '--inner_steps=5'):
         in_each_step = {place: times for place, times in places.items() if times >= STEPS}
         assert {*in_each_step} <= {*ON_THE_HOST} and len(in_each_step) < len(places), places
 
@@ -60,7 +60,7 @@ SUMS = 'meter.py: peaks, costs, seconds = ranks.T.tolist()'
 
 
 def test_nor_does_it_in_a_pipeline(tmp_path):
-    for places in reads_of('train_pipeline.py', f'--out_dir={tmp_path}'):
+    for places in reads_of(tmp_path, 'train_pipeline.py'):
         in_each_step = {
             place: times for place, times in places.items() if times >= STEPS - 1
         }  # the first may not count
@@ -71,7 +71,7 @@ def test_nor_does_it_in_a_pipeline(tmp_path):
 def test_nor_where_ranks_share_sequences_of_several_documents(data_dir, tmp_path):
     """The host knows where documents begin: it need not ask the device for what it has sent there."""
     keys = ['--dataset=tiny', f'--data_dir={data_dir}', '--windows=documents', '--context_parallel=2', '--arch=llama']
-    for places in reads_of('train_fsdp.py', *keys, '--vocab_size=257', f'--out_dir={tmp_path}'):
+    for places in reads_of(tmp_path, 'train_fsdp.py', *keys, '--vocab_size=257'):
         in_each_step = {place: times for place, times in places.items() if times >= STEPS}
         assert {*in_each_step} <= {*ON_THE_HOST, *COUNTS} and SUMS in places, places
 

@@ -3,6 +3,7 @@
 Ranks run all cases once and return what each of them saw; the tests read that.
 """
 
+import re
 import types
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, run_function, run_many, run_ranks
+from launch import TINY_MODEL, TINY_RUN, TINY_SYNTHETIC, Job, refusals, run_function, run_many
 from outputs import column
 from precision import TIMES, apart, assert_same_run, error, in_float64, times_further
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -478,7 +479,7 @@ def test_one_nan_in_one_gradient_of_one_rank_costs_one_step_on_all(tmp_path):
     keys += ['--keep_checkpoints=9', f'--out_dir={tmp_path / "run"}']
     job = Job('train_fsdp.py', keys, 2, tmp_path / 'log', {'kind': 'nan', 'rank': 1, 'step': 3})
     assert job.wait() == [0, 0], job.text()
-    assert 'WARNING: gradient not finite on ranks 0, 1 at step 3: the step is skipped' in job.text()  # a norm of all
+    assert re.search('WARNING: gradient .*ranks 0, 1 .*step 3: .*skipped', job.text())  # a norm of all
     before, after, later = (
         checkpoint.load_weights(f'{tmp_path}/run/checkpoints/step_0000000{step}')[0] for step in (2, 3, 4)
     )
@@ -506,22 +507,21 @@ def test_an_overflow_in_fp16_on_one_rank_costs_one_step_on_all(tmp_path):
 
 def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=synthetic', '--vocab_size=97', f'--out_dir={tmp_path}/out']
-    for ended in run_ranks([['train_fsdp.py', *keys, '--tensor_parallel=2', '--mlp_hidden_dim=57']] * 2):
-        (line,) = ended.stderr.splitlines()
-        assert ended.returncode == 1 and 'error: tensor_parallel=2 does not divide mlp_hidden_dim=57' in line, ended
+    for line in refusals([['train_fsdp.py', *keys, '--tensor_parallel=2', '--mlp_hidden_dim=57']] * 2):
+        assert re.match('error: tensor_parallel=2 .*mlp_hidden_dim=57', line)
     assert not (tmp_path / 'out').exists()
 
 
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        (dict(n_head=6, n_kv_head=6), 'does not divide n_head=6: all sizes of this model divide by 1 or 2$'),
-        (dict(n_kv_head=2), 'does not divide n_kv_head=2: all sizes of this model divide by 1 or 2$'),
-        (dict(block_size=36, context_parallel=2), 'a rank, block_size / context_parallel=2, =18'),
-        (dict(tensor_parallel=3), 'does not divide n_head=4'),
+        (dict(n_head=6, n_kv_head=6), ' n_head=6: .* 1 or 2$'),
+        (dict(n_kv_head=2), ' n_kv_head=2: .* 1 or 2$'),
+        (dict(block_size=36, context_parallel=2), 'block_size / context_parallel=2, =18'),
+        (dict(tensor_parallel=3), ' n_head=4'),
         (dict(tensor_parallel=128, n_head=128, n_kv_head=128, mlp_hidden_dim=128, block_size=128, vocab_size=64),
-         'the padded vocabulary of vocab_size=64, =64'),
-        (dict(optimizer='muon'), 'whole matrices: use adamw'),
+         'vocab_size=64, =64'),
+        (dict(optimizer='muon'), 'muon.* adamw'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
@@ -534,9 +534,9 @@ def test_what_does_not_fit_is_refused_with_what_would(changes, message):
 
 def test_models_of_transformers_are_refused_and_ranks_have_to_divide():
     config = types.SimpleNamespace(tensor_parallel=2)
-    with pytest.raises(ValueError, match='models of transformers are not cut'):
+    with pytest.raises(ValueError, match='transformers .*cut'):
         meshes.check_tensor_parallel(config, 'a Pretrained')
     keys = {'context_parallel': 2, 'block_size': 32, 'dropout': 0.0}
     assert meshes.ranks_for_batches(keys | {'tensor_parallel': 2}, 8) == 2
-    with pytest.raises(ValueError, match='tensor_parallel=3 does not divide 4 ranks: use one of 1, 2, 4'):
+    with pytest.raises(ValueError, match='tensor_parallel=3 .* 4 ranks: .* 1, 2, 4'):
         meshes.ranks_for_batches(keys | {'tensor_parallel': 3}, 8)

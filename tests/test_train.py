@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 
 import pytest
@@ -346,7 +347,7 @@ def test_a_negative_number_of_checkpoints_is_refused_in_one_line(data_dir, tmp_p
     result = run_script('train_ddp.py', *arguments(data_dir, tmp_path, '--keep_checkpoints=-1'), check=False)
     errors = [line for line in (result.stdout + result.stderr).splitlines() if 'error: ' in line]
     assert result.returncode != 0 and len(errors) == 1 and 'Traceback' not in result.stderr
-    assert 'keep_checkpoints=-1, permanent_interval=0: expected 0 (none) or more' in errors[0]
+    assert re.search('keep_checkpoints=-1, permanent_interval=0: .* 0 ', errors[0])
 
 
 @pytest.mark.slow

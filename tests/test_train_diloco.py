@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_many, run_ranks, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, refusals, run_forked, run_many, run_script
 from outputs import column, metrics
 from precision import apart, assert_same_run
 from prepared import eval_batches, only
@@ -678,19 +678,13 @@ def start_by_hand(ranks, script='train_diloco.py', local=None, world_size=None, 
     """One process for each list of arguments in `ranks`, with the environment a launcher would give it.
 
     local: {rank: LOCAL_WORLD_SIZE} where it is not 1. first: the rank of the first process.
-    Returns [the line of each process that says why it ended]: they end with code 1, one such line, and no traceback.
+    Returns [the line of each process that says why it ended].
     """
-    local, lines = local or {}, []
-    of_all = {'LOCAL_RANK': 0, 'WORLD_SIZE': world_size or len(ranks)}
-    numbers = range(first, first + len(ranks))
-    places = [{**of_all, 'RANK': rank, 'LOCAL_WORLD_SIZE': local.get(rank, 1)} for rank in numbers]
-    for rank, ended in zip(numbers, run_ranks([[script, *keys] for keys in ranks], places), strict=True):
-        output = ended.stdout + ended.stderr
-        assert ended.returncode == 1 and 'Traceback' not in output, output
-        of_rank = [line for line in output.splitlines() if line.startswith((f'[{rank}] error: ', f'[{rank}] stopped'))]
-        assert len(of_rank) == 1, output
-        lines.append(of_rank[0].removeprefix(f'[{rank}] error: '))
-    return lines
+    of_all, local = {'LOCAL_RANK': 0, 'WORLD_SIZE': world_size or len(ranks)}, local or {}
+    places = [
+        {**of_all, 'RANK': rank, 'LOCAL_WORLD_SIZE': local.get(rank, 1)} for rank in range(first, first + len(ranks))
+    ]
+    return refusals([[script, *keys] for keys in ranks], places)
 
 
 @pytest.mark.parametrize(
@@ -722,16 +716,16 @@ def test_the_settings_of_the_papers_fit_on_top_of_a_run(data_dir, tmp_path, conf
 def test_replicas_with_different_keys_or_data_are_refused_on_every_rank(data_dir, tmp_path):
     one = case(data_dir, tmp_path / 'out', 2)['arguments']
     for line in start_by_hand([one, [*one, '--outer_lr=0.5']]):
-        assert 'rank 1 has outer_lr=0.5, rank 0 has 0.7' in line and 'same command' in line
+        assert re.search('rank 1 .*outer_lr=0.5, rank 0 .* 0.7.*same command', line)
     for line in start_by_hand([one, [*one, '--num_replicas=1']]):
-        assert 'rank 1 has num_replicas=1, rank 0 has 2' in line
+        assert re.search('rank 1 .*num_replicas=1, rank 0 .* 2', line)
     shutil.copytree(data_dir / 'tiny', tmp_path / 'data' / 'tiny')
     shard = next((tmp_path / 'data' / 'tiny').glob('train_*.bin'))
     shard.unlink()
     (tmp_path / 'data' / 'tiny' / 'meta.json').unlink()
     shards.write_shard(shard, shards.read_shard(data_dir / 'tiny' / shard.name)[:-1000], 'uint16')
     for line in start_by_hand([one, case(tmp_path / 'data', tmp_path / 'out', 2, '--vocab_size=257')['arguments']]):
-        assert 'rank 1 has data=' in line and 'same files' in line
+        assert re.search('rank 1 .*data=.*same files', line)
 
 
 def test_a_replica_with_other_weights_is_refused_on_every_rank(data_dir, tmp_path):
@@ -751,7 +745,7 @@ runpy.run_path({str(REPO / 'train_diloco.py')!r}, run_name='__main__')
 """)
     keys = case(data_dir, tmp_path / 'out', 2)['arguments']
     for line in start_by_hand([keys, keys], script=wrapper):
-        assert 'replica 1 starts from other weights than replica 0' in line and 'same checkpoint' in line
+        assert re.search('replica 1 .*weights .*replica 0.*same checkpoint', line)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_any_keys_of_any_runs_are_drawn_a_panel_each_and_an_unknown_one_names_th
     assert [list(line.get_ydata()) for line in norms.lines] == [[1, 1], [0.5]] and norms.get_ylabel() == 'grad_norm'
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in bits.lines] == [([], []), ([200], [2.5])]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [str(run) for run in runs]
-    with pytest.raises(ValueError, match='keys=norm: .* expected some of grad_norm, loss, step, tokens, val_bpb'):
+    with pytest.raises(ValueError, match='keys=norm: .*grad_norm, loss, step, tokens, val_bpb'):
         plots.plot_keys(runs, ['norm'], tmp_path / 'x.png')
 
 
@@ -77,9 +77,9 @@ def test_any_keys_of_any_runs_are_drawn_a_panel_each_and_an_unknown_one_names_th
     'text, message',
     [
         (None, 'does not exist'),
-        ('', 'has no row yet'),
+        ('', 'has no row'),
         ('{"step": 1}\n{"step"\n', 'line 2'),
-        ('3\n', 'is damaged: expected a JSON object'),
+        ('3\n', 'damaged'),
     ],
 )
 def test_nothing_to_plot_is_one_line(tmp_path, text, message):

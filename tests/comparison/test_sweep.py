@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def test_the_best_rate_is_the_parabolas_and_an_edge_is_called_one():
 
 
 def test_too_few_points_are_one_line():
-    with pytest.raises(ValueError, match='needs 5 runs of 3 different sizes or more, given 6 of 2'):
+    with pytest.raises(ValueError, match='5 runs .*3 .*6 of 2'):
         laws.fit_law({'compute': [1, 1, 1, 2, 2, 2]}, [3, 3, 3, 2, 2, 2])
     with pytest.raises(ValueError, match='too few for an interval'):
         laws.resampled(law_of, [(1.0, 2.0)] * 8, numbers=3)
@@ -159,19 +160,14 @@ def row(label, losses, best, edge='', size=''):
 
 def test_a_sweep_says_what_to_take_whether_one_is_better_and_what_to_doubt():
     said = sweep.facts([row('a', [3.0, 3.02], 2e-3), row('b', [2.5, 2.52], 4e-3, 'upper'), row('c', [], 1e-3)])
-    assert said[0] == (
-        'a: take learning_rate=0.002 (with 95% between 0.001 and 0.005); 0.002, the best tried, has validation loss '
-        '3.0100 +- 0.0100 over 2 seeds'
-    )
-    assert said[2] == 'b against a: 0.5000 lower +- 0.0141, a clear difference'
-    assert said[3:] == [
-        'WARNING: b: the best rate is the largest tried, a better one may lie beyond',
-        'WARNING: c: every run diverged, try smaller learning rates',
-    ]
+    assert re.match(r'a: .*learning_rate=0.002 .*0.001 .*0.005.* 0.002, .* 3.0100 \+- 0.0100 .*2 seeds', said[0])
+    assert re.match(r'b against a: 0.5000 lower \+- 0.0141, (?!no )', said[2])
+    assert len(said) == 5 and said[3].startswith('WARNING: b: ') and 'largest' in said[3]
+    assert said[4].startswith('WARNING: c: ') and 'diverged' in said[4] and 'smaller' in said[4]
     noisy = sweep.facts([row('a', [3.0, 3.3], 1e-3), row('b', [3.1, 3.3], 1e-3)])
-    assert noisy[-1].startswith('a against b: 0.0500 lower') and noisy[-1].endswith('no clear difference')
+    assert noisy[-1].startswith('a against b: 0.0500 lower') and ' no clear ' in noisy[-1]
     alone = sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3, size='2')])
-    assert len(alone) == 2 and 'of one seed, whose noise is not known' in alone[0]
+    assert len(alone) == 2 and 'one seed' in alone[0]
     assert sweep.facts([row('a', [3.0], 1e-3), row('b', [3.1], 1e-3)])[-1] == 'a against b: 0.1000 lower'
 
 
@@ -203,7 +199,7 @@ def test_a_sweep_runs_finds_its_best_rate_and_goes_on_where_it_was_stopped(tmp_p
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     said = process.communicate()[0]
-    assert process.returncode == 130 and 'the same command goes on' in said, said
+    assert process.returncode == 130 and 'the same command ' in said, said
     process = start(tmp_path)
     said = process.communicate()[0]
     assert process.returncode == 0, said
@@ -243,17 +239,17 @@ def test_a_job_that_is_cut_by_its_time_limit_goes_on_from_its_checkpoint(tmp_pat
             assert job.poll() is None, job.communicate()[0]
             time.sleep(0.05)
         (out / 'STOP').touch()  # as the run does itself before the end of its job
-        assert 'the same command goes on (it did not finish)' in job.communicate()[0] and job.returncode == 1
+        assert 'the same command ' in job.communicate()[0] and job.returncode == 1
 
 
 MISTAKES = {
     "sweep = {'learning_rat': [1, 2]}": 'learning_rat',
-    "sweep = {'learning_rate': [1e-3, 1e-3]}": 'several different values',
+    "sweep = {'learning_rate': [1e-3, 1e-3]}": 'different values',
     "sweep = {'learning_rate': [-1e-3]}": 'numbers above 0',
-    "sweep, nproc = {'seed': [1]}, [1, 2]": 'one of --strategies and of --nproc',
+    "sweep, nproc = {'seed': [1]}, [1, 2]": '--nproc',
     "recipes = {'a b': {}}": "recipes: 'a b'",
     "sweep, bench = {'seed': [1, 2]}, True": 'leave out --bench',
-    "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes, which have labels',
+    "sweep = {'data_dir': ['a/b', 'c']}": 'use recipes',
     "sweep, eval_iters = {'n_layer': [1]}, 0": 'compares validation losses',
     "sweep, seeds = {'n_layer': [1]}, []": 'expected a seed',
 }

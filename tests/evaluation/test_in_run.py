@@ -152,7 +152,7 @@ def test_a_resumed_run_may_ask_for_other_tasks(runs, files, data_dir, tmp_path):
         text = run_forked(
             script, *keys, f'--eval_tasks={files[2]}', '--lr_decay_iters=5', nproc=2, log=tmp_path / 'log'
         )
-        assert 'changed since step 3: ' in text and 'eval_tasks' in text
+        assert re.search('changed .*step 3: .*eval_tasks', text)
         rows = metrics(tmp_path / name)
         assert [row['step'] for row in rows if 'choices/acc' in row] == [3]
         assert [row['step'] for row in rows if 'words/acc' in row] == [5]
@@ -220,12 +220,12 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
     data = ['--dataset=tiny', f'--data_dir={data_dir}', *TINY_MODEL]
     cases = [
         ([*data, f'--eval_tasks={files[1]},{tmp_path}/bad.jsonl'], 'bad.jsonl, row 7: gold=2'),
-        ([*data, f'--eval_tasks={tmp_path}/long.jsonl'], 'long.jsonl, row 1: .* longer than the 32 tokens'),
+        ([*data, f'--eval_tasks={tmp_path}/long.jsonl'], 'long.jsonl, row 1: .* 32 tokens'),
         ([*data, f'--eval_tasks={tmp_path}/none.jsonl'], 'none.jsonl'),
-        ([*data, f'--eval_tasks={files[0]},{tmp_path}/choices.jsonl'], 'two files of tasks are called choices'),
+        ([*data, f'--eval_tasks={files[0]},{tmp_path}/choices.jsonl'], 'two files .*choices'),
         (['--dataset=synthetic', '--vocab_size=257', *TINY_MODEL, f'--eval_tasks={files[0]}'],
-         'eval_tasks needs the tokenizer of dataset=synthetic: .*meta.json is missing'),
-        (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'finds no tokenizer'),
+         'eval_tasks .*dataset=synthetic: .*meta.json'),
+        (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
     ]  # fmt: skip
     for keys, expected in cases:
         for rank in run_ranks([[script, *RUN, *keys, f'--out_dir={tmp_path / "out"}']] * 2):

@@ -194,7 +194,7 @@ def test_measured_links_are_taken_as_they_are():
         step_time.cpu_cluster(4, 4, cores=2, gb=8), rows('all ranks', 4, 1e-4, 1e9)
     )
     assert one_node.within.bandwidth == pytest.approx(1e9, rel=0.01)
-    with pytest.raises(ValueError, match='links: nothing of .* measure on nodes of 4 ranks'):
+    with pytest.raises(ValueError, match='links: .* nodes of 4 ranks'):
         step_time.with_measured_links(step_time.cpu_cluster(8, 4, cores=1, gb=8), measured[:2])
 
 
@@ -298,7 +298,7 @@ def test_compare_prints_the_table_the_reason_and_the_command():
     keys = [f'--{key}={value}' for key, value in {**KEYS, 'global_batch_size': 4}.items()]
     said = run_script('compare.py', '--plan', '--gpus=4', '--node_gpus=2', '--gpu=a100', *keys).stdout
     title, table, reason, command = said.strip().split('\n\n')
-    assert title.startswith('4 ranks of a100, 2 on each node; speed assumed, links assumed')
+    assert title.startswith('4 ranks of a100, 2 on each node; ') and title.count('assumed') == 2
     first = table.splitlines()[2].split('|')[1].strip()
     assert reason.startswith(f'{first} is first: of ') and reason.count('. ') == 0
     script = re.fullmatch(r'torchrun --nnodes=2 --nproc_per_node=2 (train_\w+\.py) (.*)', command)
@@ -308,19 +308,19 @@ def test_compare_prints_the_table_the_reason_and_the_command():
 @pytest.mark.parametrize(
     ('changes', 'keys', 'said'),
     [
-        ({'gpu': 'tpu'}, {}, "gpu='tpu': expected h100, h200, a100, or cpu"),
-        ({'gpus': 12, 'node_gpus': 8}, {}, 'gpus=12 on nodes of node_gpus=8: .* --gpus=8 or 16'),
+        ({'gpu': 'tpu'}, {}, "gpu='tpu': .*h100, h200, a100"),
+        ({'gpus': 12, 'node_gpus': 8}, {}, 'gpus=12 .*node_gpus=8: .*--gpus=8 or 16'),
         pytest.param(
             {'gpu_gb': 0.001},
             {},
-            r'nothing fits 0.001 GB .* nearest with \d+\.\d GB.* use more --gpus',
+            r'0.001 GB .* \d+\.\d GB.* --gpus',
             marks=pytest.mark.slow,
         ),
-        ({'gpu': 'cpu'}, {}, 'gpu=cpu has no speed to assume: give --measured'),
-        ({'measured': ['nowhere']}, {}, 'measured=nowhere: expected the out_dir of a finished run of one process'),
-        ({}, {'global_batch_size': None}, 'global_batch_size is not known'),
-        ({}, {'vocab_size': None, 'dataset': 'nowhere'}, 'vocab_size is not known'),
-        ({}, {'init_from': 'models/x'}, 'init_from=models/x: --plan knows'),
+        ({'gpu': 'cpu'}, {}, 'gpu=cpu .*--measured'),
+        ({'measured': ['nowhere']}, {}, 'measured=nowhere: .*out_dir'),
+        ({}, {'global_batch_size': None}, 'global_batch_size .*not known'),
+        ({}, {'vocab_size': None, 'dataset': 'nowhere'}, 'vocab_size .*not known'),
+        ({}, {'init_from': 'models/x'}, 'init_from=models/x: '),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(changes, keys, said):

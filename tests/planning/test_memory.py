@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 import statistics
 import weakref
 
@@ -528,8 +529,8 @@ def test_out_of_memory_advice_for_fine_tuning_is_lora_when_the_optimizer_takes_m
         config |= {'activation_checkpointing': 'full', 'block_size': 8, **strategy_keys}
         return report.out_of_memory_advice(config | model | {'block_size': 8}, 1, strategy)
 
-    assert 'most of it optimizer: set --lora_rank=16, or use train_fsdp.py on several GPUs, or lower' in advice({})
-    assert 'set --lora_rank=16, or set --accumulate=sharded' in advice(FSDP, 'fsdp')
+    assert re.search('optimizer: .*--lora_rank=16.* train_fsdp.py .*lower', advice({}))
+    assert re.search('--lora_rank=16.*--accumulate=sharded', advice(FSDP, 'fsdp'))
     assert 'lora_rank' not in advice({}, lora_rank=4)
     native = shape_of('gpt2', n_embd=1024, block_size=8).to_dict()
     config = config_of(
@@ -712,7 +713,7 @@ def test_a_checkpoint_of_diloco_has_the_outer_parameters_and_momentum_and_all_of
 
 def test_ranks_that_do_not_divide_are_refused_in_one_line():
     shape = shape_of('gpt2')
-    with pytest.raises(ValueError, match='replicate_size=3 does not divide 4 ranks'):
+    with pytest.raises(ValueError, match='replicate_size=3 .* 4 ranks'):
         report.dry_run(config_of(shape, **{**FSDP, 'replicate_size': 3}), shape.to_dict(), 4, 'fsdp')
 
 
@@ -721,15 +722,13 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     config = config_of(shape, batch_size=16, global_batch_size=64)
     need = sum(predicted_memory(config, shape.to_dict(), 4).values())
     advice = report.out_of_memory_advice(config | shape.to_dict(), 4, 'ddp')
-    assert f'predicted need {need / 1e9:.2f} GB per rank, most of it activations: lower batch_size=16' in advice
+    assert re.search(f' {need / 1e9:.2f} GB per rank, .*activations: .*batch_size=16', advice)
     assert '--activation_checkpointing=full' in advice and '\n' not in advice
 
     wide = shape_of('gpt2', n_embd=2048, block_size=16)
     config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full', **FSDP)
     advice = report.out_of_memory_advice(config | wide.to_dict(), 4, 'fsdp')
-    assert (
-        'most of it accumulated: set --accumulate=sharded, or set --cpu_offload=params, or lower block_size' in advice
-    )
+    assert re.search('accumulated: .*--accumulate=sharded.*--cpu_offload=params.*block_size', advice)
 
 
 def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
@@ -737,9 +736,10 @@ def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
     config = config_of(shape, dtype='bfloat16', activation_checkpointing='full', **FSDP) | {'zero_stage': 1}
     del config['accumulate'], config['fsdp_impl']
     advice = report.out_of_memory_advice(config | shape.to_dict(), 4, 'deepspeed')
-    assert 'most of it gradients: set --zero_stage=3, or set --cpu_offload=' in advice and 'accumulate' not in advice
+    assert re.search('gradients: .*--zero_stage=3.*--cpu_offload=', advice) and 'accumulate' not in advice
 
 
 def test_out_of_memory_advice_works_before_the_model_is_known():
     shape = shape_of('gpt2')
-    assert report.out_of_memory_advice(config_of(shape), 4, 'ddp') == 'lower batch_size or block_size'
+    advice = report.out_of_memory_advice(config_of(shape), 4, 'ddp')
+    assert 'batch_size' in advice and 'block_size' in advice

@@ -256,7 +256,7 @@ def test_a_key_set_to_none_is_filled():
 
 @pytest.mark.parametrize('heads', [-8, 0, 1])
 def test_heads_that_make_no_layer_are_refused(heads):
-    assert refused(heads=heads) == f"heads={heads}: expected 2 or more with arch='enoki'"
+    assert re.match(f"heads={heads}: .*2 .*arch='enoki'", refused(heads=heads))
     assert fill(arch='qwen3', heads=1)[0]['n_layer'] == 2
     assert fill({'n_layer'}, heads=1, n_layer=1)[0]['n_embd'] == 64
 
@@ -264,16 +264,13 @@ def test_heads_that_make_no_layer_are_refused(heads):
 @pytest.mark.parametrize(
     ('changes', 'said'),
     [
-        ({'arch': 'gpt2'}, "arch='gpt2': expected enoki or qwen3 with heads=8"),
-        ({'optimizer': 'sgd'}, "optimizer='sgd', .*: expected one of adamw, adamw-decay, adana 0.75,.* muon, "),
-        (
-            {'optimizer': 'muon', 'lr_rule': 512},
-            'lr_rule=512: expected one of adamw, adana 0.85, dana-mk4 0.85, dana-s',
-        ),
+        ({'arch': 'gpt2'}, "arch='gpt2': .*enoki or qwen3 .*heads=8"),
+        ({'optimizer': 'sgd'}, "optimizer='sgd', .*: .*adamw, adamw-decay, adana 0.75,.* muon, "),
+        ({'optimizer': 'muon', 'lr_rule': 512}, 'lr_rule=512: .*adamw, adana 0.85, dana-mk4 0.85, dana-s'),
         ({'kappa': 0.7}, 'kappa=0.7, .*adana 0.75, adana 0.8, adana 0.85, adana 0.9, .*or a --learning_rate'),
         ({'kappa': 0.8, 'optimizer': 'dana-mk4'}, 'kappa=0.8, .*dana-mk4 0.75, dana-mk4 0.85'),
-        ({'lr_rule': 64}, 'lr_rule=64: expected lr_rule=32'),
-        ({'lr_rule': 512, 'arch': 'qwen3'}, 'lr_rule=512: expected lr_rule=32'),
+        ({'lr_rule': 64}, 'lr_rule=64: .*lr_rule=32'),
+        ({'lr_rule': 512, 'arch': 'qwen3'}, 'lr_rule=512: .*lr_rule=32'),
     ],
 )
 def test_keys_without_a_rule_are_refused_with_those_that_have_one(changes, said):
@@ -282,7 +279,7 @@ def test_keys_without_a_rule_are_refused_with_those_that_have_one(changes, said)
 
 @pytest.mark.parametrize('key', ['n_layer', 'n_head', 'head_dim', 'n_embd', 'max_iters', 'learning_rate', 'wd_ts'])
 def test_a_size_that_is_not_positive_is_refused(key):
-    assert refused({key}, **{key: 0}) == f'{key}=0: expected more than 0'
+    assert re.match(f'{key}=0: .* 0$', refused({key}, **{key: 0}))
 
 
 def test_a_learning_rate_makes_up_for_a_missing_fit():
@@ -328,7 +325,7 @@ def test_the_command_line_prints_the_table_and_the_ladder():
 def test_the_command_line_refuses_in_one_line():
     refusal = command_line('--heads=0')
     assert refusal.returncode != 0
-    assert refusal.stderr.splitlines() == ["error: heads=0: expected 2 or more with arch='enoki'"]
+    assert re.fullmatch(r"error: heads=0: .*arch='enoki'\n", refusal.stderr)
 
 
 # --- config files -----------------------------------------------------------------------------------------------------

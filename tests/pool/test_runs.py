@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pool_storm
 import pytest
-from launch import TINY_MODEL, TINY_RUN, Job, run_forked, run_ranks
+from launch import TINY_MODEL, TINY_RUN, Job, refusals, run_forked
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal, s3_server
 from precision import apart, assert_same_run
@@ -106,7 +106,7 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
     (tmp_path / 'stopped' / 'STOP').touch()
     finish(jobs[0])
     jobs[1].end()
-    assert (tmp_path / 'stopped' / 'PREEMPTED').exists() and 'the same command goes on' in jobs[0].text()
+    assert (tmp_path / 'stopped' / 'PREEMPTED').exists() and 'the same command ' in jobs[0].text()
     again = [start(data_dir, tmp_path, name, *keys, nproc=nproc) for name, nproc in (('stopped', 1), ('killed', 2))]
     for job, name in zip(again, ('stopped', 'killed'), strict=True):
         finish(job)
@@ -116,7 +116,7 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
     ends = [journal(tmp_path / name)[-1]['digest'] for name in ('stopped', 'killed')]
     assert ends[0] == ends[1]
     said = run_forked('train_pool.py', *again_keys(data_dir, tmp_path, keys), '--replay', log=tmp_path / 'replay.log')
-    assert 'replay: rounds 0 to' in said and 'snapshots: equal to the bit' in said
+    assert re.search('replay: rounds 0 to .* snapshots: equal ', said)
     for name, value in weights_of(tmp_path / 'stopped', 60).items():
         assert value.equal(weights_of(tmp_path / 'killed', 60)[name]), name
 
@@ -124,10 +124,10 @@ def test_a_job_that_is_stopped_gives_what_it_has_and_one_that_is_killed_costs_it
 @pytest.mark.slow
 def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(data_dir, tmp_path):
     job = start(data_dir, tmp_path, 'alone', '--quorum=2', '--grace_s=0.5')
-    job.wait_for(lambda: 'has 1 of quorum=2 deltas, and waits for more: start jobs, or this one again' in job.text())
+    job.wait_for(lambda: re.search(' 1 of quorum=2 .*start ', job.text()))
     (tmp_path / 'alone' / 'STOP').touch()
     finish(job)
-    assert (tmp_path / 'alone' / 'PREEMPTED').exists() and 'the same command goes on' in job.text()
+    assert (tmp_path / 'alone' / 'PREEMPTED').exists() and 'the same command ' in job.text()
     finish(start(data_dir, tmp_path, 'alone', '--grace_s=0.5'))  # what it had given counts
     rows = journal(tmp_path / 'alone')
     assert_counted_once(rows, steps=STEPS, replicas=2)
@@ -202,20 +202,20 @@ def test_a_plan_measures_the_store_leaves_nothing_there_and_compares_itself_with
     for up, down, row in lives:
         for share, undisturbed in zip(row.replace('%', '').split(), float32, strict=True):
             assert 0 < float(share) <= undisturbed * int(up) / (int(up) + int(down) / 60) + 0.1
-    assert re.search(r'plan: rounds of 10 steps: predicted [\d.]+ s \+ exchange [\d.]+ s, measured ', table), table
+    assert re.search(r' rounds of 10 steps: .*predicted [\d.]+ s .*exchange [\d.]+ s, .*measured ', table), table
 
 
 @pytest.mark.parametrize(
     'keys, words',
     [
-        (['--num_fragments=3'], ['--num_fragments is not a key of train_pool.py: train_diloco.py has it']),
+        (['--num_fragments=3'], ['--num_fragments', 'train_diloco.py']),
         (['--quorum=0'], ['quorum=0']),
-        (['--learning_rate=2e-3'], ['the pool has learning_rate=0.003, this job has 0.002']),
-        (['--n_layer=2'], ['the pool has n_layer=3, this job has 2']),
-        (['--num_replicas=3'], ['the pool has num_replicas=2, this job has 3']),
+        (['--learning_rate=2e-3'], ['learning_rate=0.003, ', ' 0.002']),
+        (['--n_layer=2'], ['n_layer=3, ', ' 2']),
+        (['--num_replicas=3'], ['num_replicas=2, ', ' 3']),
         (['--exchange={folder}/other', '--num_replicas=0'], ['--num_replicas=8']),
-        (['--exchange={folder}/first/pool'], ['inside of', 'first, the out_dir of a run']),
-        (['--exchange=nowhere://bucket'], ['exchange=nowhere://bucket: ', 'expected a folder']),
+        (['--exchange={folder}/first/pool'], ['/first/pool', '/first, ']),
+        (['--exchange=nowhere://bucket'], ['exchange=nowhere://bucket: ']),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
@@ -223,10 +223,7 @@ def test_mistakes_are_one_line_on_every_rank_and_leave_the_pool_as_it_was(data_d
     before = sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path))
     keys = [key.format(folder=a_pool.parent) for key in keys]
     keys = arguments(data_dir, tmp_path / 'out', f'--exchange={a_pool}', '--num_replicas=2', '--batch_size=1', *keys)
-    for rank, ended in enumerate(run_ranks([['train_pool.py', *keys]] * 2)):
-        output = ended.stdout + ended.stderr
-        assert ended.returncode in (1, 2) and 'Traceback' not in output, output
-        (line,) = [line for line in output.splitlines() if line.startswith(f'[{rank}] error: ')]
+    for line in refusals([['train_pool.py', *keys]] * 2):
         assert all(word in line for word in words), line
     assert sorted(path for path in a_pool.rglob('*') if 'alive' not in str(path)) == before
 

@@ -1,5 +1,7 @@
 """batches.py: batches that divide and those that do not, epochs, and what is legal but hardly meant."""
 
+import re
+
 import pytest
 
 import meshes
@@ -32,22 +34,22 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
     config |= {'lr_schedule': 'cosine', 'lr_decay_iters': None, 'min_lr': 0.0}
     assert batches.cautions(config, n_windows=1000) == []
     for changes, said in (
-        ({'eval_iters': -1}, 'eval_iters=-1: expected 1 or more'),
-        ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: expected 1 or more'),
-        ({'trace_step': -3}, 'trace_step=-3: expected 1 to max_iters=1000, or 0'),
+        ({'eval_iters': -1}, 'eval_iters=-1: .*1'),
+        ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: .*1'),
+        ({'trace_step': -3}, 'trace_step=-3: .*max_iters=1000'),
     ):
         with pytest.raises(ValueError, match=said):
             batches.cautions({**config, **changes}, n_windows=1000)
     assert batches.cautions({**config, 'eval_iters': 0}, n_windows=1000) == []
     (line,) = batches.cautions({**config, 'trace_step': 1001}, n_windows=1000)
-    assert 'trace_step=1001 of max_iters=1000 steps: nothing is recorded' in line
+    assert re.search('trace_step=1001 .*max_iters=1000 ', line)
     (line,) = batches.cautions({**config, 'lr_decay_iters': 600}, n_windows=1000)
-    assert 'min_lr=0 from lr_decay_iters=600 to max_iters=1000: nothing is learned' in line
+    assert re.search('min_lr=0 .*lr_decay_iters=600 .*max_iters=1000', line)
     for changes in ({'min_lr': None}, {'lr_schedule': 'constant'}, {'lr_decay_iters': 1000}):
         assert batches.cautions({**config, 'lr_decay_iters': 600, **changes}, n_windows=1000) == []
     assert batches.cautions({**config, 'warmup_iters': 999}, n_windows=1000) == []
     (line,) = batches.cautions({**config, 'warmup_iters': 1000}, n_windows=1000)
-    assert 'warmup_iters=1000 of max_iters=1000 steps: the learning rate never reaches its peak' in line
+    assert re.search('warmup_iters=1000 .*max_iters=1000 ', line)
     assert learning_rate_at(999, 1.0, 'cosine', 1000, 1000, 0.0) < 1.0  # nor does it
 
 
@@ -55,9 +57,9 @@ def test_replicas_must_divide_the_ranks():
     fsdp = {'zero_stage': 3, 'replicate_size': 1, 'fsdp_impl': 'torch', 'blocks_per_unit': 1}
     fsdp |= {'device': 'cuda', 'dtype': 'bfloat16', 'cpu_offload': 'params'}
     assert meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 2}, 8) == 4
-    with pytest.raises(ValueError, match='replicate_size=3 does not divide 8 ranks: use one of 1, 2, 4, 8'):
+    with pytest.raises(ValueError, match='replicate_size=3 .* 8 ranks: .* 1, 2, 4, 8'):
         meshes.ranks_per_shard_group({**fsdp, 'replicate_size': 3}, 8)
-    with pytest.raises(ValueError, match='zero_stage=1: expected 3, 2 or, with --fsdp_impl=manual, 1'):
+    with pytest.raises(ValueError, match='zero_stage=1: .*--fsdp_impl=manual'):
         meshes.ranks_per_shard_group({**fsdp, 'zero_stage': 1}, 8)
     with pytest.raises(ValueError, match='cpu_offload=params with dtype=float16'):
         meshes.ranks_per_shard_group({**fsdp, 'dtype': 'float16'}, 8)
@@ -69,5 +71,5 @@ def test_epochs_are_rounded_up_to_whole_steps():
     assert batches.iterations_of_epochs(0.07, 100, 1) == 7  # 0.07 * 100 is 7.000000000000001
     assert batches.iterations_of_epochs(0.001, 30, 64) == 1
     for wrong in (0, -1, float('nan'), float('inf')):
-        with pytest.raises(ValueError, match=f'num_epochs={wrong}: expected a number above 0'):
+        with pytest.raises(ValueError, match=f'num_epochs={wrong}: '):
             batches.iterations_of_epochs(wrong, 30, 8)

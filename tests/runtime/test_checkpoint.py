@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from faults import wait_until
+from faults import flip_bit, overwrite, wait_until
 from launch import CONTEXT, fork, join_all, run_function, start_function
 from precision import apart, error
 from torch import nn
@@ -227,11 +227,11 @@ def load_into_others(out_dir):
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(runs):
     wider, half, more, fewer, partly = run_function(1, load_into_others, runs['ddp', 2][0])[0]
-    assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 6) torch.float32 here' in wider
-    assert 'model.embed.weight is (17, 5) torch.float32 in the checkpoint and (17, 5) torch.float16 here' in half
-    assert 'model.extra.bias is missing in the checkpoint and (2,) torch.float32 here' in more
-    assert 'model.unused.bias is (1,) torch.float32 in the checkpoint and missing here (2 differences in all)' in fewer
-    assert 'optim.embed.weight.exp_avg is (17, 5) torch.float32 in the checkpoint and missing here' in partly
+    assert re.search(r'model.embed.weight .*\(17, 5\) torch.float32 .*\(17, 6\) torch.float32 ', wider)
+    assert re.search(r'model.embed.weight .*\(17, 5\) torch.float32 .*\(17, 5\) torch.float16 ', half)
+    assert re.search(r'model.extra.bias .*missing in the checkpoint .*\(2,\) torch.float32 ', more)
+    assert re.search(r'model.unused.bias .*\(1,\) torch.float32 .*missing here .*\b2 ', fewer)
+    assert re.search(r'optim.embed.weight.exp_avg .*\(17, 5\) torch.float32 .*missing here', partly)
     assert not any('\n' in message for message in (wider, half, more, fewer, partly))
 
 
@@ -239,9 +239,9 @@ def test_another_configuration_is_refused_with_both_values():
     saved = {'model': {'n_layer': 4, 'sizes': [1, 2], 'old_key': 1}, 'data': 'abc', 'seed': 1}
     same = {'model': {'n_layer': 4, 'sizes': (1, 2), 'new_key': 1}, 'data': 'abc', 'seed': 1}
     checkpoint.check_identity(saved, same)
-    with pytest.raises(ValueError, match=r'the checkpoint has model.n_layer=4, you ask for 6: '):
+    with pytest.raises(ValueError, match='model.n_layer=4, .* 6: '):
         checkpoint.check_identity(saved, {**same, 'model': {'n_layer': 6}})
-    with pytest.raises(ValueError, match=r"the checkpoint has data='abc', you ask for 'xyz': "):
+    with pytest.raises(ValueError, match="data='abc', .* 'xyz': "):
         checkpoint.check_identity(saved, {**same, 'data': 'xyz'})
 
 
@@ -254,12 +254,13 @@ def test_a_resumed_run_says_what_changes_and_refuses_to_go_back():
         return begin.check_resume(saved, SimpleNamespace(**{**before, **changes}), {}, optim.learning_rate_at)
 
     assert lines() == []
-    assert lines(beta1=0.8) == ['changed since step 75: beta1 0.9 -> 0.8']
+    (changed,) = lines(beta1=0.8)
+    assert re.search(' 75: beta1 0.9 -> 0.8$', changed)
     warning, changed = lines(max_iters=300, lr_decay_iters=300)
-    assert warning == 'WARNING: the learning rate jumps from 2.50e-04 to 7.50e-04 at step 75'
-    assert changed == 'changed since step 75: lr_decay_iters 100 -> 300, max_iters 100 -> 300'
+    assert re.match('WARNING: .*learning rate .* 2.50e-04 .* 7.50e-04 .*75', warning)
+    assert changed.endswith(' 75: lr_decay_iters 100 -> 300, max_iters 100 -> 300')
     assert lines(max_iters=75)[-1].endswith('max_iters 100 -> 75')
-    with pytest.raises(ValueError, match=r'out_dir=a is at step 75, beyond max_iters=3: .* another --out_dir'):
+    with pytest.raises(ValueError, match='out_dir=a .* 75, .*max_iters=3: .*--out_dir'):
         lines(max_iters=3)
     assert lines(max_iters=3, eval_only=True)
 
@@ -275,9 +276,9 @@ def test_a_run_of_another_parametrization_or_base_is_not_resumed():
         return begin.check_resume(saved, config, identity, optim.learning_rate_at)
 
     assert resume() == []
-    with pytest.raises(ValueError, match=r'has model.base_width=16, you ask for 32: use another --out_dir'):
+    with pytest.raises(ValueError, match='model.base_width=16, .* 32: .*--out_dir'):
         resume(base_width=16)
-    with pytest.raises(ValueError, match=r"has model.parametrization='standard', you ask for 'completep'"):
+    with pytest.raises(ValueError, match="model.parametrization='standard', .* 'completep'"):
         resume(**dict.fromkeys(('parametrization', 'base_width', 'base_depth'), 'absent'))  # of an earlier version
 
 
@@ -358,35 +359,24 @@ def three_saved(tmp_path_factory):
     return out_dir
 
 
-def overwrite(path, offset, data):
-    with open(path, 'r+b') as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def flip_bit(path):
-    offset = path.stat().st_size // 2
-    overwrite(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
-
-
 FAULTS = {
     'truncated': (
         lambda folder: os.truncate(folder / '__1_0.distcp', 5000),
-        r'__1_0.distcp has 5000 bytes instead of \d',
+        r'__1_0.distcp .*5000 bytes .*\d',
     ),
-    'missing': (lambda folder: (folder / '__0_0.distcp').unlink(), '__0_0.distcp cannot be read .No such file'),
-    'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp has changed'),
-    'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp has changed'),
-    'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata has 0 bytes'),
-    'one flipped bit of the index': (lambda folder: flip_bit(folder / '.metadata'), '.metadata has changed'),
-    'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json has changed'),
+    'missing': (lambda folder: (folder / '__0_0.distcp').unlink(), '__0_0.distcp .*No such file'),
+    'one flipped bit': (lambda folder: flip_bit(folder / '__1_0.distcp'), '__1_0.distcp .*changed'),
+    'a hole': (lambda folder: overwrite(folder / '__0_0.distcp', 8192, bytes(4096)), '__0_0.distcp .*changed'),
+    'empty index': (lambda folder: os.truncate(folder / '.metadata', 0), '.metadata .*0 bytes'),
+    'one flipped bit of the index': (lambda folder: flip_bit(folder / '.metadata'), '.metadata .*changed'),
+    'other state': (lambda folder: overwrite(folder / 'state.json', 0, b'['), 'state.json .*changed'),
     'no manifest': (
         lambda folder: (folder / 'manifest.json').unlink(),
-        'manifest.json is missing or',
+        'manifest.json .*missing',
     ),
     'torn manifest': (
         lambda folder: os.truncate(folder / 'manifest.json', 100),
-        'not one .JSONDecodeError',
+        'JSONDecodeError',
     ),
     'empty manifest': (lambda folder: (folder / 'manifest.json').write_text('{"files": {}}'), r'\.metadata has'),
 }
@@ -401,7 +391,7 @@ def test_a_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_it_us
     damage(out_dir / 'checkpoints' / 'step_00000003')
     lines = []
     assert checkpoint.choose(out_dir, 'auto', lines.append) == folder_of(out_dir, 2)
-    assert any(re.search(f'step_00000003 is damaged: .*{said}', line) for line in lines), lines
+    assert any(re.search(f'step_00000003 .*damaged: .*{said}', line) for line in lines), lines
     assert sorted(os.listdir(out_dir / 'checkpoints')) == ['step_00000001', 'step_00000002', 'step_00000003.damaged']
     assert_holds(folder_of(out_dir, 2), 2)
 
@@ -480,7 +470,7 @@ def test_when_all_checkpoints_are_damaged_the_run_neither_starts_nor_loses_them(
         checkpoint.move_aside(folder_of(out_dir, step))
     with pytest.raises(ValueError, match='step_00000003.damaged'):
         checkpoint.choose(out_dir, 'auto', silent)
-    with pytest.raises(ValueError, match=f"resume='never' but out_dir={out_dir} holds a run"):
+    with pytest.raises(ValueError, match=f"resume='never' .*out_dir={out_dir} "):
         checkpoint.choose(out_dir, 'never', silent)
 
 
@@ -488,10 +478,10 @@ def test_resume_auto_must_and_never(three_saved, tmp_path):
     empty = str(tmp_path / 'empty')
     assert checkpoint.choose(empty, 'auto') is None
     assert checkpoint.choose(empty, 'never') is None
-    with pytest.raises(ValueError, match=f"resume='must' but there is no checkpoint in {empty}/checkpoints"):
+    with pytest.raises(ValueError, match=f"resume='must' .*{empty}/checkpoints"):
         checkpoint.choose(empty, 'must')
     assert checkpoint.choose(three_saved, 'must', silent) == folder_of(three_saved, 3)
-    with pytest.raises(ValueError, match=f"resume='never' but out_dir={three_saved} holds a run: use another"):
+    with pytest.raises(ValueError, match=f"resume='never' .*out_dir={three_saved} .*--resume=auto"):
         checkpoint.choose(three_saved, 'never')
 
 
@@ -563,9 +553,7 @@ def fill_the_disk(out_dir, async_save):
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(small_disk, async_save):
     messages = run_function(2, fill_the_disk, small_disk, async_save)
     for message in messages:
-        assert re.search(r'cannot write checkpoint .*step_00000002: rank \d: .*No space left on device', message), (
-            message
-        )
+        assert re.search(r'step_00000002: .*rank \d: .*No space left on device', message), message
         assert '\n' not in message
     assert checkpoint.choose(small_disk, 'must', silent) == folder_of(small_disk, 3)
     assert_holds(folder_of(small_disk, 3), 3)
@@ -587,7 +575,7 @@ def fail_on_rank_1(out_dir):
 
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path):
     for message in run_function(2, fail_on_rank_1, str(tmp_path)):
-        assert 'step_00000001: rank 1: OSError: [Errno 27] File too large' in message
+        assert re.search('step_00000001: .*rank 1: .*File too large', message)
 
 
 def fail_once(out_dir, async_save):
@@ -610,7 +598,7 @@ def fail_once(out_dir, async_save):
 @pytest.mark.parametrize('async_save', [False, True])
 def test_a_failed_save_that_the_last_one_has_made_good_is_no_error_at_the_end(tmp_path, async_save):
     ((failed, saved),) = run_function(1, fail_once, str(tmp_path), async_save)
-    assert 'step_00000001: rank 0: OSError: [Errno 27] File too large; training goes on' in failed
+    assert re.search('step_00000001: .*rank 0: .*File too large', failed)
     assert saved.startswith(f'checkpoint {folder_of(tmp_path, 2)}: ')
     assert os.listdir(tmp_path / 'checkpoints') == ['step_00000002']
 
@@ -635,8 +623,8 @@ def save_bad_weights(out_dir):
 def test_weights_that_are_no_numbers_are_refused_on_all_ranks(tmp_path):
     for messages in run_function(2, save_bad_weights, str(tmp_path)):
         for message in messages.values():
-            assert 'model.embed.weight is not finite on rank 1 at step 2: nothing is saved' in message
-            assert f'the last good checkpoint is {folder_of(tmp_path, 1)}:' in message
+            assert re.search('model.embed.weight .*not finite .*rank 1 .*step 2', message)
+            assert f' {folder_of(tmp_path, 1)}:' in message
     assert os.listdir(tmp_path / 'checkpoints') == ['step_00000001']
 
 
@@ -761,7 +749,7 @@ def save_both_ways(strategy, out_dir):
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_saving_in_the_background_saves_the_same(strategy, tmp_path):
     lines = run_function(2, save_both_ways, strategy, str(tmp_path))[0]
-    assert len(lines) == 3 and re.search(r'step_00000002: \S+ GB in \S+ s, training waited \S+ s', lines[-1])
+    assert len(lines) == 3 and re.search(r'step_00000002: \S+ GB .* waited \S+ s', lines[-1])
 
 
 def bytes_staged(strategy, out_dir):
@@ -828,9 +816,7 @@ def test_a_second_job_is_told_who_holds_the_directory_until_that_one_dies(tmp_pa
     claimed = CONTEXT.Event()
     process = fork(hold, str(tmp_path), claimed)
     assert claimed.wait(60)
-    with pytest.raises(
-        ValueError, match=f'{tmp_path} is in use by process {process.pid} on {socket.gethostname()}: stop'
-    ):
+    with pytest.raises(ValueError, match=f'{tmp_path} .*{process.pid} on {socket.gethostname()}: '):
         checkpoint.claim(tmp_path, patience_s=0.2)
     process.kill()
     checkpoint.claim(tmp_path)
@@ -850,7 +836,7 @@ def test_a_lock_of_another_machine_is_waited_for_as_its_server_may_outlive_it(tm
 
     try:
         (tmp_path / '.lock').write_text('process 12 on n9')
-        with pytest.raises(ValueError, match='in use by process 12 on n9: stop'):
+        with pytest.raises(ValueError, match='process 12 on n9: '):
             checkpoint.claim(tmp_path, patience_s=0.1, lease_s=0.2)
         checkpoint.claim(tmp_path, patience_s=0, say=die)
     finally:
@@ -863,16 +849,16 @@ def test_an_out_dir_that_cannot_be_written_is_found_before_training(tmp_path):
     checkpoint.prepare(tmp_path / 'new' / 'run')
     assert os.listdir(tmp_path / 'new' / 'run') == ['checkpoints'] and not os.listdir(tmp_path / 'new/run/checkpoints')
     (tmp_path / 'file').write_text('')
-    with pytest.raises(OSError, match='cannot write in out_dir=.*/file.*use another --out_dir'):
+    with pytest.raises(OSError, match='out_dir=.*/file.*--out_dir'):
         checkpoint.prepare(tmp_path / 'file')
-    with pytest.raises(OSError, match='cannot write in out_dir=/proc/run'):
+    with pytest.raises(OSError, match='out_dir=/proc/run'):
         checkpoint.prepare('/proc/run')
     (tmp_path / 'new/run/checkpoints').chmod(0o555)
     if os.geteuid() == 0:  # root may write anywhere
         tmp_path.chmod(0o755)
         os.seteuid(65534)
     try:
-        with pytest.raises(PermissionError, match='cannot write in out_dir=.*Permission denied'):
+        with pytest.raises(PermissionError, match='out_dir=.*Permission denied'):
             checkpoint.prepare(tmp_path / 'new' / 'run')
     finally:
         os.seteuid(os.getuid())

@@ -155,8 +155,8 @@ def test_a_run_that_always_fails_before_its_next_checkpoint_is_not_started_for_e
     job = start('ddp', out_dir, *keys, nproc=1)
     assert job.wait() == [1]
     line = errors_in(job.text())[0]
-    assert '2 starts in a row from step 5 have failed' in line and '--max_failures' in line
-    assert 'the last error: ' in line and 'gradient not finite on rank 0 at step 7' in line
+    assert re.search('2 starts .* step 5 .*--max_failures', line)
+    assert re.search('gradient .*rank 0 .*step 7', line)
     assert start('ddp', out_dir, *keys[:1], '--max_failures=0', nproc=1).wait() == [0]
 
 
@@ -178,11 +178,11 @@ def finished(tmp_path_factory):
 def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(finished, tmp_path, how):
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
-    name = faults.DAMAGE[how](path_of(out_dir, 15))
+    name = faults.damage(path_of(out_dir, 15), how)
     job = start('manual', out_dir, '--max_iters=15', '--keep_checkpoints=9')
     assert job.wait() == [0, 0], job.text()
-    assert re.search(rf'WARNING: checkpoint .*step_00000015 is damaged: .*{re.escape(name)} ', job.text())
-    assert re.search(r'step_00000015 is now .*step_00000015.damaged; going on from .*step_00000010', job.text())
+    assert re.search(rf'WARNING: .*step_00000015 .*damaged: .*{re.escape(name)} ', job.text())
+    assert re.search(r'step_00000015 .*step_00000015.damaged; .*step_00000010', job.text())
     assert re.search(r'resuming .*step_00000010 at step 10', job.text())
     assert 'step_00000015.damaged' in names_of_checkpoints(out_dir)
     assert_same_weights(out_dir, finished, 15)
@@ -194,7 +194,7 @@ def test_a_run_without_any_intact_checkpoint_stops_and_starts_nothing(finished, 
     out_dir = tmp_path / 'run'
     shutil.copytree(finished, out_dir)
     for step in (5, 10, 15):
-        faults.flip(path_of(out_dir, step))
+        faults.damage(path_of(out_dir, step), 'flip')
     job = start('manual', out_dir, '--max_iters=15')
     assert job.wait() == [1, 1]
     assert all('all checkpoints in' in line for line in errors_in(job.text()).values())
@@ -234,7 +234,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_spares_the_old_checkpoints(may
         assert job.wait() == [1, 1], job.text()
         lines = errors_in(job.text())
         assert lines.keys() == {0, 1}, job.text()
-        assert all(re.search(r'cannot write checkpoint .*No space left on device', line) for line in lines.values())
+        assert all(re.search('No space left on device', line) for line in lines.values())
         assert len(complete(tmp_path / 'run')) >= 3 and all_are_intact(tmp_path / 'run')
         assert not [name for name in names_of_checkpoints(tmp_path / 'run') if name.endswith('.tmp')]
 
@@ -247,7 +247,7 @@ def test_with_save_errors_continue_the_run_trains_on_and_ends_with_what_is_missi
         job = start('manual', tmp_path / 'run', *keys)
         assert job.wait() == [1, 1], job.text()
         assert 'step 60/60' in job.text() and metrics(tmp_path / 'run')[-1]['step'] == 60
-        assert 'training goes on (save_errors=continue), the last one is' in job.text()
+        assert 'save_errors=continue' in job.text()
         lines = errors_in(job.text())
         assert lines.keys() == {0, 1} and all('step_00000060' in line for line in lines.values()), job.text()
         assert len(complete(tmp_path / 'run')) >= 3 and all_are_intact(tmp_path / 'run')
@@ -297,7 +297,7 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
         job = start('ddp', tmp_path / 'run', '--max_iters=3')
         assert 1 in job.wait()  # the first to find it; the other one may be told to end before it has looked
         lines = errors_in(job.text())
-        assert lines and all('cannot write in out_dir=' in line for line in lines.values()), job.text()
+        assert lines and all('out_dir=' in line for line in lines.values()), job.text()
         assert 'starting from' not in job.text()
     finally:
         faults.undo(tmp_path / 'run')
@@ -318,7 +318,7 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
     job = start(strategy, out_dir, *keys, fault=fault)
     assert job.wait() == [0, 0], job.text()
     ranks = 'rank 1' if strategy == 'ddp' else r'(rank 1|ranks 0, 1)'
-    assert re.search(rf'WARNING: gradient not finite on {ranks} at step 7: the step is skipped', job.text()), job.text()
+    assert re.search(rf'WARNING: gradient .*{ranks} .*step 7: .*skipped', job.text()), job.text()
     for step in range(1, 11):
         for name, weight in weights_of(out_dir, step).items():
             assert weight.isfinite().all(), (name, step)
@@ -337,7 +337,7 @@ def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
         fault = {'kind': 'nan', 'rank': 0, 'step': 8, 'count': 2, 'ahead': ahead}
         job = start(strategy, tmp_path / name, '--max_iters=10', '--log_interval=4', '--eval_interval=5', fault=fault)
         assert job.wait() == [0, 0], job.text()
-        assert job.text().count('the step is skipped on all ranks') == 2
+        assert len(re.findall(r'step \d+: .*skipped', job.text())) == 2
     assert_same_rows(tmp_path / 'waits', tmp_path / 'ahead', ('step', 'loss', 'grad_norm', 'val_loss', 'skipped'))
     tensors = [tensors_of(path_of(tmp_path / name, 10)) for name in ('waits', 'ahead')]
     assert tensors[0].keys() == tensors[1].keys() and any(key.startswith('optim.') for key in tensors[0])
@@ -351,7 +351,7 @@ def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path / 'run', 20).values())
     state = checkpoint.read_state(str(path_of(tmp_path / 'run', 20)))
     assert [of_replica['skipped'] for of_replica in state['numbers_of_replicas']] == [0, 1]
-    assert 'gradient not finite on rank 1 at step 7' in job.text()
+    assert re.search('gradient .*rank 1 .*step 7', job.text())
 
 
 @pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual']))
@@ -362,8 +362,8 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoi
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert 'at step 9, and so 3 bad steps in a row (max_bad_steps=2)' in line
-        assert f'the last good checkpoint is {path_of(tmp_path / "run", 5)}' in line
+        assert re.search(r'step 9\b.*3 .*max_bad_steps=2', line)
+        assert str(path_of(tmp_path / 'run', 5)) in line
     assert complete(tmp_path / 'run') == [5]
 
 
@@ -375,7 +375,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, strategy):
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert re.search(r'error: model\.\S+ is not finite on rank 1 at step 10: nothing is saved', line)
+        assert re.search(r'error: model\.\S+ .*not finite .*rank 1 .*step 10\b', line)
         assert str(path_of(tmp_path / 'run', 5)) in line
     assert complete(tmp_path / 'run') == [5]
     assert names_of_checkpoints(tmp_path / 'run') == ['step_00000005']
@@ -388,7 +388,7 @@ def test_a_weight_that_changes_on_one_rank_is_found_by_checksums(tmp_path):
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}
     for line in lines.values():
-        assert 'weights of ranks 0, 1 differ after step 8' in line  # of two, nobody knows which one is right
+        assert re.search(r'ranks 0, 1 .*step 8\b', line)  # of two, nobody knows which one is right
         assert re.search(r'\(\S+ first\)', line) and str(path_of(tmp_path / 'run', 5)) in line
 
 
@@ -405,8 +405,8 @@ def compare_weights():
 
 def test_of_three_ranks_the_one_with_other_weights_is_named():
     for message in run_function(3, compare_weights):
-        assert message.startswith('weights of rank 2 differ from those of the others after step 7 (head first): ')
-        assert message.endswith('the last good checkpoint is step 5')
+        assert re.search(r'rank 2 .*step 7 .*\bhead\b', message)
+        assert message.endswith(' step 5')
 
 
 @pytest.mark.slow
@@ -453,7 +453,7 @@ def test_a_loss_far_above_the_last_128_is_a_spike_and_does_not_count_as_normal(o
     mean, sigma = sum(noise[127:255]) / 128, 0.1
     assert judge(numbers, [mean + 4 * sigma, mean + 8 * sigma, mean + 4 * sigma]) == [True, False, True]
     assert numbers.skipped == 1 and len(said) == 1
-    assert re.search(r'WARNING: loss \S+ is above \S+ \+ 6 x \S+ of the last 128 steps at step 2: .*skipped', said[0])
+    assert re.search(r'WARNING: loss \S+ .* \S+ \+ 6 x \S+ .*128 steps .*step 2: .*skipped', said[0])
     assert judge(numbers, [0.1]) == [True]  # low is no spike
     assert judge(numbers, [float('nan'), float('inf')]) == [False, False]
     assert len(numbers.losses) == 128 and max(numbers.losses) < mean + 5 * sigma  # the spike of 8 sigma is not there
@@ -486,7 +486,7 @@ def test_bad_steps_are_counted_in_a_row(one_rank):
     numbers = health.Numbers(2, False, lambda line: None, lambda: 'none')
     nan = float('nan')
     assert judge(numbers, [nan, nan, 3.0, nan, nan]) == [False, False, True, False, False]
-    with pytest.raises(ValueError, match='loss not finite on rank 0 at step 6.*last good checkpoint is none'):
+    with pytest.raises(ValueError, match='loss .*rank 0 .*step 6.*none'):
         judge(numbers, [nan], 6)
 
 
@@ -589,7 +589,7 @@ def test_patience_is_longer_in_the_first_step_and_in_a_save_and_not_after_them(t
     assert (tmp_path / 'saved_0').exists() and (tmp_path / 'saved_1').exists(), said
     assert [process.exitcode for process in processes] == [1, 1]
     for line in errors_in(said).values():
-        assert re.search(r"rank 1 made no progress for \d+ s in phase 'forward' of step 3; the others wait", line)
+        assert re.search(r"rank 1 .* \d+ s .*'forward' .*step 3\b", line)
     assert errors_in(said).keys() == {0, 1}
 
 
@@ -611,7 +611,7 @@ def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_named(tmp_path):
     assert processes[0].exitcode == 1
     assert join_all(processes, 0) == [1]
     (line,) = errors_in((tmp_path / 'said_0').read_text()).values()
-    assert re.search(r"rank 1 made no progress for \d+ s in phase 'start' of step 0; the others wait", line), line
+    assert re.search(r"rank 1 .* \d+ s .*'start' .*step 0\b", line), line
 
 
 # --- hangs: the jobs that were started first --------------------------------------------------------------------------
@@ -630,7 +630,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
     lines = errors_in(job.text())
     assert lines.keys() == {0, 1}, job.text()
     for line in lines.values():
-        assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
+        assert re.search(r"rank 1 .* (3[2-9]|[4-9]\d) s .*'data' .*step [78]\b", line), line
     assert 'stack of rank 1:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
     assert not faults.find_ranks(str(job.log.with_suffix('')))
 
@@ -643,7 +643,7 @@ def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_or_of_its_matri
     lines = [line for line in errors_in(job.text()).values() if 'no progress' in line]
     assert lines, job.text()  # of the first that has seen it; the others may find that rank's connections closed
     for line in lines:
-        assert re.search(r"rank 3 made no progress for (3[2-9]|[4-9]\d) s in phase 'data' of step [78]\b", line), line
+        assert re.search(r"rank 3 .* (3[2-9]|[4-9]\d) s .*'data' .*step [78]\b", line), line
 
 
 @pytest.mark.slow
@@ -653,6 +653,6 @@ def test_a_rank_whose_process_is_frozen_is_named_by_the_others_and_the_job_ends(
     assert job.wait() != 0
     lines = errors_in(job.text())
     assert lines.keys() == {0}, job.text()
-    assert re.search(r"rank 1 made no progress for (3[2-9]|[4-9]\d) s in phase '\w+' of step \d+", lines[0]), lines
+    assert re.search(r"rank 1 .* (3[2-9]|[4-9]\d) s .*'\w+' .*step \d+", lines[0]), lines
     assert 'stack of rank 1:' in job.text()
     assert not faults.find_ranks(str(job.log.with_suffix('')))

@@ -139,7 +139,7 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
         log.row(start_step + 1, {'loss': 3.0})
         log.close()
     said = capsys.readouterr().out
-    assert 'wandb: offline, send it with `wandb sync ' in said
+    assert '`wandb sync ' in said
     run_id = (tmp_path / 'wandb' / 'run_id').read_text()
     runs = list((tmp_path / 'wandb').glob(f'offline-run-*-{run_id}/run-{run_id}.wandb'))
     assert runs and all(b'loss' in run.read_bytes() for run in runs)  # closed is written: nothing is on its way
@@ -148,7 +148,7 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('package, key', [('wandb', 'wandb_log'), ('torch.utils.tensorboard', 'tensorboard_log')])
 def test_missing_package_is_one_line(tmp_path, monkeypatch, package, key):
     monkeypatch.setitem(sys.modules, package, None)  # what importing a missing package does
-    with pytest.raises(ValueError, match=f'{key}=True needs a package that is missing: pip install') as error:
+    with pytest.raises(ValueError, match=f'{key}=True .*pip install') as error:
         Log(tmp_path, 0, 0, 100, {**CONFIG, key: True}, set())
     assert '\n' not in str(error.value)
 

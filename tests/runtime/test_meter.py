@@ -1,38 +1,156 @@
 """meter.py: what the numbers mean, measured in real processes over gloo."""
 
-import json
 import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections import namedtuple
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_script
-from meter_ranks import DELAY, Clock
+from launch import REPO, environment, run_function
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from runtime import meter as meters
 from runtime.meter import Activity, Meter
 
 CPU = torch.device('cpu')
 MS = 1000
+DELAY = 0.5  # seconds
+PROFILED = 7  # the step that is profiled in a run of 12 with rows after the 6th and the 12th
 
 Measured = namedtuple('Measured', 'rows profiling_seconds training_seconds')
+
+
+# --- what each of two ranks measures ----------------------------------------------------------------------------------
+
+
+class Clock:
+    """In place of the module time: it stands still unless it is told to go on."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def perf_counter(self):
+        return self.seconds
+
+
+def measure(train_step, steps=12, log_interval=6):
+    """What a few steps of train_step(meter, number) come to."""
+    meter = Meter(CPU, dist.get_world_size(), tokens_per_step=1000, flops_per_token=1)
+    rows = []
+    for number in range(1, steps + 1):
+        meter.begin_step()
+        train_step(meter, number)
+        meter.end_step()
+        if number % log_interval == 0:
+            rows.append(meter.interval())
+    return Measured(rows, meter.profiling_seconds, meter.training_seconds)
+
+
+def late_collective(meter, number):
+    """Rank 1 enters the collective DELAY later than rank 0, which has nothing else to do meanwhile."""
+    meter.mark('data')
+    if dist.get_rank() == 1 and number == PROFILED:
+        time.sleep(DELAY)
+    meter.mark('update')
+    dist.all_reduce(torch.ones(10))
+
+
+def overlapped_collective(meter, number):
+    """The same, but rank 0 computes until the result is there."""
+    meter.mark('forward')
+    if dist.get_rank() == 1 and number == PROFILED:
+        time.sleep(DELAY)
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    matrix = torch.ones(600, 600)
+    while not work.is_completed():
+        matrix @ matrix
+    work.wait()
+
+
+def four_megabytes(thread):
+    """A step with an all-reduce of 4 MB, while a thread writes 10 MB to the disk."""
+
+    def step(meter, number):
+        meter.mark('update')
+        with tempfile.TemporaryFile() as file:
+            write = thread.submit(file.write, bytes(10**7))
+            dist.all_reduce(torch.ones(10**6))
+            write.result()
+
+    return step
+
+
+def training_step(wrap):
+    """A step of a small MLP, wrapped by wrap(model), that marks its phases as the train scripts do."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4)]
+    model = wrap(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(meter, number):
+        for _ in range(2):
+            meter.mark('data')
+            time.sleep(0.002)
+            meter.mark('forward')
+            loss = model(torch.randn(512, 256)).square().mean()
+            meter.mark('backward')
+            loss.backward()
+        meter.mark('update')
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fully_sharded(model):
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def measure_on_a_clock_of_its_own(step_seconds, profile_seconds, steps):
+    """Steps that take so long, and profiles that take so long to read, on a clock that goes on for nothing else."""
+    clock, read = Clock(), meters.recorded_activities
+
+    def slowly_read(profiler):
+        clock.seconds += profile_seconds
+        return read(profiler)
+
+    def step(meter, number):
+        meter.mark('update')
+        clock.seconds += step_seconds
+        dist.barrier()
+
+    with mock.patch.multiple(meters, time=clock, recorded_activities=slowly_read):
+        return measure(step, steps, log_interval=10)
+
+
+def measure_all():
+    # Three times: a busy machine can let rank 0 begin to wait late, or hold it up on its way.
+    results = {f'late {i}': measure(late_collective) for i in range(3)}
+    results |= {f'overlapped {i}': measure(overlapped_collective) for i in range(3)}
+    results['ddp'] = measure(training_step(DistributedDataParallel))
+    results['fsdp'] = measure(training_step(fully_sharded))
+    with ThreadPoolExecutor() as thread:
+        results['four megabytes'] = measure(four_megabytes(thread))
+    results['long'] = measure_on_a_clock_of_its_own(0.1, 0.02, steps=120)
+    return results
 
 
 # --- TWO RANKS --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
-    """[results of rank 0, results of rank 1], and what the processes wrote to stderr."""
-    path = tmp_path_factory.mktemp('meter') / 'results.json'
-    done = run_script('tests/runtime/meter_ranks.py', path, nproc=2)
-    results = []
-    for rank in range(2):
-        result = json.loads((path.parent / f'{path.name}.{rank}').read_text())
-        results.append({key: Measured(**value) if isinstance(value, dict) else value for key, value in result.items()})
-    return SimpleNamespace(results=results, stderr=done.stderr)
+def ranks():
+    return run_function(2, measure_all)
 
 
 def communication(measured):
@@ -52,27 +170,27 @@ def three_times(results, name):
 
 
 def test_waiting_for_a_late_rank_is_communication_and_exposed(ranks):
-    on_time, late = (three_times(result, 'late') for result in ranks.results)
+    on_time, late = (three_times(result, 'late') for result in ranks)
     assert max(exposed for _, exposed in on_time) > DELAY * MS / 2  # rank 0 does nothing else
     assert min(comm for comm, _ in late) < max(comm for comm, _ in on_time) / 2, 'the late rank waits for nobody'
 
 
 def test_communication_under_computation_is_not_exposed(ranks):
-    overlapped = three_times(ranks.results[0], 'overlapped')
+    overlapped = three_times(ranks[0], 'overlapped')
     assert max(comm for comm, _ in overlapped) > DELAY * MS / 2
     assert min(exposed / comm for comm, exposed in overlapped) < 0.5
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_both_strategies_are_measured_alike(ranks, strategy):
-    for result in ranks.results:
+    for result in ranks:
         comm, exposed = communication(result[strategy])
         assert 0 < exposed <= comm < result[strategy].training_seconds * MS
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_every_phase_of_a_step_has_its_time(ranks, strategy):
-    for row in ranks.results[0][strategy].rows:
+    for row in ranks[0][strategy].rows:
         phases = [row[f'time/{phase}'] for phase in meters.PHASES if phase != 'outer']  # that is DiLoCo's
         assert all(phases) and sum(phases) <= row['time/total'] + 0.001
         assert row['time/data'] >= 4, 'two micro-steps sleep 2 ms each'
@@ -80,26 +198,43 @@ def test_every_phase_of_a_step_has_its_time(ranks, strategy):
 
 def test_profiling_costs_less_than_one_percent(ranks):
     """Of 120 steps of 100 ms, at 20 ms a profile, on a clock that goes on for nothing else."""
-    for result in ranks.results:
+    for result in ranks:
         run = result['long']
         assert run.training_seconds == pytest.approx(12) and 0.04 <= run.profiling_seconds < 0.12
         assert sum('time/comm' in row for row in run.rows) == round(run.profiling_seconds / 0.02)
 
 
-def test_profiling_neither_prints_nor_imports_the_compiler(ranks):
-    assert 'profiler' not in ranks.stderr
-    assert not ranks.results[0]['compiler_imported']
+PROFILE_ONE_STEP = """
+import sys, torch, torch.distributed as dist
+imported_by_torch = 'torch._dynamo' in sys.modules
+from runtime.meter import Meter
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+meter = Meter(torch.device('cpu'), 1, tokens_per_step=1, flops_per_token=1, trace_step=1, out_dir=sys.argv[1])
+meter.begin_step()
+meter.mark('update')
+dist.all_reduce(torch.ones(10))
+meter.end_step()
+meter.interval()
+print('torch._dynamo' in sys.modules and not imported_by_torch)
+"""
+
+
+def test_profiling_neither_prints_nor_imports_the_compiler(tmp_path):
+    command = [sys.executable, '-c', PROFILE_ONE_STEP, str(tmp_path)]
+    result = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert (tmp_path / 'trace_rank0.json').exists(), result.stderr
+    assert result.stdout == 'False\n' and 'profiler' not in result.stderr
 
 
 @pytest.mark.skipif(not os.access('/proc/self/io', os.R_OK), reason='the system does not tell what was written')
 def test_bytes_sent_are_those_of_the_collectives_alone(ranks):
-    for result in ranks.results:
+    for result in ranks:
         for row in result['four megabytes'].rows:
             assert row['comm/sent_gb'] == pytest.approx(0.004, rel=0.001)
 
 
 def test_ranks_exchange_their_memory(ranks):
-    rows = [result['ddp'].rows[-1] for result in ranks.results]
+    rows = [result['ddp'].rows[-1] for result in ranks]
     for row in rows:
         assert (
             row['mem/rank_min_gb'] == rows[0]['mem/rank_min_gb'] <= row['mem/rank_max_gb'] == rows[0]['mem/rank_max_gb']
@@ -123,7 +258,7 @@ def one_rank():
 def clock(monkeypatch):
     """The clock that Meter reads: it stands still until a test adds to its `seconds`."""
     clock = Clock()
-    monkeypatch.setattr(meters, 'time', SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(meters, 'time', clock)
     return clock
 
 

@@ -35,7 +35,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     assert processes.choose_device('cuda:1', local_rank=0) == torch.device('cuda:1')
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
-    with pytest.raises(ValueError, match='device=cuda:1 puts 2 ranks on one GPU: --device=cuda gives each its own'):
+    with pytest.raises(ValueError, match='device=cuda:1 .*2 ranks .*--device=cuda '):
         processes.choose_device('cuda:1', local_rank=1)
     assert processes.choose_device('cuda', local_rank=1) == torch.device('cuda:1')
 
@@ -48,10 +48,10 @@ def test_a_device_that_there_is_not_is_refused():
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    with pytest.raises(ValueError, match=re.escape('GPU 2 asked for (local rank 2), this node has 2: use --nproc_per')):
+    with pytest.raises(ValueError, match='GPU 2 .*local rank 2.* 2: .*--nproc_per_node='):
         processes.choose_device('cuda', local_rank=2)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    with pytest.raises(ValueError, match='this node has 0: use --nproc_per_node=1 and --device=cpu'):
+    with pytest.raises(ValueError, match=' 0: .*--nproc_per_node=1 .*--device=cpu'):
         processes.choose_device('cuda', local_rank=0)
 
 
@@ -64,7 +64,7 @@ def test_a_driver_too_old_for_torch_does_not_mean_training_on_the_cpu(monkeypatc
     assert processes.choose_device('auto', local_rank=0) == torch.device('cpu')  # as it is here: there is no driver
     monkeypatch.setattr(torch.cuda, 'init', init)
     for device in ('auto', 'cuda'):
-        with pytest.raises(ValueError, match='built for CUDA 13.2, and the NVIDIA driver is too old .* --device=cpu'):
+        with pytest.raises(ValueError, match='CUDA 13.2.* driver .*--device=cpu'):
             processes.choose_device(device, local_rank=0)
     assert processes.choose_device('cpu', local_rank=0) == torch.device('cpu')
 
@@ -77,7 +77,7 @@ def test_bfloat16_is_refused_on_a_gpu_without_it_and_auto_does_not_choose_it(mon
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'Tesla V100')
     assert processes.choose_dtype('auto', cuda) == torch.float32
     assert processes.choose_dtype('float16', cuda) == torch.float16
-    with pytest.raises(ValueError, match='Tesla V100 has no bfloat16: --dtype=float16, or float32'):
+    with pytest.raises(ValueError, match='Tesla V100 .*bfloat16: .*--dtype=float16'):
         processes.choose_dtype('bfloat16', cuda)
 
 
@@ -198,7 +198,7 @@ def test_tf32_and_deterministic_set_what_they_say(monkeypatch):
 def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
     keys = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
     result = run_script('train_ddp.py', *keys, '--compile', '--max_iters=2', CXX='no-such-compiler')
-    assert 'compile: no C compiler is found' in result.stdout and column(tmp_path, 'step') == [1, 2]
+    assert 'no C compiler' in result.stdout and column(tmp_path, 'step') == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -16,11 +17,7 @@ from chats import (
     CHATML,
     FIRST,
     LEARNED,
-    LLAMA3,
-    MISTRAL,
-    NO_END,
     QWEN3,
-    THINKING_PROMPT,
     conversations_of,
     encoder_of,
     make_tokenizer,
@@ -45,6 +42,26 @@ CHATS = [
     ],
     [('user', 'a'), ('assistant', '\nb'), ('user', 'c'), ('assistant', 'd'), ('user', 'never answered')],
 ]
+
+LLAMA3 = """\
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{- bos_token }}\
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string + '<|eot_id|>' }}\
+{%- for message in messages %}\
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set rest = messages[1:] %}\
+{%- else %}{%- set rest = messages %}{%- endif %}{{- bos_token }}{%- for message in rest %}\
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate user/assistant') }}{%- endif %}\
+{%- if message.role == 'user' %}{%- if loop.last and system is defined %}\
+{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}{%- else %}\
+{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}{%- else %}{{- ' ' + message.content + eos_token }}\
+{%- endif %}{%- endfor %}"""
+THINKING_PROMPT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+NO_END = """\
+{%- for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
 
 
 @pytest.fixture(scope='module')
@@ -236,8 +253,8 @@ def test_a_prepared_dataset_holds_tokens_masks_and_totals(chatml, tmp_path):
     assert sorted(parts for _, parts in found) == sorted(expected)
 
     totals = meta['splits']['train']
-    assert f'learned: {totals["learned_tokens"]:,} of them' in result.stdout
-    assert f'the longest conversation has {totals["longest"]:,} tokens' in result.stdout
+    assert f'learned: {totals["learned_tokens"]:,} ' in result.stdout
+    assert re.search(f'longest .* {totals["longest"]:,} tokens', result.stdout)
     next_command = f'torchrun --nproc_per_node=4 train_fsdp.py config/sft_chat.py --init_from={chatml} --dataset=chats'
     assert f'next: {next_command} --data_dir={tmp_path}/data' in result.stdout
     text, parts = conversations_of(dataset, 'train')[0]
@@ -336,23 +353,24 @@ def test_bad_rows_are_left_out_and_counted_with_the_reason(tmp_path):
         answer for split in ('train', 'val') for _, parts in conversations_of(dataset, split) for answer in parts
     ]
     assert len(answers) == sum(role == 'assistant' for turns in many_chats(30) for role, _ in turns)
-    reasons = (
-        'rows whose messages are no list, left out (1)',
-        "rows with the unknown role 'alien', left out (1)",
-        "rows without an assistant's answer, left out (2)",
-        'rows that the chat template refuses (roles must alternate user/assistant), left out (1)',
-        'rows with a message that has no content (it has: role, content), left out (1)',
-        'rows with a message that has no role (it has: content), left out (1)',
-        f'rows that are {chat_rows.NO_CONVERSATIONS}, left out (1)',
-        'rows that are no JSON objects, left out (1)',
-    )
-    for reason in reasons:
-        assert f'{rows}: {reason}' in result.stdout
-        assert f'{rows}: {reason[:-4]}' in meta_of(dataset)['source']['notes']
-    warning = "WARNING: 9 of 39 rows (23%) are left out: rows without an assistant's answer (2); "
-    assert warning in result.stdout and meta_of(dataset)['rows_kept'] == 30
+    reasons = {
+        'messages are no list': 1,
+        "role 'alien'": 1,
+        "assistant's answer": 2,
+        r'template refuses \(roles must alternate user/assistant\)': 1,
+        r'no content \(.*: role, content\)': 1,
+        r'no role \(.*: content\)': 1,
+        re.escape(chat_rows.NO_CONVERSATIONS): 1,
+        'no JSON objects': 1,
+    }
+    notes = '\n'.join(meta_of(dataset)['source']['notes'])
+    for reason, times in reasons.items():
+        assert re.search(rf'{rows}: rows .*{reason}.* \({times}\)', result.stdout), reason
+        assert re.search(f'^{rows}: rows .*{reason}', notes, re.MULTILINE), reason
+    warning = r"WARNING: 9 of 39 rows \(23%\) .*assistant's answer \(2\); "
+    assert re.search(warning, result.stdout) and meta_of(dataset)['rows_kept'] == 30
     again = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={folder}', '--name=some', '--val_fraction=0.2').stdout
-    assert 'nothing to do' in again and warning in again
+    assert 'nothing to do' in again and re.search(warning, again)
 
 
 @pytest.mark.slow
@@ -360,8 +378,8 @@ def test_few_bad_rows_are_no_warning(chatml, tmp_path):
     rows = [{'messages': messages_of(turns)} for turns in many_chats(38)]
     rows = write_rows(tmp_path / 'rows.jsonl', [*rows, {'messages': 1}, {'messages': 2}])
     result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}')
-    assert 'rows whose messages are no list, left out (2)' in result.stdout and 'WARNING' not in result.stdout
-    assert result.stdout.count('a loss over so few tokens is noisy') == 1  # of the validation split
+    assert re.search(r'messages .*no list.* \(2\)', result.stdout) and 'WARNING' not in result.stdout
+    assert result.stdout.count('noisy') == 1  # of the validation split
 
 
 def test_conversations_without_a_template_get_one_line_with_the_way_out(tmp_path):
@@ -369,10 +387,10 @@ def test_conversations_without_a_template_get_one_line_with_the_way_out(tmp_path
     plain = make_tokenizer(tmp_path / 'plain')
     for tokenizer in ('bytes', 'bpe', plain):
         error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={tokenizer}')
-        assert f'tokenizer={tokenizer} has no chat template' in error
+        assert re.search(f'tokenizer={tokenizer} .*chat template', error)
         assert '--tokenizer=models/' in error and '--chat=False' in error
     broken = make_tokenizer(tmp_path / 'broken', '{% for message in %}')
-    assert 'its chat template cannot be used' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
+    assert 'chat template cannot' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={broken}')
     assert not (tmp_path / 'data').exists()
     prepare(tmp_path, f'--dataset={rows}', '--tokenizer=bytes', '--chat=False', '--val_fraction=0')
     texts = documents_of(tmp_path / 'data' / 'rows-bytes', 'train')
@@ -385,15 +403,12 @@ def test_rows_all_of_which_are_bad_end_in_one_line_with_the_reasons(chatml, tmp_
     rows = write_rows(tmp_path / 'rows.jsonl', bad)
     for more in ([], ['--val_fraction=0']):
         error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', *more)
-        reasons = (
-            "rows without an assistant's answer (9); rows with a message that has no content (it has: role, text) (3)"
-        )
-        assert f'all 12 rows are left out: {reasons}; understood are messages, conversations, ' in error
-        assert '--chat=False' in error and 'split' not in error
+        assert re.search(r"all 12 rows .*assistant's .*\(9\); .*no content .*: role, text\) \(3\); ", error)
+        assert ' messages, conversations, ' in error and '--chat=False' in error and 'split' not in error
     refuses = make_tokenizer(tmp_path / 'refuses', "{{ raise_exception('never') }}")
     rows = write_rows(tmp_path / 'good.jsonl', ({'messages': messages_of(turns)} for turns in many_chats(9)))
     error = error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={refuses}')
-    assert 'all 9 rows are left out: rows that the chat template refuses (never' in error and 'split' not in error
+    assert re.search(r'all 9 rows .*template .*\(never', error) and 'split' not in error
 
 
 @pytest.mark.slow
@@ -405,17 +420,16 @@ def test_system_messages_that_a_template_refuses_can_become_part_of_the_users(tm
     (tmp_path / 'gemma' / 'config.json').write_text('{"max_position_embeddings": 3000}')
     refused = prepare(tmp_path, *arguments, '--name=refused').stdout
     assert refused.endswith(' --block_size=2048\n')  # of config/sft_chat.py, for which there are positions
-    assert 'WARNING: 10 of 30 rows (33%) are left out: ' in refused
-    assert 'refuses (System role not supported; --fold_system gives system messages to the user)' in refused
+    assert 'WARNING: 10 of 30 rows (33%) ' in refused
+    assert '(System role not supported; --fold_system ' in refused
     assert 'WARNING' not in prepare(tmp_path, *arguments, '--name=folded', '--fold_system').stdout
     found = [text for split in ('train', 'val') for text, _ in conversations_of(tmp_path / 'data' / 'folded', split)]
     assert len(found) == 30
     assert sum(text.startswith('<|im_start|>user\nBe kind.\n\nquestion ') for text in found) == 10
-    assert 'fold_system=None, this command has True' in error_of(
-        tmp_path, *arguments, '--name=refused', '--fold_system'
-    )
+    error = error_of(tmp_path, *arguments, '--name=refused', '--fold_system')
+    assert re.search('fold_system=None, .* True', error)
     error = error_of(tmp_path, '--tokenizer=bytes', '--fold_system')
-    assert 'fold_system=True is for conversations' in error
+    assert 'fold_system=True ' in error
 
 
 @pytest.mark.slow
@@ -423,7 +437,7 @@ def test_chat_can_be_forced_and_a_text_field_beside_messages_wins(chatml, tmp_pa
     both = [{'text': f'text {number}', 'messages': messages_of(turns)} for number, turns in enumerate(many_chats(9))]
     rows = write_rows(tmp_path / 'both.jsonl', both)
     result = prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=text', '--val_fraction=0')
-    assert '--chat=True takes the conversation' in result.stdout
+    assert '--chat=True' in result.stdout
     assert documents_of(tmp_path / 'data' / 'text', 'train') == [f'text {number}' for number in range(9)]
     prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=chat', '--chat', '--val_fraction=0')
     assert len(conversations_of(tmp_path / 'data' / 'chat', 'train')) == 9
@@ -439,9 +453,7 @@ def test_another_chat_template_is_another_setting(chatml, tmp_path):
     rows = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages_of(turns)} for turns in many_chats(9)])
     other = make_tokenizer(tmp_path / 'chatml', CHATML.replace('\\n', '\\n\\n'))
     prepare(tmp_path, f'--dataset={rows}', f'--tokenizer={chatml}', '--name=one')
-    assert 'was made with chat_template=' in error_of(
-        tmp_path, f'--dataset={rows}', f'--tokenizer={other}', '--name=one'
-    )
+    assert 'chat_template=' in error_of(tmp_path, f'--dataset={rows}', f'--tokenizer={other}', '--name=one')
 
 
 # --- folder trees -----------------------------------------------------------------------------------------------------
@@ -479,10 +491,10 @@ def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
     for said in (
         f'left out: {tree}/binary.bin: binary',
         f'left out: {tree}/broken.parquet: damaged',
-        f'left out: {tree}/broken.jsonl: expected a JSON object on each line',
-        f'{tree}/broken.json: not JSON, left out',
-        f'{tree}/broken.yaml: not YAML, left out',
-        f'{tree}/custom.yaml: not YAML, left out',
+        f'left out: {tree}/broken.jsonl: expected a JSON object',
+        f'{tree}/broken.json: not JSON',
+        f'{tree}/broken.yaml: not YAML',
+        f'{tree}/custom.yaml: not YAML',
     ):
         assert said in result.stdout, said
 
@@ -490,7 +502,7 @@ def test_a_tree_of_every_kind_is_read_and_what_is_broken_is_named(tmp_path):
 def test_a_missing_text_field_of_any_row_file_names_the_fields(tmp_path):
     write_rows(tmp_path / 'rows.jsonl', [{'body': 'x', 'title': 'y'}])
     error = error_of(tmp_path, f'--dataset={tmp_path}/rows.jsonl', '--tokenizer=bytes', '--text_field=content')
-    assert "has no field 'content', choose with --text_field; it has: body, title" in error
+    assert re.search("'content', .*--text_field.*: body, title", error)
     assert not (tmp_path / 'data').exists()
 
 
@@ -545,4 +557,4 @@ importlib.util.find_spec = lambda name, *rest: None if name == 'yaml' else find(
 from text import sources
 print(sources.find_source({str(tmp_path / 'tree')!r}).skipped)"""
     result = subprocess.run([sys.executable, '-c', code], cwd=REPO, env=environment(), capture_output=True, text=True)
-    assert 'a.yaml: needs PyYAML: pip install pyyaml' in result.stdout, result.stderr
+    assert re.search('a.yaml: .*pip install pyyaml', result.stdout), result.stderr

@@ -200,7 +200,7 @@ def test_a_fault_is_noticed_within_a_shard(folders):
     fast = engine.Engine(reference, lambda: Faulty(engine._loader(*folders['bpe'])()))
     text = ' '.join(make_texts(3000)).encode()
     tokens_seen = 0
-    with pytest.raises(engine.Mismatch, match='gigatoken .* gives other tokens than'):
+    with pytest.raises(engine.Mismatch, match='gigatoken .*other tokens'):
         while tokens_seen < 100_000_000:  # a shard
             tokens_seen += len(fast.encode_flat(list(encoding.cut_up(text, 1 << 16)))[0])
 
@@ -227,8 +227,8 @@ def test_a_mismatch_costs_nothing_but_time_and_is_said(tmp_path):
     (tmp_path / 'fault').mkdir()
     (tmp_path / 'fault' / 'sitecustomize.py').write_text(PLANTED)
     text = prepare(tmp_path, *arguments, '--name=found', PYTHONPATH=str(tmp_path / 'fault')).stdout
-    assert re.search(r'gigatoken .* gives other tokens than bpe for .*: starting over without it', text)
-    assert 'encoded by the reference, as asked' in text
+    assert re.search('gigatoken .*other tokens .*bpe .*: starting over', text)
+    assert 'by the reference' in text
     names = [name for name in contents(tmp_path / 'data' / 'expected') if name != 'meta.json']
     for name in names:
         one, other = (tmp_path / 'data' / folder / name for folder in ('expected', 'found'))
@@ -265,7 +265,7 @@ def test_what_it_would_load_and_compute_otherwise_goes_to_the_reference(tmp_path
     folder = byte_level(tmp_path / 'folder', **changes)
     reference = load_tokenizer(str(folder))
     chosen, line = engine.faster(reference, str(folder), tmp_path)
-    assert chosen is reference and line.startswith('encoded by tokenizers, for gigatoken ') and why in line
+    assert chosen is reference and re.match('encoded by tokenizers, .*gigatoken ', line) and why in line
 
 
 def test_another_version_or_none_is_said_in_one_line(folders, monkeypatch):

@@ -132,7 +132,7 @@ def test_a_dataset_names_its_tokenizer(bpe_folder, hugging_face_folder, tmp_path
 def test_a_dataset_that_does_not_name_its_tokenizer_is_an_error(meta, tmp_path):
     if meta is not None:
         (tmp_path / 'meta.json').write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match='does not name a tokenizer'):
+    with pytest.raises(ValueError, match='name a tokenizer'):
         tokenizer_of(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_a_folder_without_tokenizer_or_end_of_text_is_an_error(tmp_path, hugging
     with pytest.raises(ValueError, match='names no eos_token'):
         load_tokenizer(str(tmp_path))
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
-    with pytest.raises(ValueError, match="has no token '</s>'"):
+    with pytest.raises(ValueError, match="no token '</s>'"):
         load_tokenizer(str(tmp_path))
 
 
@@ -237,18 +237,18 @@ def test_a_dataset_for_another_tokenizer_is_refused_with_the_command(dataset, hu
     other = tmp_path / 'other_model'
     other.mkdir()
     train_bpe([b'quite another text, of which other merges come. ' * 9], 400, other / 'tokenizer.json')
-    with pytest.raises(ValueError, match='hugging_face gives other tokens than that of .*other_model') as error:
+    with pytest.raises(ValueError, match='hugging_face .*other tokens .*other_model') as error:
         check_same_tokenizer(dataset, other)
     assert f'`python prepare_data.py --dataset=... --tokenizer={other}`' in str(error.value)
     assert str(dataset) in str(error.value) and '\n' not in str(error.value)
 
     ends = llama3_files(tmp_path / 'ends', hugging_face_folder, tokenizer_config={'eos_token': '<|eot_id|>'})
-    with pytest.raises(ValueError, match=r'ends documents with the token 0, that of .*ends with 600 \(<\|eot_id\|>\)'):
+    with pytest.raises(ValueError, match=r'ends .*\b0, .*ends .* 600 \(<\|eot_id\|>\)'):
         check_same_tokenizer(dataset, ends)
     bytes_folder = tmp_path / 'bytes'
     bytes_folder.mkdir()
     (bytes_folder / 'meta.json').write_text('{"tokenizer": {"name": "bytes"}}')
-    with pytest.raises(ValueError, match='its tokenizer bytes gives other tokens'):
+    with pytest.raises(ValueError, match='bytes .*other tokens'):
         check_same_tokenizer(bytes_folder, hugging_face_folder)
 
 
@@ -259,7 +259,7 @@ def test_conversations_need_the_same_special_tokens(dataset, hugging_face_folder
     (dataset / 'meta.json').write_text(json.dumps(meta))
     check_same_tokenizer(dataset, hugging_face_folder)
     (dataset / 'meta.json').write_text(json.dumps({**meta, 'masked': True}))
-    with pytest.raises(ValueError, match=r'has the special token <\|eot_id\|>, which .* elsewhere or not at all'):
+    with pytest.raises(ValueError, match=r'special token <\|eot_id\|>'):
         check_same_tokenizer(dataset, hugging_face_folder)
 
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_compared_is_not(dataset, hugging_face_folder, tmp_path):
 
 def test_a_model_without_tokenizer_is_named_with_the_command_that_checks_it(dataset, tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r'no_model has no tokenizer.json.*`python download_model.py --model=.*no_model`'
+        FileNotFoundError, match=r'no_model .*tokenizer.json.*`python download_model.py --model=.*no_model`'
     ):
         check_same_tokenizer(dataset, tmp_path / 'no_model')
 
@@ -323,7 +323,7 @@ def test_fetching_verifies_the_files_that_are_there(cache):
 def test_a_damaged_file_of_the_cache_is_named_and_said_to_be_deleted(cache):
     damaged = cache / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee'
     damaged.write_bytes(damaged.read_bytes()[:-1] + b'?')
-    with pytest.raises(ValueError, match='6d1cbeee.*was damaged.*deleted.*cannot be fetched') as error:
+    with pytest.raises(ValueError, match='6d1cbeee.*damaged.*deleted') as error:
         load_tokenizer('gpt2')
     assert '--cache_tokenizer=gpt2' in str(error.value)
     assert not damaged.exists()
@@ -417,7 +417,7 @@ def test_a_token_that_only_transformers_has_is_named_with_the_command_that_makes
     token = {'content': '<extra>', 'special': True, 'lstrip': False, 'rstrip': False, 'normalized': False}
     settings = {'eos_token': END_OF_TEXT, 'added_tokens_decoder': {'9999': {**token, 'single_word': False}}}
     edited(tmp_path / 'tokenizer_config.json', **settings)
-    with pytest.raises(ValueError, match='<extra> as the token 600.*has it not.*save_pretrained') as refused:
+    with pytest.raises(ValueError, match='<extra> .* 600.*save_pretrained') as refused:
         load_transformers_tokenizer(tmp_path)
     command = str(refused.value).split('`')[1].replace('python', sys.executable, 1)
     subprocess.run(command, shell=True, check=True, env={**os.environ, 'HF_HUB_OFFLINE': '1'})
@@ -484,7 +484,7 @@ def test_a_dataset_without_the_bos_of_the_model_is_noted(with_bos, tmp_path):
     del facts['bos_text']  # as earlier versions made it
     (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts}))
     (note,) = check_same_tokenizer(dataset, with_bos)
-    assert 'puts <s> before a text' in note and f'--tokenizer={with_bos}' in note and tokenizer_of(dataset).bos == []
+    assert '<s> before ' in note and f'--tokenizer={with_bos}' in note and tokenizer_of(dataset).bos == []
     (dataset / 'meta.json').write_text(json.dumps({'tokenizer': facts, 'masked': True}))
     assert check_same_tokenizer(dataset, with_bos) == []  # the chat template writes it
 
