@@ -274,7 +274,8 @@ def _rows(source, batches, offset, origin, work_per_row):
             batch = next(batches, None)
             if batch is not None:
                 batch.validate(full=True)  # else a damaged file shows in what is read of it, or not at all
-        except (ValueError, OSError) as error:  # pyarrow's and the network's errors are among them
+        except (ValueError, OSError, MemoryError) as error:
+            # pyarrow's and the network's errors are among them, and what the sizes in a damaged file ask for.
             raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
         if batch is None:
             return

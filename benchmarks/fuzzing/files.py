@@ -270,10 +270,7 @@ def read_plainly(path, columns):
                 [row for value in (content, *others) for row in (value if isinstance(value, list) else [value])],
                 0,
             )
-        if isinstance(content, dict):
-            lists = [value for value in content.values() if isinstance(value, list) and value]
-            content = next((rows for rows in lists if any(is_chat(row) for row in rows)), [content])
-        return 'json', content if isinstance(content, list) else [content], 0
+        return 'json', rows_of(content), 0
     if ending in ('.csv', '.tsv'):
         text = data.decode('utf-8-sig', 'surrogateescape')
         lines = [
@@ -285,7 +282,7 @@ def read_plainly(path, columns):
         import yaml
 
         contents = list(yaml.load_all(data, getattr(yaml, 'CSafeLoader', yaml.SafeLoader)))
-        return 'yaml', [row for content in contents for row in (content if isinstance(content, list) else [content])], 0
+        return 'yaml', [row for content in contents for row in rows_of(content)], 0
     if ending in ('.parquet', '.arrow') and name == path:
         import pyarrow.parquet
 
@@ -304,6 +301,14 @@ def begins_with_an_object_on_a_line(data):
         return bool(second.strip()) and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def rows_of(content):
+    """The elements of a list; those of the lists of an object in which there are conversations; or what else there is."""
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = [row for rows in lists if any(is_chat(row) for row in rows) for row in rows] or [content]
+    return content if isinstance(content, list) else [content]
 
 
 def json_values(text):
