@@ -304,7 +304,7 @@ def begins_with_an_object_on_a_line(data):
 
 
 def rows_of(content):
-    """The elements of a list; those of the lists of an object in which there are conversations; or what else there is."""
+    """The elements of a list, those of an object's lists in which there are conversations, or what else there is."""
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = [row for rows in lists if any(is_chat(row) for row in rows) for row in rows] or [content]
