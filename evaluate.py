@@ -44,7 +44,7 @@ class Config:
     batch_size = 32  # requests (choices, or windows of a text) per rank and forward pass
     shard: Literal['none', 'torch', 'manual'] = 'none'  # a slice of each weight per rank, for models too large for one
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 if the device has it
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 if fine-tuned, else bfloat16
     timeout_s = 600  # a collective that takes longer is an error
 
 
@@ -58,7 +58,7 @@ import data
 import fsdp_manual
 import meshes
 from evaluation import in_run, tasks
-from huggingface import finetune, native
+from huggingface import finetune, native, rounding
 from model import GPT, ModelConfig
 from runtime import begin, checkpoint, errors, processes
 from runtime.files import sha256_of
@@ -115,6 +115,9 @@ else:
     positions = pretrained.positions or (
         text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048
     )
+is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA stays apart from what it was trained on
+if pretrained:
+    compute_dtype = rounding.dtype_to_compute(config.dtype, device, pretrained, is_tuned)
 window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')
@@ -150,6 +153,11 @@ if path:
     checkpoint.load(path, raw_model)
 else:
     finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
+rounded_away = None
+if is_tuned and (rank == 0 or config.shard != 'none'):
+    rounded_away = rounding.line_before_casting(
+        raw_model, state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
+    )
 if config.shard == 'none':
     for parameter in raw_model.parameters():  # once, not at every use; RoPE's frequencies, buffers, stay fp32
         parameter.data = parameter.data.to(compute_dtype)
@@ -163,6 +171,8 @@ def say(line):
 
 kind = pretrained.arch if pretrained else model_config.arch
 say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
+if rounded_away:
+    say(rounded_away)
 
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------

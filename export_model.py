@@ -29,7 +29,9 @@ class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
     step: int | None = None  # take the checkpoint of this step; None = the newest
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
-    dtype: Literal['float32', 'bfloat16', 'float16'] | None = None  # None = as in init_from, else float32
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = (
+        'auto'  # auto: float32 unless bfloat16 keeps the training
+    )
     adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
     max_shard_size = '5GB'  # larger weights are split into files of this size and an index
     data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
@@ -44,7 +46,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import data
-from huggingface import convert, finetune, native
+from huggingface import convert, finetune, native, rounding
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
 from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
@@ -104,6 +106,31 @@ def change_dtype(model, to):
             tensor.data = tensor.data.to(to)
 
 
+def choose_dtype():
+    """The dtype to write, by name; prints how much of a fine-tuned model's training outlives the rounding to it."""
+    is_auto = config.dtype == 'auto'
+    stored = str(pretrained.config.dtype).removeprefix('torch.') if is_fine_tuned else 'float32'
+    wanted = stored if is_auto else config.dtype
+    if wanted not in ('bfloat16', 'float16') or config.adapter or not is_fine_tuned:
+        # An adapter's own numbers are rounded by a 500th of themselves, not by as much as they have moved; nor does
+        # what began with random weights owe anything to a difference.
+        return 'float32' if is_auto else config.dtype
+    counts = rounding.count(model, rounding.base_of(state), getattr(torch, wanted))
+    halves = f'--dtype={wanted} halves it'
+    if model_facts.get('lora_rank'):
+        halves += '; --adapter writes what LoRA has learned alone, and loses nothing'
+    if counts is None:
+        if is_auto:
+            gone = f'the weights of init_from={state["config"]["init_from"]} are not there'
+            print(f'{gone} to tell what {wanted} would lose: written in float32 ({halves})')
+        return 'float32' if is_auto else wanted
+    keeps = rounding.keeps_enough(counts)
+    chosen = wanted if keeps or not is_auto else 'float32'
+    advice = '' if keeps else f' ({halves})' if is_auto else ' (--dtype=float32 keeps what was learned)'
+    print(f'{rounding.in_words(counts, wanted)}: written in {chosen}{advice}')
+    return chosen
+
+
 @torch.no_grad()
 def logits_of(model):
     """(2, T, vocab_size), of the same tokens always."""
@@ -114,11 +141,8 @@ def logits_of(model):
 if is_fine_tuned:
     pretrained = finetune.Pretrained.from_run(config.out_dir, state, config.trust_remote_code)
     vocab_size, block_size = pretrained.vocab_size, pretrained.block_size
-    stored = str(pretrained.config.dtype).removeprefix('torch.')  # what config.json says of init_from
-    config.dtype = config.dtype or (stored if stored in ('bfloat16', 'float16') and not config.adapter else 'float32')
     model = finetune.for_inference(pretrained, weights)
 else:
-    config.dtype = config.dtype or 'float32'
     weights, model_config = convert.without_multipliers(weights, ModelConfig(**model_facts))
     vocab_size, block_size = model_config.vocab_size, model_config.block_size
     with torch.device('meta'):
@@ -130,6 +154,7 @@ if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
+config.dtype = choose_dtype()
 
 T = min(128, block_size or 128)
 some_tokens = torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(1337))

@@ -40,7 +40,7 @@ class Config:
     top_p = 0.95  # draw from the likeliest tokens that together have this probability; 0 = all
     seed = 1337  # the same seed draws the same text
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 if the device has it
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 if fine-tuned, else bfloat16
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ import torch
 
 import data
 from evaluation import sampling
-from huggingface import finetune, native
+from huggingface import finetune, native, rounding
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, processes
 from text.conversations import DATE, fold_system_messages
@@ -152,6 +152,9 @@ if is_fine_tuned:
         config.chat = bool(run.get('packed') and text_tokenizer.chat_template)  # it has learned conversations
     stop_tokens = find_stop_tokens()
     model = finetune.for_inference(pretrained, weights)
+    compute_dtype = rounding.dtype_to_compute(config.dtype, config.device, pretrained, is_tuned=True)
+    if rounded_away := rounding.line_before_casting(model, state, config.dtype, compute_dtype):
+        say(rounded_away)
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
         parameter.data = parameter.data.to(config.device, compute_dtype)
     model.to(config.device)

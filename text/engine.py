@@ -56,9 +56,9 @@ class Mismatch(Exception):
 class Engine:
     """A tokenizer that does not differ from `reference`, its attributes included, but in speed."""
 
-    def __init__(self, reference, load):
-        """load(): a new gigatoken.Tokenizer. Raises Mismatch."""
-        self._reference, self._load = reference, load
+    def __init__(self, reference, load, lacking=b''):
+        """load(): a new gigatoken.Tokenizer. lacking: bytes for which the reference has no token. Raises Mismatch."""
+        self._reference, self._load, self._lacking = reference, load, lacking
         self.name, self.vocab_size = reference.name, reference.vocab_size
         self.eot, self.bos = reference.eot, reference.bos
         self._tokenizer, self._size, self._unchecked = load(), resident_bytes(), 0.0
@@ -68,7 +68,7 @@ class Engine:
 
     def encode_flat(self, texts):
         """Of texts in UTF-8, as a list of bytes: all their tokens, uint32, and where those of each end, int64."""
-        known = [text if knows(text) else b'' for text in texts]
+        known = [text if knows(text) and not self._lacks(text) else b'' for text in texts]
         tokens, ends = self._encode(known)
         self._check(known, tokens, ends)
         if known != texts:
@@ -90,6 +90,10 @@ class Engine:
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], (offsets[1:] - offsets[0]).astype(np.int64)
+
+    def _lacks(self, text):
+        """Whether a text holds a byte without a token."""
+        return bool(self._lacking) and len(text.translate(None, self._lacking)) < len(text)
 
     def _check(self, texts, tokens, ends):
         """Have some texts encoded by the reference, too: as many bytes as are due by now."""
@@ -175,18 +179,19 @@ def faster(reference, name, folder):
         known = f'gigatoken {version()} has not been tried, {TRIED}x has: `pip install "gigatoken=={TRIED}*"`'
         return reference, f'encoded by {by_reference}: {known}'
     try:
-        return Engine(reference, _loader(name, folder)), f'encoded by gigatoken {version()}, 1% also by {by_reference}'
+        return Engine(reference, *_loader(name, folder)), f'encoded by gigatoken {version()}, 1% also by {by_reference}'
     except Exception as error:  # of a beta: whatever it is, the reference can do it
         why = ' '.join(str(error).split())[:120]
         return reference, f'encoded by {by_reference}, for gigatoken {version()} cannot: {why}'
 
 
 def _loader(name, folder):
-    """A function that makes a gigatoken.Tokenizer. Raises ValueError for what it would load and compute otherwise."""
+    """(a function that makes a gigatoken.Tokenizer, the bytes that the tokenizer lacks). Raises ValueError for what it
+    would load and compute otherwise."""
     import gigatoken
 
     if name in SCHEMES:
-        return _loader_of_ranks(name)
+        return _loader_of_ranks(name), b''
     if name != 'bpe' and not os.path.isdir(name):
         raise ValueError(f'it does not have {name}')
     content = json.loads(Path(folder if name == 'bpe' else name, 'tokenizer.json').read_text(encoding='utf-8'))
@@ -198,12 +203,28 @@ def _loader(name, folder):
     odd = ('dropout', 'byte_fallback', 'continuing_subword_prefix', 'end_of_word_suffix')
     if found := [key for key in odd if content['model'].get(key)]:
         raise ValueError(f'model.{found[0]}')
+    added = [token['id'] for token in content.get('added_tokens', [])]
     # What looks like a special token in a text is text.
     content['added_tokens'] = [token for token in content.get('added_tokens', []) if not token['special']]
     if any(token.get('single_word') for token in content['added_tokens']):
         raise ValueError('an added token that is a single_word')
+    lacking = _add_lacking_bytes(content['model']['vocab'], reserved=added)
+    if lacking and (content.get('normalizer') or b' ' in lacking):
+        raise ValueError('bytes without a token, which a normalizer or a space before the text may put there')
     text = json.dumps(content)
-    return lambda: gigatoken.Tokenizer.from_json(text)
+    return lambda: gigatoken.Tokenizer.from_json(text), lacking
+
+
+def _add_lacking_bytes(vocab, reserved):
+    """Give each byte without a token an id above all others, and return these bytes: gigatoken wants all 256. A BPE
+    has none for a byte that its training text lacked, as SmolLM2's for 0x04, and `tokenizers` leaves such bytes out."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as the letter of that number
+    others = [byte for byte in range(256) if byte not in kept]  # and these as the letters from 256 on
+    letters = {byte: chr(byte) for byte in kept} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    lacking = bytes(byte for byte in range(256) if letters[byte] not in vocab)
+    above = max([*vocab.values(), *reserved]) + 1
+    vocab |= {letters[byte]: above + place for place, byte in enumerate(lacking)}
+    return lacking
 
 
 def _loader_of_ranks(name):

@@ -52,13 +52,14 @@ def fuzzed(count, seed):
     return [''.join(part() for _ in range(generator.choice((0, 1, 3, 20, 100)))).encode() for _ in range(count)]
 
 
-def byte_level(folder, pattern=None, **changes):
+def byte_level(folder, pattern=None, without=b'', **changes):
     """A Hugging Face folder whose tokenizer joins 'a', '1', '!' and a space with the first byte of what follows, if the
-    pattern leaves both in one word: so that its tokens tell what is a letter, a number, or neither."""
+    pattern leaves both in one word: so that its tokens tell what is a letter, a number, or neither. without: bytes that
+    have no token."""
     letters = {byte: letter for byte, letter in enumerate(_letters())}
-    vocabulary, merges = {letters[byte]: byte for byte in range(256)}, []
+    vocabulary, merges = {letters[byte]: byte for byte in range(256) if byte not in without}, []
     for one in b'a1! ':
-        for lead in range(0xC2, 0xF5):
+        for lead in sorted({*range(0xC2, 0xF5)} - {*without}):
             merges.append((letters[one], letters[lead]))
             vocabulary[''.join(merges[-1])] = len(vocabulary)
     vocabulary['<|endoftext|>'] = len(vocabulary)
@@ -95,6 +96,7 @@ def folders(tmp_path_factory):
         'byte_level': (str(byte_level(root / 'byte_level')), root),
         'split': (str(byte_level(root / 'split', GPT4)), root),
         'nfc': (str(byte_level(root / 'nfc', GPT4, normalizer=nfc)), root),
+        'lacking': (str(byte_level(root / 'lacking', without=b'\x04\x1f\xc0\xe4\xf1')), root),
     }
 
 
@@ -118,7 +120,7 @@ def assert_equal(fast, reference, documents):
             assert np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'bpe', 'byte_level', 'split', 'nfc'])
+@pytest.mark.parametrize('name', ['gpt2', 'bpe', 'byte_level', 'split', 'nfc', 'lacking'])
 def test_fuzzed_documents_get_the_same_tokens(folders, name, monkeypatch):
     fast, reference = both(folders, name, monkeypatch)
     monkeypatch.setattr(engine, 'CHECKED_SHARE', 0)  # or it would notice before this test does
@@ -152,6 +154,19 @@ def test_every_character_is_a_letter_to_both_or_goes_to_the_reference(folders, n
     pairs = zip(texts, parts, strict=True)
     different = {text.decode()[1] for text, (one, other) in pairs if not np.array_equal(one, other)}
     assert 4000 < len(different) and different <= engine.NEWER
+
+
+def test_only_texts_with_a_byte_that_has_no_token_go_to_the_reference(folders, monkeypatch):
+    fast, reference = both(folders, 'lacking', monkeypatch)
+    given = []
+    monkeypatch.setattr(
+        fast, '_reference', SimpleNamespace(encode_flat=lambda texts: given.extend(texts) or original(texts))
+    )
+    monkeypatch.setattr(fast, '_check', lambda *of_one_in_a_hundred: None)
+    original = reference.encode_flat
+    odd = [b'a\x04b', 'a 一.'.encode(), 'a \U00040000!'.encode()]
+    assert_equal(fast, reference, [b'plain', *odd, 'été ☃ 한'.encode(), b''])
+    assert given == odd and reference.encode('a\x04b') == reference.encode('a') + reference.encode('b')
 
 
 def trained(texts, vocab_size, path, engine):
@@ -259,6 +274,8 @@ def test_the_engine_and_the_number_of_processes_change_no_byte(tmp_path):
         ({'model': {'byte_fallback': True}}, 'byte_fallback'),
         ({'model': {'end_of_word_suffix': '!'}}, 'end_of_word_suffix'),
         ({'added_tokens': [ADDED_WORD]}, 'single_word'),
+        ({'without': b'\x04', 'normalizer': {'type': 'NFC'}}, 'a normalizer'),
+        ({'without': b' '}, 'a space before'),
     ],
 )
 def test_what_it_would_load_and_compute_otherwise_goes_to_the_reference(tmp_path, changes, why):

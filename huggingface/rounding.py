@@ -1,0 +1,91 @@
+"""
+What rounding does to a fine-tuned model. Neighbours in bfloat16 are 1/128 to 1/256 of a number apart, so that a step of
+1e-5 is lost on every weight above 0.005: most of what a short run has learned is gone once its weights are bfloat16.
+
+    compute_dtype = dtype_to_compute(config.dtype, device, pretrained, is_tuned=True)
+    counts = count(model, base_of(state), torch.bfloat16)  # of weights: all, moved, still moved once rounded
+    print(in_words(counts, 'bfloat16'), keeps_enough(counts))
+"""
+
+import torch
+import torch.distributed as dist
+
+from huggingface.files import ROWS_AT_ONCE, Weights, find_folder, local_rows
+from runtime import processes
+
+ENOUGH = 0.9  # of the weights that moved, so many must still have moved once rounded: docs/finetuning.md measures it
+
+
+def dtype_to_compute(dtype, device, pretrained, is_tuned):
+    """As processes.choose_dtype(), but that 'auto' is float32 for weights that are: those which a run has tuned, and
+    those of a folder that stores them so, as an export does."""
+    if dtype == 'auto' and (is_tuned or pretrained.config.dtype == torch.float32):
+        return torch.float32
+    return processes.choose_dtype(dtype, device)
+
+
+def base_of(state):
+    """The Weights that a run has begun with, by the state of its checkpoint; None where they are gone."""
+    try:
+        return Weights(find_folder(state['config']['init_from']))
+    except (ValueError, OSError):
+        return None
+
+
+@torch.no_grad()
+def count(model, base, dtype):
+    """(weights, those that differ from the base's, those that still do when both are rounded to dtype) of what this
+    rank holds of a model without LoRA; None where base is None, or has other tensors."""
+    if base is None:
+        return None
+    total = moved = kept = 0
+    found, _ = base.find(model)
+    for name, parameter in model.named_parameters():
+        if name not in found or base.shape(found[name]) != tuple(parameter.shape):
+            return None
+        local, rows = local_rows(parameter)
+        if not local.dim():
+            continue
+        total += local.numel()
+        for first in range(0, len(local), ROWS_AT_ONCE):  # so that it takes next to no memory
+            ours, begin = local[first : first + ROWS_AT_ONCE], (rows.start or 0) + first
+            theirs = base.read(found[name], slice(begin, begin + len(ours))).to(ours.device)
+            has_moved = ours != theirs
+            moved += int(has_moved.sum())
+            kept += int((has_moved & (ours.to(dtype) != theirs.to(dtype))).sum())
+    return total, moved, kept
+
+
+def keeps_enough(counts):
+    """Whether what count() has found may be rounded."""
+    _, moved, kept = counts
+    return kept >= ENOUGH * moved
+
+
+def in_words(counts, dtype):
+    """What count() has found, of a dtype's name."""
+    total, moved, kept = counts
+    return (
+        f'of {total:,} weights {moved / total:.2%} moved, and {kept / max(1, moved):.0%} of these stay moved in {dtype}'
+    )
+
+
+def line_before_casting(model, state, dtype, compute_dtype, is_sharded=False):
+    """What to say of the model of a run that has tuned it, before it is cast; None where there is nothing to say.
+
+    dtype: the key. compute_dtype: what has become of it. is_sharded: every rank has its rows; collective then.
+    """
+    if dtype == 'float32':
+        return None
+    rounded = torch.bfloat16 if compute_dtype == torch.float32 else compute_dtype
+    counts = count(model, base_of(state), rounded)
+    if is_sharded:
+        everybodys = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, counts)
+        counts = None if None in everybodys else tuple(map(sum, zip(*everybodys, strict=True)))
+    if counts is None:
+        return None
+    words = in_words(counts, str(rounded).removeprefix('torch.'))
+    if compute_dtype == torch.float32:
+        return f'{words}: computed in float32 (--dtype=bfloat16 is faster)'
+    return words if keeps_enough(counts) else f'{words}: --dtype=float32 keeps what was learned'
