@@ -29,9 +29,7 @@ class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
     step: int | None = None  # take the checkpoint of this step; None = the newest
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = (
-        'auto'  # auto: float32 unless bfloat16 keeps the training
-    )
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 unless bfloat16 keeps what moved
     adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
     max_shard_size = '5GB'  # larger weights are split into files of this size and an index
     data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]

@@ -220,15 +220,23 @@ def check_tensor_parallel(config, model_config):
         raise ValueError(
             f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
         )
-    sizes = {name: getattr(config, name) for name in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
-    sizes[f'the padded vocabulary of vocab_size={config.vocab_size}, '] = model_config.padded_vocab_size
-    sizes['block_size'] = config.block_size
-    if (sharing := vars(config).get('context_parallel', 1)) > 1:
-        sizes[f'the tokens of a rank, block_size / context_parallel={sharing}, '] = config.block_size // sharing
-    for name, size in sizes.items():
+    sizes = {key: getattr(config, key) for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
+    units = dict.fromkeys(sizes, ranks)  # what a key has to be a multiple of
+    names = {key: f'{key}={size}' for key, size in sizes.items()}
+    sizes['vocab_size'], units['vocab_size'] = model_config.padded_vocab_size, math.lcm(ranks, 64)
+    names['vocab_size'] = f'the padded vocabulary of {sizes["vocab_size"]}'
+    sharing = vars(config).get('context_parallel', 1)
+    sizes['block_size'], units['block_size'] = config.block_size // sharing, math.lcm(ranks * sharing, 64)
+    names['block_size'] = f'block_size={config.block_size}'
+    if sharing > 1:
+        names['block_size'] = f'the {sizes["block_size"]} tokens of a rank, block_size / context_parallel={sharing}'
+    for key, size in sizes.items():
         if size % ranks:
-            good = math.gcd(*sizes.values())
-            raise ValueError(
-                f'{given} does not divide {name}={size}: all sizes of this model divide by '
-                f'{" or ".join(str(n) for n in range(1, good + 1) if good % n == 0)}'
-            )
+            below = getattr(config, key) // units[key] * units[key]
+            # A smaller vocabulary would be another tokenizer.
+            others = [n for n in (below, below + units[key]) if n and (key != 'vocab_size' or n > below)]
+            common = math.gcd(*sizes.values())
+            divisors = [str(n) for n in range(2, common + 1) if common % n == 0]
+            or_so = f', or tensor_parallel={" or ".join(divisors)} with all sizes as they are' if divisors else ''
+            advice = f'use --{key}={" or ".join(map(str, others))}{or_so}'
+            raise ValueError(f'{given} does not divide {names[key]}: {advice}')

@@ -55,7 +55,7 @@ class Evaluation:
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
             nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
             scores = scores_of(task, requests, nats, greedy)
-            in_words = ', '.join(f'{name} {value:.4f} ± {error:.4f}' for name, (value, error) in scores.items())
+            in_words = ', '.join(score_in_words(name, *score) for name, score in scores.items())
             line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)'
             numbers = {name: value for name, (value, _) in scores.items()}
             numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
@@ -73,6 +73,11 @@ class Evaluation:
                 say(f'step {step} | {line}')
                 row |= {f'{task.name}/{name}': value for name, value in numbers.items()}
         return row
+
+
+def score_in_words(name, value, error):
+    """'acc 0.5000 ± 0.0500'; a single item has no error."""
+    return f'{name} {value:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
 
 
 def refuse_tokens_beyond(vocab_size, tasks, requests):

@@ -65,9 +65,9 @@ def keeps_enough(counts):
 def in_words(counts, dtype):
     """What count() has found, of a dtype's name."""
     total, moved, kept = counts
-    return (
-        f'of {total:,} weights {moved / total:.2%} moved, and {kept / max(1, moved):.0%} of these stay moved in {dtype}'
-    )
+    if not moved:
+        return f'none of {total:,} weights moved'
+    return f'of {total:,} weights {moved / total:.2%} moved, and {kept / moved:.0%} of these stay moved in {dtype}'
 
 
 def line_before_casting(model, state, dtype, compute_dtype, is_sharded=False):

@@ -321,6 +321,13 @@ def test_a_complete_folder_is_only_verified(hub, copy, tmp_path):
     assert hub.served == []
 
 
+def test_a_folder_on_this_machine_is_checked_where_it_lies(copy, tmp_path):
+    other = tmp_path / 'other'
+    line = error_line(run_script('download_model.py', f'--model={copy}', f'--to={other}', check=False))
+    assert f'model={copy} is a folder here, and is checked where it lies: leave out --to={other}' in line
+    assert not other.exists()
+
+
 def test_a_folder_with_anything_else_in_it_is_left_alone(hub, copy, tmp_path):
     (copy / 'download.json').unlink()  # say, a model that was trained here
     flip_a_byte(copy / SHARDS[0])

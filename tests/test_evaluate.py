@@ -409,6 +409,13 @@ def test_a_model_that_knows_nothing_has_no_perplexity_that_a_float_could_hold(tm
     assert scores['perplexity'][0] == math.inf and scores['acc'][0] == 0.5
 
 
+def test_the_score_of_a_single_text_has_no_error(models, tmp_path):
+    path = write_rows(tmp_path / 'text.jsonl', [{'text': 'def main():'}])
+    (row,), _, text = evaluate(models['native'][0], [path], tmp_path / 'found')
+    assert re.search(r'^text: bits_per_byte \d+\.\d{4}, word_perplexity', text, re.MULTILINE) and 'nan' not in text
+    assert not [key for key in row if key.endswith('_stderr')]
+
+
 def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_path):
     run, _ = models['native']
     results = tmp_path / 'results.jsonl'

@@ -1,17 +1,18 @@
 """What the train scripts made of a Hugging Face folder, exported, loaded by transformers and peft, and sampled."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
 
 import pytest
 import torch
-from launch import REPO, TINY_RUN, run_many, run_script
+from launch import REPO, TINY_RUN, run_forked, run_many, run_script
 from safetensors.torch import load_file
 
-from huggingface import convert
-from runtime import checkpoint
+from huggingface import convert, finetune
+from runtime import checkpoint, processes
 
 QUESTIONS = {'Who barks?': 'A dog.', 'What is red?': 'Roses are.', '2 and 3?': 'Five, I think.', 'Far?': 'No.'}
 QUESTIONS |= {'Is it late?': 'Yes,\nvery.'}
@@ -54,6 +55,8 @@ RUNS = {  # name: (folder of the model, (script, its arguments), more arguments)
     'unchanged_mistral': ('mistral', FSDP, NO_STEPS),
     'lora_llama': ('llama', MANUAL, LORA),
     'lora_gpt2': ('gpt2', FSDP, [*LORA, '--lora_targets=c_attn,attn.c_proj']),
+    'small_steps': ('mistral', MANUAL, ['--learning_rate=1e-5']),  # of a bfloat16 folder
+    'lora_mistral': ('mistral', ('train_ddp.py', []), ['--learning_rate=1e-4', *LORA[len(LONG_STEPS) :]]),
     'lora_qwen3': ('qwen3', ('train_ddp.py', []), [*LORA, '--lora_targets=q_proj,down_proj']),
 }
 
@@ -243,6 +246,69 @@ def test_a_model_stored_in_bfloat16_is_exported_so_unless_asked_otherwise(models
         ours.state_dict()[name].copy_(weight.bfloat16())
     rounded = loaded(folder, dtype=torch.float32)  # fp32 frequencies: rounded ones would give other logits
     assert torch.equal(rounded(x).logits, ours(x).logits)
+
+
+def moved_and_kept(models, runs, name):
+    """(weights, how many the run has moved, how many of these are still others in bfloat16)"""
+    before, after = loaded(models / RUNS[name][0], dtype=torch.float32), trained(models, runs, name)
+    before, after = (torch.cat([tensor.flatten() for tensor in model.parameters()]) for model in (before, after))
+    kept = (before != after) & (before.bfloat16() != after.bfloat16())
+    return len(before), int((before != after).sum()), int(kept.sum())
+
+
+@torch.no_grad()
+def test_what_bfloat16_would_round_away_is_exported_in_float32_and_said(models, runs, export, tmp_path):
+    total, moved, kept = moved_and_kept(models, runs, 'small_steps')
+    assert moved > 0.9 * total and kept < 0.3 * moved  # so that this tests something
+    counted = (
+        f'of {total:,} weights {moved / total:.2%} moved, and {kept / moved:.0%} of these stay moved in bfloat16: '
+    )
+    folder, said = export('small_steps')
+    assert f'{counted}written in float32 (--dtype=bfloat16 halves it)\n' in said and 'rounding to' not in said
+    expected = trained(models, runs, 'small_steps').state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in stored(folder).items())
+    assert dtypes_of(folder)['lm_head.weight'] == torch.float32 and loaded(folder, dtype='auto').dtype == torch.float32
+    folder, said = export('small_steps', '--dtype=bfloat16', f'--to={tmp_path / "half"}')
+    assert f'{counted}written in bfloat16 (--dtype=float32 keeps what was learned)\n' in said
+    assert set(dtypes_of(tmp_path / 'half').values()) == {torch.bfloat16}
+    said = export('lora_mistral', f'--to={tmp_path / "merged"}')[1]
+    assert (
+        'float32 (--dtype=bfloat16 halves it; --adapter writes what LoRA has learned alone, and loses nothing)' in said
+    )
+
+
+def test_without_the_original_nothing_is_rounded(models, runs, export):
+    (models / 'mistral').rename(models / 'elsewhere')
+    try:
+        folder, said = export('small_steps')
+    finally:
+        (models / 'elsewhere').rename(models / 'mistral')
+    assert f'the weights of init_from={models / "mistral"} are not there to tell what bfloat16 would lose' in said
+    assert set(dtypes_of(folder).values()) == {torch.float32}
+
+
+def test_samples_and_scores_are_of_the_weights_that_were_trained(runs, sample, tmp_path, monkeypatch):
+    made, for_inference = [], finetune.for_inference
+    monkeypatch.setattr(finetune, 'for_inference', lambda *args: made.append(for_inference(*args)) or made[-1])
+    for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
+        for name in ('small_steps', 'lora_mistral'):
+            said = sample(name, '--prompt=a', '--max_new_tokens=1', '--num_samples=1', f'--dtype={dtype}')[1]
+            assert {parameter.dtype for parameter in made[-1].parameters()} == {expected}
+            advice = 'computed in float32 (--dtype=' if dtype == 'auto' else '--dtype=float32 keeps what was learned'
+            assert re.search(
+                rf'of .* weights .*% moved, and .*% of these stay moved in bfloat16: {re.escape(advice)}', said
+            )
+    (tmp_path / 'texts.jsonl').write_text('{"text": "One text."}\n')
+    results, counted = tmp_path / 'results.jsonl', []
+    for name, more in (('small_steps', []), ('small_steps', ['--shard=torch']), ('lora_mistral', [])):
+        keys = [f'--out_dir={runs / name}', f'--tasks={tmp_path / "texts.jsonl"}', f'--results={results}', *more]
+        text = run_forked('evaluate.py', *keys, '--device=cpu', nproc=1 + len(more), log=tmp_path / 'log')
+        counted += [line for line in text.splitlines() if 'stay moved' in line]
+    assert len(counted) == 2 and counted[0] == counted[1] and counted[0].endswith('--dtype=bfloat16 is faster)')
+    dtypes = [json.loads(line)['dtype'] for line in results.read_text().splitlines()]
+    assert dtypes[:2] == ['float32'] * 2  # LoRA is computed apart from the weights beside it, which never were finer
+    auto = str(processes.choose_dtype('auto', torch.device('cpu'))).removeprefix('torch.')
+    assert dtypes[2] == auto
 
 
 def dtypes_of(folder):
