@@ -154,7 +154,7 @@ if path:
 else:
     finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 rounded_away = None
-if is_tuned and (rank == 0 or config.shard != 'none'):
+if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # model.py has other names than the folder
     rounded_away = rounding.line_before_casting(
         raw_model, state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
     )

@@ -331,8 +331,8 @@ def compare_logits(theirs):
     equal = 'to the bit' if difference == 0 else f'within {difference:.1e} of {largest:.1f} (fp32, other order of sums)'
     print(f'loaded again as {type(theirs).__name__}: weights equal, logits equal {equal}')
     if config.dtype != 'float32':
-        rounding = (expected_logits - trained_logits).abs().max()
-        print(f'the rounding to {config.dtype} moved them by up to {rounding:.1e}')
+        moved = (expected_logits - trained_logits).abs().max()
+        print(f'the rounding to {config.dtype} moved them by up to {moved:.1e}')
 
 
 unfinished = f'{config.to}.tmp'  # only a whole and checked folder gets the name
