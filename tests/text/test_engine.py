@@ -58,11 +58,11 @@ def byte_level(folder, pattern=None, without=b'', **changes):
     have no token."""
     letters = {byte: letter for byte, letter in enumerate(_letters())}
     vocabulary, merges = {letters[byte]: byte for byte in range(256) if byte not in without}, []
-    for one in b'a1! ':
+    for one in b'a1! '.translate(None, without):
         for lead in sorted({*range(0xC2, 0xF5)} - {*without}):
             merges.append((letters[one], letters[lead]))
-            vocabulary[''.join(merges[-1])] = len(vocabulary)
-    vocabulary['<|endoftext|>'] = len(vocabulary)
+            vocabulary[''.join(merges[-1])] = len(without) + len(vocabulary)
+    vocabulary['<|endoftext|>'] = len(without) + len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern:
