@@ -63,7 +63,7 @@ class Engine:
         self.eot, self.bos = reference.eot, reference.bos
         self._tokenizer, self._size, self._unchecked = load(), resident_bytes(), 0.0
         self._random = np.random.default_rng()  # which text is checked decides nothing, unless something is wrong
-        samples = [sample.encode() for sample in SAMPLES]
+        samples = [sample for sample in map(str.encode, SAMPLES) if not self._lacks(sample)]
         self._compare(samples, *self._encode(samples))
 
     def encode_flat(self, texts):
