@@ -115,7 +115,7 @@ for out_dir in map(os.path.abspath, given.runs):
     mixture = data.open_mixture(run, 'val')
     if base_loss is None:
         base_loss = loss_of(of_folder(run['init_from'], run['block_size']), mixture, given.windows)
-        print(f'{"init_from":<34} {base_loss:.4f}')
+        print(f'{"init_from":<34} {base_loss:.4f}', flush=True)
     print(f'{out_dir}: {state["step"]} steps at {run["learning_rate"]}, lora_rank={run["lora_rank"]}', flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, model, size in variants(out_dir, weights, state, folder):
