@@ -106,17 +106,23 @@ class OwnLanguage:
         return self.decode(new).removeprefix(prompt.begin)
 
 
+def ends_of_texts(tokenizer, folder, named_ends=None):
+    """Ids of the tokens that end a text: as the tokenizer, the model's configuration (named_ends: an id, a list or
+    None) and the folder's generation_config.json have them."""
+    named = [tokenizer.eos_token_id, named_ends]
+    with contextlib.suppress(OSError):  # there is no generation_config.json
+        named.append(transformers_offline().GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids = {token for some in named for token in (some if isinstance(some, list) else [some])}
+    return sorted(token for token in ids if token is not None)
+
+
 class TransformersLanguage:
     """Of models of transformers. folder: of the tokenizer. named_ends: ids that end a text, as the model's
     configuration has them: an id, a list or None."""
 
     def __init__(self, tokenizer, folder, named_ends=None):
         self.tokenizer, self.folder, self.has_template = tokenizer, folder, bool(tokenizer.chat_template)
-        named = [tokenizer.eos_token_id, named_ends]
-        with contextlib.suppress(OSError):  # there is no generation_config.json
-            named.append(transformers_offline().GenerationConfig.from_pretrained(folder).eos_token_id)
-        ids = {token for some in named for token in (some if isinstance(some, list) else [some])}
-        self.stop_tokens = sorted(token for token in ids if token is not None)
+        self.stop_tokens = ends_of_texts(tokenizer, folder, named_ends)
 
     def prompt_of(self, text):
         tokenizer = self.tokenizer

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from huggingface import rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
@@ -429,6 +430,28 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.train()
     freeze(model, pretrained)
     return model
+
+
+@contextlib.contextmanager
+def weights_in_compute_dtype(model):
+    """Whole weights of ForTraining, as under DDP, are in compute_dtype meanwhile, as sharded ones are when gathered:
+    autocast would leave what is between matmuls in float32, and give other numbers. (Those of model.py are cast by
+    themselves.) For forward passes without gradients."""
+    places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    kept = [module._parameters[name] for module, name in places]
+    is_cast = not isinstance(model, ForTraining) or all(p.dtype == model.compute_dtype for p in kept)
+    if is_cast or any(isinstance(parameter, DTensor) for parameter in kept):
+        yield
+        return
+    # One for each, for some have several places. Not parameter.data: DDP listens to what gathers its gradient.
+    cast = {parameter: nn.Parameter(parameter.detach().to(model.compute_dtype), False) for parameter in set(kept)}
+    try:
+        for (module, name), parameter in zip(places, kept, strict=True):
+            module._parameters[name] = cast[parameter]
+        yield
+    finally:
+        for (module, name), parameter in zip(places, kept, strict=True):
+            module._parameters[name] = parameter
 
 
 class Arguments(NamedTuple):
