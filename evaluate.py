@@ -11,7 +11,8 @@ A task is a file of JSON lines, an item each:
     {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   likeliest context: acc
     {"context": "She opened the", "continuation": "door"}                            acc (greedy), perplexity
     {"text": "A whole document."}                                                    perplexity, bits per byte
-`python prepare_data.py --tasks=hellaswag,mmlu` makes the well-known ones. The numbers are lm-evaluation-harness's.
+    {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}           acc: is the answer written?
+`python prepare_data.py --tasks=hellaswag,gsm8k` makes the well-known ones. The numbers are lm-evaluation-harness's.
 
 Prints a line per task, scores with their standard errors, and appends it to results.jsonl in out_dir.
 """
@@ -33,15 +34,16 @@ class Config:
     protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
     num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
     limit: int | None = None  # only the first so many items of each task
+    apply_chat_template = False  # write items and examples as messages, by the template of a Hugging Face tokenizer
     results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir [path]
-    samples: str | None = None  # write each item's log-likelihoods into this folder, as TASK.jsonl [path]
+    samples: str | None = None  # write each item's log-likelihoods, or answer, into this folder: TASK.jsonl [path]
     # text to tokens
     data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
     block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions for
     trust_remote_code = False  # run the Python files of a Hugging Face model, where transformers has no class for it
     # system
-    batch_size = 32  # requests (choices, or windows of a text) per rank and forward pass
+    batch_size = 32  # requests (choices, windows of a text, or prompts) per rank and forward pass
     shard: Literal['none', 'torch', 'manual'] = 'none'  # a slice of each weight per rank, for models too large for one
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 if fine-tuned, else bfloat16
@@ -110,7 +112,7 @@ else:
     else:
         pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
-    encoder = tasks.TransformersEncoder(text_tokenizer)
+    encoder = in_run.encoder_of(pretrained, text_tokenizer)
     # Where the configuration names no limit the tokenizer may; 2048 is the harness's for models without any.
     positions = pretrained.positions or (
         text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048
@@ -126,6 +128,7 @@ processes.on_rank_0(append_result, None)  # before the work is done
 
 # --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
+options['as_chat'] = config.apply_chat_template
 evaluated = in_run.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
@@ -177,12 +180,17 @@ if rounded_away:
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------
 def write_samples(task, found):
-    """Each item's log-likelihoods, in the order of the task's file."""
+    """Each item's log-likelihoods, or what the model has written, in the order of the task's file."""
     os.makedirs(config.samples, exist_ok=True)
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
         for item, item_results in zip(task.items, found, strict=True):
-            nats, greedy = zip(*item_results, strict=True)
-            file.write(json.dumps({'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}) + '\n')
+            if task.form == 'prompt':
+                row = {'prompt': item.pairs[0][0], 'answer': item.rule.answers, 'written': item_results}
+                row |= item.rule.judge(item_results)
+            else:
+                nats, greedy = zip(*item_results, strict=True)
+                row = {'pairs': item.pairs, 'gold': item.gold, 'nats': nats, 'greedy': greedy}
+            file.write(json.dumps(row) + '\n')
 
 
 centered = []  # scores of CORE's protocol
@@ -192,6 +200,7 @@ for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model,
     if rank == 0:
         row = {'task': task.name, 'model': config.out_dir, 'step': step, 'num_fewshot': task.num_fewshot}
         row |= {'protocol': task.protocol, 'items': len(task.items), 'dtype': str(compute_dtype).removeprefix('torch.')}
+        row |= {'chat_template': True} if config.apply_chat_template else {}
         append_result({**row, 'sha256': sha256_of(file), **numbers})
         if config.samples:
             write_samples(task, found)

@@ -119,6 +119,8 @@ class TaskKeys:
     # I/O [per job]
     eval_tasks = []  # files of tasks to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
     eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
+    eval_tasks_limit: int | None = None  # only the first so many items of each: answers are written token by token
+    eval_tasks_chat = False  # write them by the chat template of init_from, as evaluate.py's apply_chat_template
 
 
 class ShardingKeys:

@@ -50,7 +50,7 @@ class Config:
     num_proc: int | None = None  # processes that tokenize; None = one per core
     engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken where its tokens are those of tiktoken, tokenizers
     download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
-    tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,arc_easy,piqa,mmlu, ...
+    tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,mmlu, or gsm8k=FILE_OR_FOLDER
     cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
     verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop [path]
     peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop

@@ -3,11 +3,14 @@ Does evaluate.py give lm-evaluation-harness's numbers, and how fast? Needs `pip 
 
     python benchmarks/evaluate_rate.py models/gpt2                          # a task of 300 items from Python's sources
     python benchmarks/evaluate_rate.py models/gpt2 --tasks=tasks/piqa.jsonl --num_fewshot=2
+    python benchmarks/evaluate_rate.py real/smollm2 --tasks=tasks/gsm8k.jsonl,tasks/boolq.jsonl --limit=100 --chat
     python benchmarks/evaluate_rate.py models/mine --run=out/mine           # models/mine is the export of out/mine
     python benchmarks/evaluate_rate.py llama --random --edges --rounds=0    # a class of transformers, random weights
 
 --edges: every fifth context is empty, every fifth longer than the model sees. --random: llama puts BOS before a text,
 qwen2 and gpt_neox do not; each has a BPE of 2,048 tokens.
+
+--chat: each item is a message (--apply_chat_template of both). Of prompts the texts are compared that are written.
 
 Both compute in float32 on the CPU with the same batch size: lm_eval's `hf` model on the folder, evaluate.py on the
 folder, or on the run that it was exported from. First the log-likelihoods of all requests are compared, and the scores.
@@ -49,6 +52,10 @@ FORMS = {
                      'metric_list: [{metric: acc}, {metric: perplexity}]'),
     'text': ('loglikelihood_rolling', 'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
              'metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]'),
+    'prompt': ('generate_until', 'doc_to_text: "{{prompt}}"\ndoc_to_target: "{{answer}}"\n'
+               'metric_list: [{metric: exact_match, ignore_case: true, regexes_to_ignore: %s}]\n'
+               'generation_kwargs: {until: %s, max_gen_toks: %s, do_sample: false, temperature: 0.0}\n'
+               'filter_list: %s'),
 }  # fmt: skip
 
 
@@ -108,38 +115,64 @@ def make_task(path, n_items, edges=False, seed=1):
     Path(path).write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
 
 
-def harness_results(lm, path, num_fewshot=0):
-    """(scores, [[(nats, greedy), ...] of each item]) of a task in a file, by lm_eval."""
+def settings_of_prompts(row):
+    """What lm_eval's task says of how answers end and are judged: by gsm8k's filters."""
+    from evaluation import rules, tasks
+
+    ignored = [pattern.pattern for pattern in rules.IGNORED]
+    filters = [
+        {'name': name, 'filter': [{'function': 'regex', 'regex_pattern': pattern.pattern, 'group_select': which},
+                                  {'function': 'take_first'}]}
+        for name, (pattern, which) in rules.GSM8K.items()
+    ]  # fmt: skip
+    longest = row.get('max_new_tokens', tasks.MAX_NEW_TOKENS)
+    return tuple(json.dumps(value) for value in (ignored, row.get('stop', []), longest, filters))
+
+
+def harness_results(lm, path, num_fewshot=0, limit=None, chat=False):
+    """(scores, [[(nats, greedy), ...] of each item]) of a task in a file, by lm_eval; of prompts the texts."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     row = json.loads(Path(path).read_text(encoding='utf-8').partition('\n')[0])
-    form = next(form for form in ('choices', 'contexts', 'continuation', 'text') if form in row)
+    form = next(form for form in ('choices', 'contexts', 'continuation', 'text', 'prompt') if form in row)
     fewshot = Path(path).with_name(f'{Path(path).stem}.fewshot.jsonl')
     name = f'ours_{Path(path).stem}'
     output_type, rest = FORMS[form]
+    rest = rest % settings_of_prompts(row) if form == 'prompt' else rest
+    if 'description' in row:
+        rest += '\ndescription: "{{description}}"'
+    if 'group' in row:
+        rest += '\nfewshot_config: {sampler: first_n}'
     with tempfile.TemporaryDirectory() as folder:
         keys = {'name': name, 'path': path, 'num_fewshot': num_fewshot, 'output_type': output_type, 'rest': rest}
         Path(folder, 'task.yaml').write_text(YAML.format(fewshot=fewshot if fewshot.exists() else path, **keys))
         manager = TaskManager(include_path=folder, include_defaults=False)
-        options = {'log_samples': True, 'bootstrap_iters': 0}
+        options = {'log_samples': True, 'bootstrap_iters': 0, 'limit': limit, 'apply_chat_template': chat}
         answer = lm_eval.simple_evaluate(model=lm, tasks=[name], task_manager=manager, **options)
-    samples = sorted(answer['samples'][name], key=lambda sample: sample['doc_id'])
-    found = [[responses[0] for responses in sample['resps']] for sample in samples]
-    scores = {key.partition(',')[0]: score for key, score in answer['results'][name].items() if ',none' in key}
+    samples = {sample['doc_id']: sample for sample in answer['samples'][name]}  # once for each filter
+    found = [[responses[0] for responses in samples[number]['resps']] for number in sorted(samples)]
+    names = {key: key.partition(',')[0] for key in answer['results'][name] if ',none' in key}
+    names |= {
+        f'exact_match,{score}': score for score in ('strict_match', 'flexible_extract') if row.get('rule') == 'gsm8k'
+    }
+    scores = {score: answer['results'][name][key] for key, score in names.items()}
     scores = {key: score for key, score in scores.items() if score != 'N/A'}  # errors, without a bootstrap
     return scores, found
 
 
-def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32):
+def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32, limit=None, chat=False):
     """[The same of each task] by evaluate.py, as a user starts it; folder: for what it writes."""
     keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
-    keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu'}
+    keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu', 'limit': limit}
+    keys['apply_chat_template'] = chat
     run_script('evaluate.py', f'--out_dir={out_dir}', *(f'--{key}={value}' for key, value in keys.items()))
     scores = [json.loads(line) for line in Path(folder, 'results.jsonl').read_text().splitlines()]
     for path, task_scores in zip(paths, scores, strict=True):
         rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
-        yield task_scores, [list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
+        has_texts = 'written' in rows[0]
+        found = [[row['written']] if has_texts else list(zip(row['nats'], row['greedy'], strict=True)) for row in rows]
+        yield task_scores, found
 
 
 def harness_model(model_folder, batch_size, is_ours):
@@ -163,8 +196,13 @@ def largest_difference(ours, theirs):
 
 def compare_numbers(path, scores, ours, their_scores, theirs):
     """Print how far they are apart, and end the program where that is more than rounding."""
-    n_requests, difference = sum(map(len, ours)), largest_difference(ours, theirs)
-    print(f'{Path(path).stem}: {n_requests:,} requests, log-likelihoods differ by up to {difference:.2g} nats')
+    n_requests, difference = sum(map(len, ours)), 0.0
+    if isinstance(ours[0][0], str):
+        equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        print(f'{Path(path).stem}: {equal:,} of {n_requests:,} answers are equal to the letter')
+    else:
+        difference = largest_difference(ours, theirs)
+        print(f'{Path(path).stem}: {n_requests:,} requests, log-likelihoods differ by up to {difference:.2g} nats')
     for name, score in their_scores.items():
         print(f'    {name}: evaluate.py {scores[name]:.6f}, lm_eval {score:.6f}')
     unequal = [name for name, score in their_scores.items() if abs(scores[name] - score) > 1e-4 * score]
@@ -222,6 +260,8 @@ def main():
     parser.add_argument('--tasks', help='files of items, with commas between; one is made if there is none')
     parser.add_argument('--items', type=int, default=300, help='of the task that is made')
     parser.add_argument('--num_fewshot', type=int, default=0, help='examples before each item')
+    parser.add_argument('--limit', type=int, help='only the first so many items of each task')
+    parser.add_argument('--chat', action='store_true', help='by the chat template of the folder')
     parser.add_argument('--batch_size', type=int, default=32, help='requests per forward pass')
     parser.add_argument('--rounds', type=int, default=5, help='0 = compare the numbers alone')
     arguments = parser.parse_args()
@@ -233,10 +273,10 @@ def main():
             make_model(f'{folder}/model', arguments.model)
             arguments.model = f'{folder}/model'
         lm = harness_model(arguments.model, arguments.batch_size, is_ours=bool(arguments.run))
-        options = (arguments.num_fewshot, arguments.batch_size)
+        options = (arguments.num_fewshot, arguments.batch_size, arguments.limit, arguments.chat)
         found = our_results(arguments.run or arguments.model, paths, tempfile.mkdtemp(dir=folder), *options)
         for path, (scores, ours) in zip(paths, found, strict=True):
-            compare_numbers(path, scores, ours, *harness_results(lm, path, arguments.num_fewshot))
+            compare_numbers(path, scores, ours, *harness_results(lm, path, arguments.num_fewshot, *options[2:]))
         if arguments.rounds:
             rates = compare_rates(lm, arguments.model, arguments.run, paths[0], arguments.rounds, arguments.batch_size)
             for ours, theirs in rates:

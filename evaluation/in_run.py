@@ -11,8 +11,16 @@ import time
 import torch
 
 import data
-from evaluation import scoring
-from evaluation.tasks import NativeEncoder, TransformersEncoder, read_task, requests_of, scores_of
+from evaluation import generating, scoring
+from evaluation.prompts import ends_of_texts
+from evaluation.tasks import (
+    NativeEncoder,
+    TransformersEncoder,
+    read_task,
+    requests_of,
+    scores_of,
+    scores_of_answers,
+)
 from huggingface import finetune
 from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
@@ -23,44 +31,67 @@ class Evaluation:
 
     encoder: of evaluation.tasks. window: tokens that the model sees. pretrained: the finetune.Pretrained of the model,
     or None. batch_size: requests per rank and forward pass. tensor_parallel: over how many ranks every matrix is cut.
-    options: those of tasks.read_task(). Raises ValueError for a bad row and for a choice longer than the window.
+    as_chat: write them with the tokenizer's chat template. options: those of tasks.read_task(). Raises ValueError for a
+    bad row, and for a choice or a prompt longer than the window.
     """
 
-    def __init__(self, files, encoder, window, pretrained, batch_size, device, tensor_parallel=1, **options):
-        self.tasks = [read_task(file, **options) for file in files]
+    def __init__(
+        self, files, encoder, window, pretrained, batch_size, device, tensor_parallel=1, as_chat=False, **options
+    ):
+        chat = encoder.chat if as_chat else None
+        self.tasks = [read_task(file, chat=chat, **options) for file in files]
         names = [task.name for task in self.tasks]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'two files of tasks are called {twice[0]}: their scores would have one name; rename one')
         self.requests = [requests_of(task, encoder, window) for task in self.tasks]
         if pretrained:
             refuse_tokens_beyond(pretrained.vocab_size, self.tasks, self.requests)
-        self.batch_size, self.device = batch_size, device
+        written = next((task for task in self.tasks if task.form == 'prompt'), None)
+        if written and tensor_parallel > 1:
+            given = f'tensor_parallel={tensor_parallel}: {written.name} has prompts, whose answers come token by token'
+            raise ValueError(
+                f'{given}, which cannot be cut over ranks: leave it to `python evaluate.py`, after the run'
+            )
+        self.batch_size, self.device, self.encoder = batch_size, device, encoder
         self.tensor_parallel = tensor_parallel
         # Our attention for transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
         self.longest = min(window, getattr(text, 'sliding_window', None) or window)
 
     def run(self, model, bars=False, beat=lambda: None):
-        """Yields (task, {score: value}, its line, log-likelihoods of scoring.py) of each. Collective.
+        """Yields (task, {score: value}, its line, what was found of each item) of each: log-likelihoods of scoring.py,
+        or the text that was written. Collective.
 
         The model, which may be wrapped or sharded, is in eval mode meanwhile. Scores that are not finite are left
         out. bars: draw one for each task. beat: called before each forward pass."""
-        config, was_training = getattr(model, 'module', model).config, model.training  # DDP has a module
-        # Transformers' own attention would not see the branches of a row; model.py's does.
-        shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
+        raw_model, was_training = getattr(model, 'module', model), model.training  # DDP has a module
         model.eval()
         for task, requests in zip(self.tasks, self.requests, strict=True):
-            began, options = time.perf_counter(), (self.batch_size, self.device, shares, task.name if bars else None)
-            found = scoring.log_likelihoods(model, requests, self.longest, *options, beat, self.tensor_parallel)
+            began, bar = time.perf_counter(), task.name if bars else None
+            with finetune.weights_in_compute_dtype(raw_model):
+                found, scores = self.found(model, task, requests, bar, beat)
             rate = sum(map(len, requests)) / (time.perf_counter() - began)
-            nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
-            scores = scores_of(task, requests, nats, greedy)
             in_words = ', '.join(score_in_words(name, *score) for name, score in scores.items())
-            line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate:,.0f} requests/s)'
+            rate_in_words = f'{rate:.2f} answers/s' if task.form == 'prompt' else f'{rate:,.0f} requests/s'
+            line = f'{task.name}: {in_words} ({len(task.items):,} items, {rate_in_words})'
             numbers = {name: value for name, (value, _) in scores.items()}
             numbers |= {f'{name}_stderr': error for name, (_, error) in scores.items()}
             yield task, {name: value for name, value in numbers.items() if math.isfinite(value)}, line, found
         model.train(was_training)
+
+    def found(self, model, task, requests, bar, beat):
+        """(what run() yields of each item, {score: (value, standard error)})."""
+        if task.form == 'prompt':
+            prompts = [prompt for (prompt,) in requests]
+            texts = generating.write_answers(model, prompts, self.encoder, self.batch_size, self.device, bar, beat)
+            return texts, scores_of_answers(task, texts)
+        config = getattr(model, 'module', model).config  # DDP has a module
+        # Transformers' own attention would not see the branches of a row; model.py's does.
+        shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
+        options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.tensor_parallel)
+        found = scoring.log_likelihoods(model, requests, *options)
+        nats, greedy = ([[pair[n] for pair in item_results] for item_results in found] for n in (0, 1))
+        return found, scores_of(task, requests, nats, greedy)
 
     def scores(self, model, step, say, at):
         """{'task/score': value} for the row of `step`; say is called with a line of each task, at('evaluation', step)
@@ -90,16 +121,26 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
                 raise ValueError(f'{given}: leave out what spells that token, or take the tokenizer of the model')
 
 
+def encoder_of(pretrained, tokenizer):
+    """The encoder of a model of transformers."""
+    named_ends = getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
+    return TransformersEncoder(tokenizer, ends_of_texts(tokenizer, pretrained.folder, named_ends))
+
+
 def tasks_of(config, pretrained, device):
     """The Evaluation of a train script's eval_tasks; of none if there are none. Raises ValueError, too, where the data
     of the run names no tokenizer."""
     encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
     if files and pretrained:
-        encoder = TransformersEncoder(load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))
+        encoder = encoder_of(pretrained, load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))
     elif files:
         try:
             encoder = NativeEncoder(tokenizer_of(data.folder_of(vars(config))))
         except (ValueError, OSError) as error:
             raise ValueError(f'eval_tasks needs the tokenizer of dataset={config.dataset}: {error}') from error
-    tensor_parallel = vars(config).get('tensor_parallel', 1)
-    return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, tensor_parallel)
+    options = {'tensor_parallel': vars(config).get('tensor_parallel', 1)}
+    if files:
+        options |= {'as_chat': config.eval_tasks_chat, 'limit': config.eval_tasks_limit}
+        if config.eval_tasks_limit is not None and config.eval_tasks_limit < 1:
+            raise ValueError(f'eval_tasks_limit={config.eval_tasks_limit}: expected 1 or more')
+    return Evaluation(files, encoder, config.block_size, pretrained, config.batch_size, device, **options)

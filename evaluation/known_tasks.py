@@ -1,5 +1,8 @@
 """
-Well-known tasks, from datasets of the Hugging Face hub to files as in tasks.py: `python prepare_data.py --tasks=piqa`.
+Well-known tasks, from datasets of the Hugging Face hub to files as in tasks.py:
+
+    python prepare_data.py --tasks=piqa,gsm8k                 # from the hub
+    python prepare_data.py --tasks=piqa=FOLDER,gsm8k=FILE     # from a copy of the hub's dataset on this machine
 
 The text of each item is that of lm-evaluation-harness 0.4.13, lm_eval/tasks/NAME; with examples from the split that it
 takes them from, in TASK.fewshot.jsonl. tasks/pins.json notes the revision of each dataset and the sha256 of each file.
@@ -14,6 +17,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from evaluation.tasks import item_of
+from runtime.errors import one_line
 from runtime.files import write_file
 from text.sources import open_stream
 
@@ -85,7 +90,8 @@ def mmlu_continuation(row):
 
 def boolq(row):
     context = f'{row["passage"]}\nQuestion: {row["question"]}?\nAnswer:'
-    return {'context': context, 'choices': ['no', 'yes'], 'gold': row['label']}
+    gold = row['label'] if 'label' in row else int(row['answer'])  # google/boolq's rows have true or false as `answer`
+    return {'context': context, 'choices': ['no', 'yes'], 'gold': gold}
 
 
 def openbookqa(row):
@@ -96,6 +102,13 @@ def openbookqa(row):
 
 def commonsense_qa(row):
     return letters('Question: ' + row['question'].strip(), row['choices']['text'], 'ABCDE'.index(row['answerKey']))
+
+
+def gsm8k(row):
+    """The model writes its answer, which ends in `#### 18` as those of the examples do."""
+    prompt = f'Question: {row["question"]}\nAnswer:'
+    stop = ['Question:', '</s>', '<|im_end|>']
+    return {'prompt': prompt, 'answer': row['answer'], 'stop': stop, 'rule': 'gsm8k', 'num_fewshot': 5}
 
 
 KNOWN = {
@@ -110,7 +123,9 @@ KNOWN = {
     'boolq': Known('aps/super_glue', 'boolq', 'validation', 'train', boolq),
     'openbookqa': Known('allenai/openbookqa', 'main', 'test', 'train', openbookqa),
     'commonsense_qa': Known('tau/commonsense_qa', None, 'validation', 'train', commonsense_qa),
+    'gsm8k': Known('openai/gsm8k', 'main', 'test', 'train', gsm8k),
 }
+SPLITS = 'train', 'validation', 'test', 'dev'
 
 
 CORE_KEYS = {  # of the rows of each type, and what they are called here
@@ -141,37 +156,144 @@ def make_core_tasks(config_file, folder):
         print(f'{folder}/{task["label"]}.jsonl: {len(rows):,} items, {same["num_fewshot"]} examples before each')
 
 
-def make_tasks(names, hub_folder, folder=Path('tasks')):
-    """Write tasks/NAME.jsonl and NAME.fewshot.jsonl of these tasks, and note in tasks/pins.json what they are.
+# --- datasets on this machine -----------------------------------------------------------------------------------------
 
-    Raises ValueError for a name that is not known, for what the hub cannot give, and where a task that is made again is
-    not what pins.json says: numbers of two versions must not be compared.
+
+def is_dataset(path):
+    """Whether rows lie there: in a file, or in a folder that datasets' save_to_disk has written for one split."""
+    return path.suffix in ('.jsonl', '.arrow', '.parquet') if path.is_file() else (path / 'state.json').exists()
+
+
+def splits_in(place):
+    """{split: [path, ...]} of the datasets in a folder, by their names: test/, test.jsonl, test-00000-of-00001.parquet,
+    gsm8k_test.jsonl; and of the folders in it, in the order of their names, as MMLU has one for each subject."""
+    found = {}
+    for path in sorted(place.iterdir()):
+        if is_dataset(path):
+            for split in SPLITS:
+                if re.search(rf'(?<![a-z]){split}(?![a-z])', path.name):
+                    found.setdefault(split, []).append(path)
+        elif path.is_dir():
+            for split, paths in splits_in(path).items():
+                found.setdefault(split, []).extend(paths)
+    return found
+
+
+def find_rows(name, place):
+    """(paths of the items of task `name`, paths of its few-shot examples) in a dataset on this machine.
+
+    place: a folder that holds the split that the harness takes; or one split, whatever it is called, as a file or a
+    folder of save_to_disk. Then the examples are what lies beside it under the other split's name."""
+    known, place = KNOWN[name], Path(place).expanduser()
+    if not place.exists():
+        raise ValueError(f'tasks={name}={place}: there is no such file or folder')
+    if is_dataset(place):
+        pattern = rf'(?<![a-z])({"|".join(SPLITS)})(?![a-z])'
+        beside = place.with_name(re.sub(pattern, known.fewshot_split or '', place.name))
+        return [place], [beside] if known.fewshot_split and beside != place and beside.exists() else []
+    splits = splits_in(place) if place.is_dir() else {}
+    if known.split not in splits:
+        there = 'it has: ' + ', '.join(f'{split} ({paths[0]})' for split, paths in splits.items())
+        expected = f'{known.split}.jsonl, .arrow or .parquet, or a folder of save_to_disk called so'
+        advice = f'{there}: name one of these instead' if splits else f'expected {expected}'
+        raise ValueError(f'tasks={name}={place}: no split {known.split} is there; {advice}')
+    return splits[known.split], splits.get(known.fewshot_split, [])
+
+
+def rows_at(path):
+    """Yields the rows of a dataset on this machine, as {field: value}. Raises ValueError where it cannot be read."""
+    try:
+        if path.suffix == '.jsonl':
+            with open(path, encoding='utf-8-sig') as file:
+                yield from (json.loads(line) for line in file if line.strip())
+            return
+        if path.suffix == '.parquet':
+            from pyarrow import parquet
+
+            yield from parquet.read_table(path).to_pylist()
+            return
+        import datasets
+
+        rows = datasets.Dataset.from_file(str(path)) if path.is_file() else datasets.load_from_disk(str(path))
+        yield from rows
+    except Exception as error:  # datasets and pyarrow raise all kinds
+        raise ValueError(f'{path}: cannot be read: {one_line(error)}') from error
+
+
+def lines_made(name, rows, place, are_items):
+    """Lines of the task's file, from the dataset's rows. Raises ValueError for one that is not as the hub has it, and
+    where are_items for one whose answer is missing, as those of some test splits are."""
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            lines.append(json.dumps(KNOWN[name].item_of(row), ensure_ascii=False))
+            if are_items:
+                item_of(lines[-1], place)
+        except Exception as error:  # KeyError, ValueError, TypeError, ...: the row may be anything
+            fields = ', '.join(row) if isinstance(row, dict) else type(row).__name__
+            reason = f'lacks {error}' if isinstance(error, KeyError) else one_line(error).removeprefix(f'{place}: ')
+            about = f'no row of {name} with its answer, as {KNOWN[name].repository} has them'
+            raise ValueError(f'{place}, row {number}: {about}: {reason}; its fields: {fields}') from error
+    return lines
+
+
+def read_dataset(name, place, hub_folder):
+    """({ending of a file of the task: (its lines, where they are from)}, what pins.json says of the dataset).
+    place: where it lies on this machine, or None = the hub."""
+    known, made = KNOWN[name], {}
+    if place is None:
+        for split, ending in ((known.split, '.jsonl'), (known.fewshot_split, '.fewshot.jsonl')):
+            if split is not None:
+                stream, about = open_stream(known.repository, known.config, split, hub_folder)
+                lines = lines_made(name, stream, f'{known.repository}, {split}', ending == '.jsonl')
+                made[ending] = lines, f'{known.repository}, {split}, {about["revision"]}'
+        return made, {'repository': known.repository, 'revision': about['revision']}
+    for paths, ending in zip(find_rows(name, place), ('.jsonl', '.fewshot.jsonl'), strict=True):
+        if paths:
+            lines = [line for path in paths for line in lines_made(name, rows_at(path), path, ending == '.jsonl')]
+            more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
+            made[ending] = lines, f'{paths[0]}{more}'
+    if known.fewshot_split and '.fewshot.jsonl' not in made:
+        print(f'{place}: no split {known.fewshot_split} is there; --num_fewshot takes examples from the other items')
+    return made, {'repository': known.repository, 'read_from': str(place)}
+
+
+def make_tasks(names, hub_folder, folder=Path('tasks')):
+    """Write tasks/NAME.jsonl and NAME.fewshot.jsonl of these tasks, and note in tasks/pins.json what they are. A name
+    may have '=' behind it and where the dataset lies on this machine.
+
+    Raises ValueError for a name that is not known, for what the hub or the machine cannot give, and where a task that
+    is made again is not what pins.json says: numbers of two versions must not be compared.
     """
-    for name in names:
+    for given in names:
+        name = given.partition('=')[0]
         if name not in KNOWN and not name.endswith('core.yaml'):
             close = difflib.get_close_matches(name, KNOWN, n=1) or KNOWN
             raise ValueError(f'tasks={name}: not a task that is known here; did you mean {" or ".join(close)}?')
     folder.mkdir(parents=True, exist_ok=True)
     pins = folder / 'pins.json'
-    for name in names:
+    for given in names:
+        name, _, place = given.partition('=')
         if name not in KNOWN:
             make_core_tasks(name, folder / 'core')
             continue
-        known, pinned = KNOWN[name], json.loads(pins.read_text(encoding='utf-8')) if pins.exists() else {}
-        files, revision = {}, None
-        for split, ending in ((known.split, '.jsonl'), (known.fewshot_split, '.fewshot.jsonl')):
-            if split is not None:
-                stream, about = open_stream(known.repository, known.config, split, hub_folder)
-                rows = [json.dumps(known.item_of(row), ensure_ascii=False) for row in stream]
-                files[f'{name}{ending}'], revision = '\n'.join(rows) + '\n', about['revision']
-                print(f'{folder}/{name}{ending}: {len(rows):,} items of {known.repository}, {split}, {revision}')
+        pinned = json.loads(pins.read_text(encoding='utf-8')) if pins.exists() else {}
+        made, about = read_dataset(name, place or None, hub_folder)
+        for ending, (lines, where) in made.items():
+            print(f'{folder}/{name}{ending}: {len(lines):,} items of {where}')
+        files = {f'{name}{ending}': '\n'.join(lines) + '\n' for ending, (lines, _) in made.items()}
         hashes = {file: hashlib.sha256(text.encode()).hexdigest() for file, text in files.items()}
         if hashes != pinned.get(name, {}).get('sha256', hashes):
-            was = f'revision {pinned[name]["revision"]} and is another text at revision {revision}'
+            was = f'{version_of(pinned[name])} and is another text at {version_of(about)}'
             raise ValueError(
                 f'{name} is pinned in {pins} to {was}: it was left as it is; delete its entry to replace it'
             )
         for file, text in files.items():
             write_file(folder / file, text)
-        pinned[name] = {'repository': known.repository, 'revision': revision, 'sha256': hashes}
+        pinned[name] = {**about, 'sha256': hashes}
         write_file(pins, json.dumps(pinned, indent=1, sort_keys=True) + '\n')
+
+
+def version_of(about):
+    """Of an entry in pins.json."""
+    return f'revision {about["revision"]}' if 'revision' in about else about['read_from']

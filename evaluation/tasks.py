@@ -1,11 +1,14 @@
 """
-Tasks that a language model is evaluated on: JSON lines, one item each, of one of four forms.
+Tasks that a language model is evaluated on: JSON lines, one item each, of one of five forms.
 
     {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     which choice is the likeliest?
     {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   behind which is it the likeliest?
     {"context": "She opened the", "continuation": "door"}                            would the model say that?
     {"text": "A whole document."}                                                    how likely is it?
+    {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}            does it write the answer?
 
+What a prompt may have beside its answer says rules.py; "stop" are texts with which what is written ends, and
+"max_new_tokens", 256 unless it is given, how long that becomes at most.
 Any item but a text may have a "delimiter" (between context and choice, " " without one), a "description" (before all
 else) and a "group" (its few-shot examples are of the same one). These lie beside TASK.jsonl in TASK.fewshot.jsonl.
 The first row may have "num_fewshot", for who does not ask for another number, and "chance", what guessing scores.
@@ -25,19 +28,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evaluation.rules import Rule
+from runtime.errors import one_line
+from text.conversations import DATE
+
 FORMS = {
     'choices': {'context', 'choices', 'gold'},
     'contexts': {'contexts', 'continuation', 'gold'},
     'continuation': {'context', 'continuation'},
     'text': {'text'},
+    'prompt': {'prompt', 'answer'},
 }
 OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float}
+OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # optional, too
+MAX_NEW_TOKENS = 256  # the harness's
 FEWSHOT_SEED = 1234  # the harness's
 
 
 @dataclass
 class Item:
-    """One row. pairs: [(context, continuation), ...] of which the log-likelihoods are wanted, or [('', text)]."""
+    """One row. pairs: [(context, continuation), ...] of which the log-likelihoods are wanted, or [('', text)], or
+    [(prompt, answer)]."""
 
     form: str
     pairs: list
@@ -50,6 +61,9 @@ class Item:
     num_fewshot: int
     chance: float  # what guessing scores
     place: str  # file and row, for messages
+    rule: Rule | None = None  # of a prompt, and how what is written ends
+    stop: tuple = ()
+    max_new_tokens: int = MAX_NEW_TOKENS
 
 
 class Task(NamedTuple):
@@ -67,13 +81,22 @@ class Request(NamedTuple):
     n_targets: int
 
 
+class Prompt(NamedTuple):
+    """What the model writes behind these tokens is wanted: up to one of the texts `stop`."""
+
+    tokens: list
+    stop: tuple
+    max_new_tokens: int
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_task(path, num_fewshot=None, limit=None, protocol='harness'):
+def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None):
     """The Task in a file. num_fewshot: so many examples with their answers stand before each item; None = what the
-    first row says, or none. limit: only the first so many items. Raises ValueError with the number of a row that is
-    none, or where examples are too few."""
+    first row says, or none. limit: only the first so many items. chat: what writes messages as the text that the model
+    is to answer; None = there are no messages. Raises ValueError with the number of a row that is none, or where
+    examples are too few."""
     path = Path(path)
     all_items = read_items(path)
     items = all_items[:limit]
@@ -81,18 +104,27 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness'):
     for item in all_items if protocol == 'core' and items[0].form == 'continuation' else ():
         ((context, answer),) = item.pairs  # CORE counts the delimiter, which may be a word, as context
         item.pairs = [(context.strip() + item.delimiter, answer[len(item.delimiter) :])]
-    if items[0].form == 'text' and (num_fewshot or protocol == 'core'):
-        given, other = f'num_fewshot={num_fewshot}, protocol={protocol}', '--num_fewshot=0 --protocol=harness'
+    if items[0].form == 'text' and (num_fewshot or protocol == 'core' or chat):
+        given = f'num_fewshot={num_fewshot}, protocol={protocol}' + ', apply_chat_template=True' * bool(chat)
+        other = '--num_fewshot=0 --protocol=harness' + ' --apply_chat_template=False' * bool(chat)
         raise ValueError(f'{given}: {path} holds texts, which have no answers: use {other}')
-    if num_fewshot:
-        add_examples(items, all_items, path, num_fewshot, protocol)
-    for item in items:
-        item.pairs = [(item.description + context, continuation) for context, continuation in item.pairs]
+    if protocol == 'core' and (chat or items[0].form == 'prompt'):
+        given = f'protocol=core: {path}'
+        why = 'has prompts, which its rules do not know' if items[0].form == 'prompt' else 'knows no chat template'
+        raise ValueError(f'{given} {why}: use --protocol=harness')
+    examples = examples_of(items, all_items, path, num_fewshot, protocol) if num_fewshot else [[]] * len(items)
+    written = [with_examples(item, shown, chat) for item, shown in zip(items, examples, strict=True)]
+    for item, pairs in zip(items, written, strict=True):  # now: items may be examples of others
+        item.pairs = pairs
     return Task(path.stem, items[0].form, items, num_fewshot, protocol)
 
 
 def read_items(path):
-    items = []
+    items, name = [], str(path).partition('=')[0]
+    if '=' in str(path) and not path.exists():  # as prepare_data.py takes it
+        raise ValueError(f'{path}: `python prepare_data.py --tasks={path}` first; then --tasks=tasks/{name}.jsonl')
+    if path.is_dir() or path.suffix in ('.arrow', '.parquet'):
+        raise ValueError(f'{path}: a dataset: `python prepare_data.py --tasks=NAME={path}` makes a file of tasks of it')
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -112,10 +144,15 @@ def item_of(line, place):
     except ValueError as error:
         raise ValueError(f'{place}: not JSON ({error}): {line.strip()[:60]}') from None
     keys = set(row) if isinstance(row, dict) else set()
-    form = next((form for form, needed in FORMS.items() if keys - OPTIONAL.keys() == needed), None)
+    optional = OPTIONAL | OF_PROMPTS if 'prompt' in keys else OPTIONAL
+    form = next((form for form, needed in FORMS.items() if keys - optional.keys() == needed), None)
     if form is None:
         forms = ', '.join('+'.join(sorted(needed)) for needed in FORMS.values())
-        raise ValueError(f'{place}: has the keys {", ".join(sorted(keys)) or "of no object"}; expected one of {forms}')
+        given = f'has the keys {", ".join(sorted(keys)) or "of no object"}; expected one of {forms}'
+        advice = (
+            f'; of a known task, `python prepare_data.py --tasks=NAME={place.partition(", row")[0]}` makes such rows'
+        )
+        raise ValueError(f'{place}: {given}{advice if keys else ""}')
     several = [row[key] for key in ('choices', 'contexts') if key in row]
     for texts in several:
         if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
@@ -123,10 +160,13 @@ def item_of(line, place):
         gold = row['gold']
         if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(texts):
             raise ValueError(f'{place}: gold={json.dumps(gold)}; expected a number from 0 to {len(texts) - 1}')
-    for key in keys & {'context', 'continuation', 'text', *OPTIONAL}:
-        if not isinstance(row[key], kind := OPTIONAL.get(key, str)):
-            expected = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25'}[kind]
+    for key in keys & {'context', 'continuation', 'text', 'prompt', *optional}:
+        if not isinstance(row[key], kind := optional.get(key, str)):
+            names = {str: 'a text', int: 'a whole number', float: 'a number such as 0.25', list: 'a list of texts'}
+            expected = names[kind]
             raise ValueError(f'{place}: {key} is {json.dumps(row[key])[:60]}; expected {expected}')
+    if form == 'prompt':
+        return item_of_prompt(row, place)
     answers = row['choices'] if form == 'choices' else [row.get('continuation', row.get('text'))]
     if '' in answers:
         raise ValueError(f'{place}: an empty {"choice" if form == "choices" else form}, which has no probability')
@@ -143,14 +183,27 @@ def item_of(line, place):
     return Item(form, pairs, *lengths, row.get('gold'), *texts, row.get('num_fewshot', 0), chance, place)
 
 
-def add_examples(items, all_items, path, num_fewshot, protocol):
-    """Write examples with their answers before the contexts, as the harness does: an item with a group has the first
+def item_of_prompt(row, place):
+    """The Item of a row with a prompt."""
+    rule, stop = Rule.of(row, place), tuple(row.get('stop', ()))
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f'{place}: stop is {json.dumps(row["stop"])[:60]}; expected a list of texts')
+    if (longest := row.get('max_new_tokens', MAX_NEW_TOKENS)) < 1:
+        raise ValueError(f'{place}: max_new_tokens={longest}; expected 1 or more')
+    delimiter = row.get('delimiter', ' ')
+    pairs = [(row['prompt'], delimiter + rule.answers[0])]  # the answer, for when it is an example
+    texts = (row.get('group'), row.get('description', ''), delimiter)
+    return Item('prompt', pairs, [], [], None, *texts, row.get('num_fewshot', 0), 0.0, place, rule, stop, longest)
+
+
+def examples_of(items, all_items, path, num_fewshot, protocol):
+    """[[Item, ...] that are shown before each item], chosen as the harness does: an item with a group has the first
     ones of its group (so does MMLU), others have some that are drawn anew for each item. Without a file of examples
     they are drawn from the task's other items, as CORE always does, by a generator of the item's own."""
     beside = path.with_name(f'{path.stem}.fewshot.jsonl')
     is_own = protocol == 'core' or not beside.exists()
     examples = all_items if is_own else read_items(beside)
-    draws, before = random.Random(FEWSHOT_SEED), []
+    draws, found = random.Random(FEWSHOT_SEED), []
     for number, item in enumerate(items):
         pool = [example for example in examples if example.group == item.group]
         if len(pool) < num_fewshot + is_own:
@@ -160,10 +213,29 @@ def add_examples(items, all_items, path, num_fewshot, protocol):
             pool, draws = [example for example in pool if example is not item], random.Random(FEWSHOT_SEED + number)
         extra = is_own and protocol != 'core'  # for the item itself, if it is drawn
         chosen = pool if item.group else draws.sample(pool, num_fewshot + extra)
-        chosen = [example for example in chosen if example is not item][:num_fewshot]
-        before.append(''.join(''.join(example.pairs[example.gold or 0]) + '\n\n' for example in chosen))
-    for item, text in zip(items, before, strict=True):
-        item.pairs = [(text + context, continuation) for context, continuation in item.pairs]
+        found.append([example for example in chosen if example is not item][:num_fewshot])
+    return found
+
+
+def with_examples(item, shown, chat):
+    """The pairs of an item with its description and the examples before it, in text or, by chat, as messages: the
+    description is the system's, each example a question of the user and an answer of the assistant."""
+    if not chat:
+        texts = [''.join(example.pairs[example.gold or 0]) + '\n\n' for example in shown]
+        return [(item.description + ''.join(texts) + context, answer) for context, answer in item.pairs]
+
+    def without_delimiter(answer, item):
+        """The template alone stands between a question and its answer. (The harness leaves words their space.)"""
+        return answer if item.form == 'continuation' else answer[len(item.delimiter) :]
+
+    messages = [{'role': 'system', 'content': item.description}] if item.description else []
+    for example in shown:
+        context, answer = example.pairs[example.gold or 0]
+        messages.append({'role': 'user', 'content': context})
+        messages.append({'role': 'assistant', 'content': without_delimiter(answer, example)})
+    asked = list(dict.fromkeys(context for context, _ in item.pairs))  # choices have one context
+    written = {context: chat([*messages, {'role': 'user', 'content': context}]) for context in asked}
+    return [(written[context], without_delimiter(answer, item)) for context, answer in item.pairs]
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -176,19 +248,33 @@ class NativeEncoder:
     def __init__(self, tokenizer):
         self.tokenizer, self.bos = tokenizer, list(tokenizer.bos)
         self.prefix = self.bos[-1] if self.bos else tokenizer.eot
+        self.stop_tokens = [tokenizer.eot]
 
     def encode(self, texts, special=True):
         """special=False: without the tokens before them."""
         bos = self.bos if special else []
         return [bos + array.tolist() for array in self.tokenizer.encode_batch(texts)]
 
+    def decode(self, ids):
+        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])  # a model has more
+
+    def tokens_spelled(self, texts):
+        """Control tokens that these texts spell: none, for text is text here."""
+        return []
+
+    def chat(self, messages):
+        raise ValueError(
+            'a model from scratch has no chat template: leave out --apply_chat_template, --eval_tasks_chat'
+        )
+
 
 class TransformersEncoder:
     """A tokenizer of transformers, with the special tokens that it puts before a text by itself: BOS, for some. What it
     puts behind one, as some do with EOS, is left out: the text goes on."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, stop_tokens=()):
+        """stop_tokens: those that end what the model writes."""
+        self.tokenizer, self.stop_tokens = tokenizer, list(stop_tokens)
         starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         self.prefix = next((token for token in starts if token is not None), None)
         if self.prefix is None:
@@ -206,6 +292,30 @@ class TransformersEncoder:
                 tokens[number] = ids[:-1] if adds and self.ends_texts else ids
         return tokens
 
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def tokens_spelled(self, texts):
+        """Control tokens that these texts spell, which decode() does not show."""
+        added = self.tokenizer.get_added_vocab()
+        return [added[text] for text in texts if text in added]
+
+    def chat(self, messages):
+        """What the chat template writes, for the model to answer. Without the system's message, as the harness has it,
+        where the template refuses one."""
+        if not self.tokenizer.chat_template:
+            given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
+            raise ValueError(f'{given}: leave it out')
+        try:
+            options = {'tokenize': False, 'add_generation_prompt': True, 'date_string': DATE}
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template may raise anything
+            if messages[0]['role'] == 'system':
+                return self.chat(messages[1:])
+            raise ValueError(
+                f'the chat template of {self.tokenizer.name_or_path} refuses: {one_line(error)}'
+            ) from error
+
 
 def requests_of(task, encoder, window):
     """[[Request, ...] of each item] by the harness's rules, for a model that sees `window` tokens. Raises ValueError
@@ -217,6 +327,8 @@ def requests_of(task, encoder, window):
         special = isinstance(encoder, TransformersEncoder)
         documents = encoder.encode([item.pairs[0][1] for item in task.items], special)
         return [rolling(document, encoder.prefix, window) for document in documents]
+    if task.form == 'prompt':
+        return prompts_of(task, encoder, window)
     pairs = [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
     plain = list(dict.fromkeys(text for context, answer in pairs if context for text in (context, context + answer)))
     tokens = dict(zip(plain, encoder.encode(plain), strict=True))
@@ -235,6 +347,19 @@ def requests_of(task, encoder, window):
                     targets = targets[1:]
             requests[-1].append(request_of([*before, *targets], len(targets), window, item, answer))
     return requests
+
+
+def prompts_of(task, encoder, window):
+    """[[Prompt] of each item]. Raises ValueError for one that leaves no room for an answer: without the beginning,
+    which the harness cuts off, it would be another one."""
+    prompts = []
+    for item, tokens in zip(task.items, encoder.encode([item.pairs[0][0] for item in task.items]), strict=True):
+        if len(tokens) + item.max_new_tokens > window:
+            given = f'{item.place}: the prompt has {len(tokens):,} tokens and its answer up to {item.max_new_tokens:,}'
+            advice = 'lower num_fewshot, or "max_new_tokens" in the rows'
+            raise ValueError(f'{given}, more than the {window:,} that the model sees: {advice}')
+        prompts.append([Prompt(tokens or [encoder.prefix], item.stop, item.max_new_tokens)])
+    return prompts
 
 
 def requests_of_core(task, encoder, window):
@@ -293,6 +418,13 @@ def scores_of_core(task, requests, log_likelihoods, greedy):
         hits = [np.argmax(np.array(nats) / item_sizes) == item.gold for item, nats, item_sizes in per_item]
     (acc, error), chance = mean_of(hits), mean_of([item.chance for item in task.items])[0]
     return {'acc': (acc, error), 'centered': ((acc - chance) / (1 - chance), error / (1 - chance))}
+
+
+def scores_of_answers(task, texts):
+    """{name of the score: (value, standard error)} of what the model has written for each item."""
+    judged = [item.rule.judge(text) for item, text in zip(task.items, texts, strict=True)]
+    names = dict.fromkeys(name for found in judged for name in found)  # rows may have rules of their own
+    return {name: mean_of([found[name] for found in judged if name in found]) for name in names}
 
 
 def scores_of(task, requests, log_likelihoods, greedy):

@@ -17,6 +17,7 @@ LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import logging
 import math
@@ -25,11 +26,13 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from huggingface import rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
@@ -299,10 +302,13 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
-    def forward(self, x, y=None, starts=None, layout=None, then=None):
+    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
         starts (B, M): where each document of a row begins, or an attention layout in its place; attention stays within
-        documents. then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
+        documents. cache: of new_cache(), with the tokens before x; logits are those of the last token, (B, 1, V).
+        then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
+        if cache is not None:
+            return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
         if starts is not None:
             layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.draws_noise)
@@ -330,15 +336,56 @@ class ForTraining:
         options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
 
+    def last_logits(self, x, layout, cache):
+        """Logits (B, 1, V) behind the last token of x (B, T), which follows those in the cache."""
+        options = {'use_cache': True, self.arguments.cache: cache}
+        if layout is not None and self.arguments.position_ids:
+            options['position_ids'] = layout.positions
+        if layout is not None:  # other attentions want to know which tokens there are: the last one sees all of them
+            is_own = self.config._attn_implementation == ATTENTION
+            options['attention_mask'] = layout.mask if is_own else layout.mask[:, 0, -1].long()
+        head = self.get_output_embeddings()
+        casting = self.compute_dtype != head.weight.dtype
+        with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
+            if self.has_plain_head:
+                return head(self.base_model(x, **options).last_hidden_state[:, -1:].to(head.weight.dtype))
+            options |= {'logits_to_keep': 1} if self.arguments.logits_to_keep else {}
+            return super().forward(x, **options).logits[:, -1:]
+
+    @property
+    def takes_padding(self):
+        """Whether last_logits() takes a layout that hides padding. State-space models go through their states instead,
+        each in its own way, and without a cache another layout is expected."""
+        return bool(self.arguments.cache and self.arguments.position_ids)
+
+    @property
+    def reads_on(self):
+        """Whether last_logits() takes several tokens behind those in a cache: for sure where attention is ours."""
+        return self.takes_padding and self.config._attn_implementation == ATTENTION
+
+    def new_cache(self, capacity):
+        """As model.GPT.new_cache; None where the class has no cache of the usual kind."""
+        if not self.arguments.cache:
+            return None
+        is_own = self.config._attn_implementation == ATTENTION  # which cuts the window itself
+        return transformers_offline().DynamicCache(config=None if is_own else self.config)
+
+    def keep_rows(self, cache, rows):
+        cache.reorder_cache(rows)
+
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
         super()._apply(*args, **kwargs)
-        for (first, attribute), *others in self.ties:
-            for module, name in others:
-                module._parameters[name] = first._parameters[attribute]
+        self.tie()
         if not any(parameter.is_meta for parameter in self.parameters()):
             fill_buffers(self, self.device_of_buffers)
         return self
+
+    def tie(self):
+        """Put the first parameter of each tie into its other places, too."""
+        for (first, attribute), *others in self.ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[attribute]
 
     def checkpoint_activations(self, mode):
         """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
@@ -372,7 +419,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
-    model.blocks = find_blocks(model)
+    model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
     model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0
     head, text = model.get_output_embeddings(), config.get_text_config()
@@ -383,6 +430,43 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.train()
     freeze(model, pretrained)
     return model
+
+
+@contextlib.contextmanager
+def weights_in_compute_dtype(model):
+    """Whole weights of ForTraining, as under DDP, are in compute_dtype meanwhile, as sharded ones are when gathered:
+    autocast would leave what is between matmuls in float32, and give other numbers. (Those of model.py are cast by
+    themselves.) For forward passes without gradients."""
+    places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    kept = [module._parameters[name] for module, name in places]
+    is_cast = not isinstance(model, ForTraining) or all(p.dtype == model.compute_dtype for p in kept)
+    if is_cast or any(isinstance(parameter, DTensor) for parameter in kept):
+        yield
+        return
+    # One for each, for some have several places. Not parameter.data: DDP listens to what gathers its gradient.
+    cast = {parameter: nn.Parameter(parameter.detach().to(model.compute_dtype), False) for parameter in set(kept)}
+    try:
+        for (module, name), parameter in zip(places, kept, strict=True):
+            module._parameters[name] = cast[parameter]
+        yield
+    finally:
+        for (module, name), parameter in zip(places, kept, strict=True):
+            module._parameters[name] = parameter
+
+
+class Arguments(NamedTuple):
+    """What the forward of a class of transformers takes."""
+
+    cache: str | None  # its name: another one before transformers 5.20 or so; None = the class has no such cache
+    position_ids: bool
+    logits_to_keep: bool
+
+    @classmethod
+    def of(cls, library_class):
+        names = inspect.signature(library_class.forward).parameters
+        cache = next((name for name in ('cache', 'past_key_values') if name in names), None)
+        has_usual_cache = getattr(library_class, '_supports_default_dynamic_cache', lambda: False)()
+        return cls(cache if has_usual_cache else None, 'position_ids' in names, 'logits_to_keep' in names)
 
 
 def find_blocks(model):
@@ -408,8 +492,10 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     if layout is not None:
         scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
         return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
-    if sliding_window and sliding_window < T:
-        near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
+    before = key.shape[2] - T  # tokens in a cache
+    if sliding_window and sliding_window < before + T:
+        near = torch.ones(T, before + T, dtype=torch.bool, device=query.device)  # (T, before + T)
+        near = near.tril(before).triu(before + 1 - sliding_window)
         attention_mask = near[None, None] if attention_mask is None else attention_mask & near
     on_cpu = query.device.type == 'cpu'
     if on_cpu:
@@ -544,11 +630,10 @@ def load(model, pretrained, seed=0):
             local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
             local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
-        elif weights.shape(found[name]) != tuple(tensors[name].shape):
-            shapes = f'has the shape {weights.shape(found[name])}, config.json asks for {tuple(tensors[name].shape)}'
-            raise ValueError(f'{pretrained.weights_folder}: {found[name]} {shapes}')
-        elif local.numel():
-            local.copy_(weights.read(found[name], rows))
+        else:
+            weights.check_shape(found[name], tensors[name].shape)
+            if local.numel():
+                local.copy_(weights.read(found[name], rows))
 
 
 def initial_lora_a(name, shape, seed):
@@ -595,6 +680,41 @@ def for_inference(pretrained, weights):
     assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
     fill_buffers(model, 'cpu')
     return model.eval()
+
+
+def for_generation(pretrained, weights, compute_dtype, device):
+    """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a checkpoint;
+    None = those of the folder, as they are stored."""
+    whole = copy.copy(pretrained)
+    whole.lora_rank, whole.freeze = 0, None
+    with torch.device('meta'):
+        model = for_training(whole, compute_dtype, device)
+    weights = weights_of_folder(pretrained, model) if weights is None else merge_lora(model, weights, pretrained)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
+    model.tie()
+    assert not any(parameter.is_meta for parameter in model.parameters()), f'the weights lack {missing[:3]}'
+    fill_buffers(model, device)
+    return model.eval()
+
+
+def cast_weights(model, compute_dtype, device):
+    """Once and for all, where each token uses every weight. (Not .to(compute_dtype), which would round RoPE's
+    frequencies, too.)"""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, compute_dtype)
+
+
+def weights_of_folder(pretrained, model):
+    """{name: tensor} as they are stored. Raises ValueError for one of another shape than the configuration says."""
+    weights = Weights(pretrained.weights_folder)
+    found, lacking = weights.find(model)
+    if lacking:
+        return whole_model(pretrained).state_dict()
+    tensors = model.state_dict()
+    for name, stored in found.items():
+        weights.check_shape(stored, tensors[name].shape)
+    return {name: weights.read(stored) for name, stored in found.items()}
 
 
 # --- self-test --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from launch import REPO, TINY_MODEL, TINY_RUN, environment, run_forked, run_scri
 from pretrained import POSITIONS, save_model
 from short import slow_but
 
-from evaluation import scoring, tasks
+from evaluation import rules, scoring, tasks
 
 EVALUATE = ['--device=cpu', '--dtype=float32', '--batch_size=7']
 WORDS = 'the cat sat on a mat, and ran to see that Größe of it was 17 -- or so'.split()
@@ -225,6 +225,137 @@ def test_few_shot_examples_stand_before_each_item_with_their_answers(tmp_path):
         tasks.read_task(tmp_path / 'of_groups.jsonl', num_fewshot=4)
 
 
+# --- what a model writes ----------------------------------------------------------------------------------------------
+
+
+def write_prompts(path):
+    """Prompts of many lengths, in some of the models' 32 tokens with the answer."""
+    draws, rows = random.Random(3), []
+    for number in range(13):
+        row = {'prompt': some_text(draws, number % 4)[:14], 'answer': ['a', 'e', 'n'], 'rule': 'contains'}
+        rows.append({**row, 'max_new_tokens': 9 if number % 3 else 6})
+    return write_rows(path, rows)
+
+
+def written_by(loop, row):
+    """The likeliest token, one after the other, as text."""
+    tokens = loop.tokenizer.encode(row['prompt']) or loop.start()
+    new = []
+    for _ in range(row['max_new_tokens']):
+        with torch.no_grad():
+            token = loop.model(torch.tensor([tokens + new])).logits[0, -1].argmax().item()
+        if token == loop.tokenizer.eos_token_id:
+            break
+        new.append(token)
+    text = loop.tokenizer.decode(new, skip_special_tokens=True)
+    return text[: min([text.find(end) for end in row.get('stop', []) if end in text], default=None)]
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_answers_are_those_of_a_plain_loop_whatever_the_ranks_and_the_sharding(models, name, tmp_path):
+    out_dir, folder = models[name]
+    loop, prompts = PlainLoop(folder), write_prompts(tmp_path / 'prompts.jsonl')
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for number, row in enumerate(rows):  # two characters in the middle, of two tokens, that end some answers
+        middle = written_by(loop, row)[2:4]
+        if number % 3 and len(middle) == 2 and '\ufffd' not in middle:
+            row['stop'] = ['never', middle]
+    write_rows(prompts, rows)
+    results, samples, text = evaluate(out_dir, [prompts], tmp_path / 'alone', '--batch_size=3')
+    expected = [written_by(loop, row) for row in rows]
+    assert [sample['written'] for sample in samples['prompts']] == expected
+    assert any('stop' in row for row in rows)
+    hits = [any(answer in text for answer in 'aen') for text in expected]
+    assert results[0]['acc'] == pytest.approx(statistics.mean(hits)) and 'acc_stderr' in results[0]
+    assert re.search(r'^prompts: acc \d\.\d{4} ± \d\.\d{4} \(13 items, [\d.]+ answers/s\)', text, re.MULTILINE)
+    for shard, nproc in (('none', 2), ('torch', 3), ('manual', 2)) if name in ('native', 'gpt2') else ():
+        keys = ['--batch_size=3', f'--shard={shard}']
+        others = evaluate(out_dir, [prompts], tmp_path / f'{shard}{nproc}', *keys, nproc=nproc)
+        assert (others[0], others[1]) == (results, samples), (shard, nproc)  # to the bit, with ranks that end earlier
+
+
+@pytest.mark.parametrize(
+    'row, text, expected',
+    [
+        ({'answer': 'Paris'}, ' Paris\n', {'acc': True}),
+        ({'answer': 'Paris'}, 'Paris.', {'acc': False}),
+        ({'answer': ['Rome', 'Paris'], 'rule': 'contains'}, 'It is Paris.', {'acc': True}),
+        ({'answer': ['Rome', 'Paris'], 'rule': 'contains'}, 'It is paris.', {'acc': False}),
+        ({'answer': '1,000', 'rule': 'number'}, 'first 7, then $1000.00.', {'acc': True}),
+        ({'answer': '-3', 'rule': 'number'}, '3 of them', {'acc': False}),
+        ({'answer': '3', 'rule': 'number'}, 'none', {'acc': False}),
+        ({'answer': 'x = 4 so (B)', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say (B) or (C)', {'acc': True}),
+        ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say (B)', {'acc': True}),
+        ({'answer': 'B', 'rule': 'regex', 'pattern': r'\((\w)\)'}, 'I say B', {'acc': False}),
+        ({'answer': 'B', 'rule': 'regex', 'pattern': r'[A-D]'}, 'I say B, C', {'acc': True}),
+        # as lm_eval's filters and its exact_match have them
+        ({'answer': 'a\n#### 1,800'}, 'so\n#### $1800. Then 5', {'strict_match': False, 'flexible_extract': False}),
+        ({'answer': 'a\n#### 1,800'}, 'so\n#### 1800. Then', {'strict_match': True, 'flexible_extract': True}),
+        ({'answer': 'a\n#### 18'}, 'she has $18.', {'strict_match': False, 'flexible_extract': True}),
+        ({'answer': 'a\n#### 18'}, '#### 18 and #### 19', {'strict_match': True, 'flexible_extract': False}),
+        ({'answer': 'a\n#### -18'}, '#### -18', {'strict_match': True, 'flexible_extract': True}),
+        ({'answer': 'a\n#### 8'}, 'no number', {'strict_match': False, 'flexible_extract': False}),
+    ],
+)
+def test_a_rule_says_what_is_right(row, text, expected):
+    rule = {'rule': 'gsm8k'} if 'strict_match' in expected else {}
+    assert rules.Rule.of({'prompt': '?', **row, **rule}, 'file, row 1').judge(text) == expected
+
+
+def test_examples_and_descriptions_become_messages_where_a_chat_template_is_applied(models, tmp_path):
+    """As lm_eval's --apply_chat_template with fewshot_as_multiturn, its default."""
+    loop = PlainLoop(models['llama'][1])
+    encoder = tasks.TransformersEncoder(loop.tokenizer)
+    row = {'context': 'Who?\nAnswer:', 'choices': ['he', 'she'], 'gold': 1, 'description': 'Answer. '}
+    path = write_rows(tmp_path / 'who.jsonl', [row])
+    write_rows(tmp_path / 'who.fewshot.jsonl', [{**row, 'context': 'Is it?\nAnswer:', 'choices': ['no', 'yes']}])
+    ask = '<|im_start|>user\nWho?\nAnswer:<|im_end|>\n<|im_start|>assistant\n'
+    system = '<|im_start|>system\nAnswer. <|im_end|>\n'
+    shown = '<|im_start|>user\nIs it?\nAnswer:<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n'
+    for shots, prompt in ((0, system + ask), (1, system + shown + ask)):
+        (item,) = tasks.read_task(path, num_fewshot=shots, chat=encoder.chat).items
+        assert item.pairs == [(prompt, 'he'), (prompt, 'she')]
+    rows = [{'contexts': ['he cup', 'he bag'], 'continuation': 'is old', 'gold': 0}]
+    (item,) = tasks.read_task(write_rows(tmp_path / 'two.jsonl', rows), chat=encoder.chat).items
+    start = '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n'
+    assert item.pairs == [(start.format(f'he {what}'), 'is old') for what in ('cup', 'bag')]
+    rows = [{'prompt': f'{n} + 1 =', 'answer': str(n + 1), 'rule': 'number'} for n in range(2)]
+    for item in tasks.read_task(write_rows(tmp_path / 'sums.jsonl', rows), num_fewshot=1, chat=encoder.chat).items:
+        n = int(item.rule.answers[0]) - 1
+        asked = [start.format(f'{n} + 1 =') for n in (1 - n, n)]
+        assert item.pairs[0][0] == f'{asked[0]}{2 - n}<|im_end|>\n{asked[1]}'
+    # a template that refuses the system's message: lm_eval leaves it out
+    loop.tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[0].content }}>"
+    )
+    (item,) = tasks.read_task(path, chat=encoder.chat).items
+    assert item.pairs[0] == ('Who?\nAnswer:>', 'he')
+
+
+@pytest.mark.parametrize('name', slow_but(['llama'], ['llama', 'with_bos']))
+def test_numbers_with_a_chat_template_are_those_of_a_plain_loop_over_what_it_writes(models, name, tmp_path):
+    out_dir, folder = models[name]
+    loop = PlainLoop(folder)
+
+    def asked(text):
+        return loop.tokenizer.apply_chat_template(
+            [{'role': 'user', 'content': text}], tokenize=False, add_generation_prompt=True
+        )
+
+    choices = [{'context': f'q{n}', 'choices': ['ab', 'c', 'def'], 'gold': 0} for n in range(4)]
+    written = [{'prompt': f'w{n}', 'answer': 'a', 'max_new_tokens': 8, 'stop': ['a']} for n in range(5)]
+    paths = [write_rows(tmp_path / 'choices.jsonl', choices), write_rows(tmp_path / 'written.jsonl', written)]
+    results, samples, _ = evaluate(out_dir, paths, tmp_path / 'found', '--apply_chat_template')
+    assert all(result['chat_template'] for result in results)
+    encode = loop.tokenizer.encode
+    loop.tokenizer.encode = lambda text, **options: encode(text, add_special_tokens=False)  # the template has them
+    for row, sample in zip(choices, samples['choices'], strict=True):
+        expected = [loop.pair(asked(row['context']), choice)[0] for choice in row['choices']]
+        assert sample['nats'] == pytest.approx(expected, abs=1e-4)
+    for row, sample in zip(written, samples['written'], strict=True):
+        assert sample['written'] == written_by(loop, {**row, 'prompt': asked(row['prompt'])})
+
+
 # --- CORE -------------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +505,7 @@ def test_a_model_answers_what_it_has_learned_and_a_random_one_is_at_chance(tmp_p
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 GOOD = {'context': 'a', 'choices': ['b', 'c'], 'gold': 0}
+ASKED = {'prompt': 'a', 'answer': 'b'}
 
 
 @pytest.mark.parametrize(
@@ -398,6 +530,32 @@ def test_a_bad_row_is_named_by_its_number(row, why, tmp_path):
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    'row, why',
+    [
+        ({**ASKED, 'answer': 3}, "answer is '3'; expected a text, or a list of texts"),
+        ({**ASKED, 'answer': ['b', ' ']}, 'expected a text, or a list of texts'),
+        ({**ASKED, 'rule': 'equal'}, "rule='equal'; expected one of exact, contains, number, regex, gsm8k"),
+        ({**ASKED, 'rule': 'number'}, "the answer 'b' has no number, which rule=number compares"),
+        ({**ASKED, 'rule': 'gsm8k'}, 'the answer \'b\' does not end in "#### 18", as rule=gsm8k reads it'),
+        ({**ASKED, 'rule': 'regex'}, 'a pattern belongs to the rule regex alone'),
+        ({**ASKED, 'pattern': 'b'}, 'a pattern belongs to the rule regex alone'),
+        ({**ASKED, 'rule': 'regex', 'pattern': '('}, r"pattern='\(' is no regular expression: "),
+        ({**ASKED, 'stop': 'b'}, 'stop is "b"; expected a list of texts'),
+        ({**ASKED, 'stop': ['b', '']}, 'expected a list of texts'),
+        ({**ASKED, 'max_new_tokens': 0}, 'max_new_tokens=0; expected 1 or more'),
+        ({**ASKED, 'gold': 1}, 'has the keys answer, gold, prompt; expected one of'),
+        ({'question': 'a', 'answer': 'b'}, 'python prepare_data.py --tasks=NAME=.*/bad.jsonl` makes such rows'),
+        (GOOD, "has 'choices', those before it have 'prompt': one file holds items of one form"),
+    ],
+)
+def test_a_bad_row_with_a_prompt_is_named_by_its_number(row, why, tmp_path):
+    (tmp_path / 'bad.jsonl').write_text(f'{json.dumps(ASKED)}\n{json.dumps(row)}\n')
+    with pytest.raises(ValueError, match=f'bad.jsonl, row 2: .*{why}') as caught:
+        tasks.read_task(tmp_path / 'bad.jsonl')
+    assert '\n' not in str(caught.value)
+
+
 def test_a_byte_order_mark_before_a_file_of_tasks_is_none_of_its_text(tmp_path):
     (tmp_path / 'windows.jsonl').write_text(f'\ufeff{json.dumps(GOOD)}\n', encoding='utf-8')
     assert len(tasks.read_task(tmp_path / 'windows.jsonl').items) == 1
@@ -417,6 +575,7 @@ def test_the_score_of_a_single_text_has_no_error(models, tmp_path):
 
 
 def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_path):
+    prompts = write_prompts(tmp_path / 'prompts.jsonl')
     run, _ = models['native']
     results = tmp_path / 'results.jsonl'
     results.write_text('{}\n')
@@ -428,6 +587,17 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
         ([f'--tasks={files[0]}', '--block_size=33'], ' 32 positions'),
         ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers'),
         ([f'--tasks={files[3]}', '--protocol=core'], 'no answers: .*--protocol=harness'),
+        ([f'--tasks={prompts}', '--protocol=core'], 'has prompts, which its rules do not know: use --protocol=harness'),
+        (
+            [f'--tasks={prompts}', '--block_size=15'],
+            r'prompts.jsonl, row \d+: the prompt has \d+ tokens and its answer up to \d, more than the 15 that',
+        ),
+        ([f'--tasks={files[0]}', '--apply_chat_template'], 'a model from scratch has no chat template: leave out'),
+        ([f'--tasks={tmp_path}'], 'a dataset: `python prepare_data.py --tasks=NAME=.*` makes a file of tasks of it'),
+        (
+            [f'--tasks=boolq={tmp_path}'],
+            '`python prepare_data.py --tasks=boolq=.*` first; then --tasks=tasks/boolq.jsonl',
+        ),
         ([], 'no tasks'),
     ]
     for arguments, expected in cases:

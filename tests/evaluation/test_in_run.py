@@ -15,8 +15,9 @@ from precision import apart
 from pretrained import save_model
 from short import slow_but
 
-from evaluation import in_run
+from evaluation import in_run, tasks
 from model import GPT, ModelConfig
+from text.tokenizer import load_tokenizer
 
 ROWS = {
     'choices': [
@@ -26,6 +27,11 @@ ROWS = {
     'contexts': [{'contexts': ['if', 'for it'], 'continuation': 'in x', 'gold': n % 2} for n in range(3)],
     'words': [{'context': 'import', 'continuation': word} for word in ('os', 'sys', 're, json')],
     'texts': [{'text': 'def ' * n} for n in (1, 5, 20)],
+    'written': [
+        {'prompt': 'import'[: n + 1], 'answer': list('aeorstln')[n:], 'stop': [')'], 'rule': 'contains'}
+        | {'max_new_tokens': 3 + n % 2}
+        for n in range(6)
+    ],
 }
 SCRIPTS = {
     'ddp': ['train_ddp.py'],
@@ -67,7 +73,9 @@ def runs(data_dir, files, tmp_path_factory, has_slow_tests):
             if name in models:
                 of_model = ['--dataset=synthetic', f'--init_from={models[name]}']
             found[name, nproc] = [folder / f'{name}{nproc}_{with_tasks}' for with_tasks in ('without', 'with')]
-            of_tasks = [f'--eval_tasks={",".join(map(str, files))}', '--eval_tasks_interval=2']
+            # Under tensor parallelism nothing can be written.
+            scored = files[: -1 if name == 'tensor' and nproc > 1 else None]
+            of_tasks = [f'--eval_tasks={",".join(map(str, scored))}', '--eval_tasks_interval=2']
             for out_dir, keys in zip(found[name, nproc], ([], of_tasks), strict=True):
                 keys = [*of_model, *RUN, *(key.format(nproc=nproc) for key in more), *keys, f'--out_dir={out_dir}']
                 cases.append({'name': out_dir.name, 'script': script, 'arguments': keys})
@@ -113,6 +121,9 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
         about = ('task', 'model', 'step', 'num_fewshot', 'protocol', 'items', 'dtype', 'sha256')
         found = {row['task']: {key: value for key, value in row.items() if key not in about} for row in rows}
         for task, expected in of_run[trained_on].items():
+            if not expected:
+                assert (name, trained_on, task) == ('tensor', 2, 'written')
+                continue
             if name != 'tensor' or trained_on == 1:
                 assert found[task] == expected, (task, trained_on, nproc, shard)
                 continue
@@ -124,6 +135,23 @@ def test_evaluate_finds_the_same_scores_to_the_bit_whatever_has_trained_on_1_2_a
                 nats = max(1, math.log(size)) if 'perplexity' in score else 1
                 assert abs(found[task][score] - value) <= apart() * nats * size, (task, score, nproc, shard)
     assert 'acc_stderr' in found['choices'] and 'bits_per_byte_stderr' in found['texts']
+    assert 'acc_stderr' in found['written']
+
+
+def test_scores_in_bf16_of_a_model_of_transformers_under_ddp_are_evaluates_to_the_bit(files, tmp_path):
+    """Its weights are float32 there, and evaluate.py's bf16."""
+    init_from = save_model(tmp_path / 'llama', 'llama')
+    keys = ['--dataset=synthetic', f'--init_from={init_from}', *RUN, '--dtype=bfloat16', f'--out_dir={tmp_path}/out']
+    tasks = f'{",".join(map(str, files))}'
+    run_forked('train_ddp.py', *keys, f'--eval_tasks={tasks}', '--eval_tasks_limit=5', nproc=2, log=tmp_path / 'log')
+    more = [f'--out_dir={tmp_path}/out', f'--tasks={tasks}', '--batch_size=2', '--block_size=32', '--dtype=bfloat16']
+    more.append('--limit=5')
+    run_forked('evaluate.py', *more, f'--results={tmp_path}/results', '--device=cpu', log=tmp_path / 'log')
+    expected = scores_of(metrics(tmp_path / 'out')[-1])
+    for row in map(json.loads, (tmp_path / 'results').read_text().splitlines()):
+        of_task = expected.pop(row['task'])
+        assert len(of_task) >= 2 and {name: row[name] for name in of_task} == of_task
+    assert not expected
 
 
 @pytest.mark.slow
@@ -174,6 +202,7 @@ def score_in_train_mode(folder, data_dir, compiled):
         torch.nn.init.normal_(parameter, std=0.3)
     config = SimpleNamespace(eval_tasks=[f'{folder}/choices.jsonl', f'{folder}/words.jsonl'], dataset='tiny')
     config.data_dir, config.block_size, config.batch_size = str(data_dir), 32, 2
+    config.eval_tasks_limit, config.eval_tasks_chat = None, False
     tasks = in_run.tasks_of(config, None, torch.device('cpu'))
     tokens, graphs = torch.zeros(2, 32, dtype=torch.int64), torch._dynamo.utils.counters['stats']
     if compiled:
@@ -214,6 +243,8 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
     (tmp_path / 'bad.jsonl').write_text(good + '{"context": "a", "choices": ["b", "c"], "gold": 2}\n')
     (tmp_path / 'long.jsonl').write_text(json.dumps({'context': 'a', 'choices': ['b', 'c' * 40], 'gold': 0}))
     (tmp_path / 'choices.jsonl').write_text(good)
+    prompt = {'prompt': 'a' * 9, 'answer': 'b', 'max_new_tokens': 24}
+    (tmp_path / 'prompts.jsonl').write_text(json.dumps(prompt))
     save_model(tmp_path / 'bare', 'gpt2')
     for path in (tmp_path / 'bare').glob('tokenizer*'):
         path.unlink()
@@ -226,6 +257,10 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
         (['--dataset=synthetic', '--vocab_size=257', *TINY_MODEL, f'--eval_tasks={files[0]}'],
          'eval_tasks .*dataset=synthetic: .*meta.json'),
         (['--dataset=synthetic', f'--init_from={tmp_path}/bare', f'--eval_tasks={files[0]}'], 'no tokenizer'),
+        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_chat'], 'a model from scratch has no chat template'),
+        ([*data, f'--eval_tasks={files[0]}', '--eval_tasks_limit=0'], 'eval_tasks_limit=0: expected 1 or more'),
+        ([*data, f'--eval_tasks={tmp_path}/prompts.jsonl'],
+         'prompts.jsonl, row 1: the prompt has 9 tokens and its answer up to 24, more than the 32'),
     ]  # fmt: skip
     for keys, expected in cases:
         for rank in run_ranks([[script, *RUN, *keys, f'--out_dir={tmp_path / "out"}']] * 2):
@@ -233,3 +268,9 @@ def test_a_mistake_in_a_file_ends_a_run_in_one_line_before_its_first_step(script
             assert rank.returncode == 1 and re.search(rf'^\[\d\] error: .*{expected}', lines[-1]), rank.stderr
             assert 'Traceback' not in rank.stderr and 'step 1' not in rank.stdout
         assert not (tmp_path / 'out').exists()
+
+
+def test_answers_that_matrices_cut_over_ranks_cannot_write_are_refused_before_the_run(files):
+    encoder = tasks.NativeEncoder(load_tokenizer('bytes'))
+    with pytest.raises(ValueError, match='tensor_parallel=2: written has prompts, .* leave it to `python evaluate.py`'):
+        in_run.Evaluation(files, encoder, 32, None, 2, 'cpu', tensor_parallel=2)

@@ -1,8 +1,10 @@
 """Rows of the hub's datasets become what lm-evaluation-harness 0.4.13 makes of them: its own code gave these texts."""
 
+import json
+
 import pytest
 
-from evaluation.known_tasks import KNOWN
+from evaluation.known_tasks import KNOWN, make_tasks
 
 ABCDE = list('ABCDE')
 ICE = {
@@ -75,6 +77,11 @@ START = 'The following are multiple choice questions (with answers) about us his
             {'context': 'Ice is cold.\nQuestion: is ice warm?\nAnswer:', 'choices': ['no', 'yes'], 'gold': 0},
         ),
         (
+            'boolq',
+            {'passage': 'Ice is cold.', 'question': 'is ice warm', 'answer': True},  # google/boolq's
+            {'context': 'Ice is cold.\nQuestion: is ice warm?\nAnswer:', 'choices': ['no', 'yes'], 'gold': 1},
+        ),
+        (
             'openbookqa',
             {
                 'question_stem': 'The sun is',
@@ -92,3 +99,77 @@ START = 'The following are multiple choice questions (with answers) about us his
 )
 def test_an_item_has_the_text_that_the_harness_makes(name, row, expected):
     assert KNOWN[name].item_of(row) == expected
+
+
+# --- from datasets on this machine ------------------------------------------------------------------------------------
+
+JAR = {'goal': 'open a jar', 'sol1': 'pull it', 'sol2': 'twist it', 'label': 1}
+SUMS = [{'question': f'{n} + 1?', 'answer': f'{n} + 1 = {n + 1}\n#### {n + 1}'} for n in range(8)]
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('\n'.join(map(json.dumps, rows)) + '\n')
+    return path
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_tasks_are_made_from_folders_of_save_to_disk_from_arrow_and_from_jsonl(tmp_path, capsys):
+    import datasets
+
+    tasks = tmp_path / 'tasks'
+    both = {'validation': datasets.Dataset.from_list([JAR] * 2), 'train': datasets.Dataset.from_list([JAR] * 3)}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / 'dict')
+    both['validation'].save_to_disk(tmp_path / 'alone' / 'validation')
+    (arrow,) = (tmp_path / 'alone' / 'validation').glob('*.arrow')
+    both['validation'].to_parquet(tmp_path / 'hub' / 'data' / 'validation-00000-of-00001.parquet')
+    expected = {'context': 'Question: open a jar\nAnswer:', 'choices': ['pull it', 'twist it'], 'gold': 1}
+    make_tasks([f'piqa={tmp_path}/dict'], None, tasks)
+    assert lines_of(tasks / 'piqa.jsonl') == [expected] * 2 and lines_of(tasks / 'piqa.fewshot.jsonl') == [expected] * 3
+    assert 'no split' not in capsys.readouterr().out
+    for n, place in enumerate(('alone', 'alone/validation', str(arrow), 'hub')):
+        make_tasks([f'piqa={tmp_path / place}'], None, tmp_path / str(n))
+        assert lines_of(tmp_path / str(n) / 'piqa.jsonl') == [expected] * 2
+        assert not (tmp_path / str(n) / 'piqa.fewshot.jsonl').exists()
+        assert 'no split train is there' in capsys.readouterr().out
+    # lines of JSON, with the examples in the file beside it
+    write_lines(tmp_path / 'sums_train.jsonl', SUMS[2:])
+    place = write_lines(tmp_path / 'sums_test.jsonl', SUMS[:2])
+    make_tasks([f'gsm8k={place}'], None, tasks)
+    rows = lines_of(tasks / 'gsm8k.jsonl')
+    assert [row['prompt'] for row in rows] == ['Question: 0 + 1?\nAnswer:', 'Question: 1 + 1?\nAnswer:']
+    assert rows[0]['answer'] == SUMS[0]['answer'] and len(lines_of(tasks / 'gsm8k.fewshot.jsonl')) == 6
+    # a folder of subjects; in each, the splits
+    for subject in ('b_law', 'a_algebra'):
+        for split, count in (('test', 2), ('dev', 1), ('validation', 4)):
+            write_lines(tmp_path / 'mmlu' / subject / f'{split}.jsonl', [{**WHO, 'subject': subject}] * count)
+    make_tasks([f'mmlu={tmp_path}/mmlu'], None, tasks)
+    assert [row['group'] for row in lines_of(tasks / 'mmlu.jsonl')] == ['a_algebra'] * 2 + ['b_law'] * 2
+    assert [row['group'] for row in lines_of(tasks / 'mmlu.fewshot.jsonl')] == ['a_algebra', 'b_law']
+    pins = json.loads((tasks / 'pins.json').read_text())
+    assert pins['mmlu']['read_from'] == f'{tmp_path}/mmlu' and len(pins['gsm8k']['sha256']) == 2
+    with pytest.raises(ValueError, match='piqa is pinned in .* to .*/dict and is another text at .*/alone: .* delete'):
+        make_tasks([f'piqa={tmp_path}/alone'], None, tasks)
+
+
+def test_a_dataset_that_is_not_the_tasks_own_is_refused_in_one_line(tmp_path):
+    write_lines(tmp_path / 'arc' / 'validation.jsonl', [JAR])
+    hidden = write_lines(tmp_path / 'hidden.jsonl', [JAR, {**JAR, 'label': -1}])
+    (tmp_path / 'broken.arrow').write_bytes(b'arrow?')
+    (tmp_path / 'empty').mkdir()
+    cases = [
+        (f'boolq={hidden}', "hidden.jsonl, row 1: no row of boolq .*: lacks 'passage'; its fields: goal, sol1"),
+        (f'piqa={hidden}', 'hidden.jsonl, row 2: no row of piqa with its answer.*: gold=-1; expected'),
+        (f'arc_easy={tmp_path}/arc', r'no split test is there; it has: validation \(.*jsonl\): name one'),
+        (f'piqa={tmp_path}/empty', 'no split validation is there; expected validation.jsonl'),
+        (f'piqa={tmp_path}/none', 'there is no such file or folder'),
+        (f'piqa={tmp_path}/broken.arrow', 'broken.arrow: cannot be read: '),
+        (f'pika={tmp_path}/arc', 'tasks=pika: not a task that is known here; did you mean piqa'),
+    ]
+    for given, expected in cases:
+        with pytest.raises(ValueError, match=expected) as caught:
+            make_tasks([given], None, tmp_path / 'tasks')
+        assert '\n' not in str(caught.value)

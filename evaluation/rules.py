@@ -1,0 +1,102 @@
+"""
+Is what a model wrote the answer? The rules by which generated text is right or wrong, for rows with a "prompt".
+
+    rule = Rule.of(row, place)  # of {"prompt": ..., "answer": "18", "rule": "number"}
+    {name of a score: 0 or 1} = rule.judge(text)
+
+    exact       the text is the answer, but for white space around it
+    contains    the answer stands somewhere in the text
+    number      the last number of the text is the last one of the answer: 1,000 and $1000.00 are equal
+    regex       what "pattern" finds first in the text (its group, if it has one) is what it finds in the answer; or the
+                answer itself, where it finds nothing there
+    gsm8k       both of lm-evaluation-harness's: strict_match takes the number behind ####, flexible_extract the
+                last one
+"""
+
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+RULES = ('exact', 'contains', 'number', 'regex', 'gsm8k')
+NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?|-?\.\d+')
+# lm_eval/tasks/gsm8k/gsm8k.yaml: {score: (pattern, which of its matches counts)}, and what does not count within them
+GSM8K = {
+    'strict_match': (re.compile(r'#### (\-?[0-9\.\,]+)'), 0),
+    'flexible_extract': (re.compile(r'(-?[$0-9.,]{2,})|(-?[0-9]+)'), -1),
+}
+IGNORED = [re.compile(pattern) for pattern in (',', r'\$', '(?s).*#### ', r'\.$')]
+
+
+class Rule(NamedTuple):
+    name: str
+    answers: tuple  # texts, any of which is right
+    pattern: re.Pattern | None
+
+    @classmethod
+    def of(cls, row, place):
+        """Raises ValueError where the rule cannot read the answer."""
+        name, answers, pattern = row.get('rule', 'exact'), row['answer'], row.get('pattern')
+        answers = tuple(answers) if isinstance(answers, list) else (answers,)
+        if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+            raise ValueError(f'{place}: answer is {str(row["answer"])[:60]!r}; expected a text, or a list of texts')
+        if name not in RULES:
+            raise ValueError(f'{place}: rule={name!r}; expected one of {", ".join(RULES)}')
+        if (pattern is None) == (name == 'regex'):
+            raise ValueError(f'{place}: rule={name!r}, pattern={pattern!r}: a pattern belongs to the rule regex alone')
+        try:
+            rule = cls(name, answers, None if pattern is None else re.compile(pattern))
+        except re.error as error:
+            raise ValueError(f'{place}: pattern={pattern!r} is no regular expression: {error}') from error
+        for answer in answers:
+            if name == 'number' and number_in(answer) is None:
+                raise ValueError(f'{place}: the answer {answer[:60]!r} has no number, which rule=number compares')
+            if name == 'gsm8k' and GSM8K['strict_match'][0].search(answer) is None:
+                raise ValueError(
+                    f'{place}: the answer {answer[-60:]!r} does not end in "#### 18", as rule=gsm8k reads it'
+                )
+        return rule
+
+    def judge(self, text):
+        """{name of a score: whether the text is right by it}."""
+        if self.name == 'gsm8k':
+            golds = [without_ignored(answer) for answer in self.answers]
+            return {
+                score: without_ignored(nth_match(pattern, which, text)) in golds
+                for score, (pattern, which) in GSM8K.items()
+            }
+        if self.name == 'contains':
+            return {'acc': any(answer in text for answer in self.answers)}
+        if self.name == 'number':
+            return {'acc': number_in(text) in [number_in(answer) for answer in self.answers]}
+        if self.name == 'regex':
+            found = first_group(self.pattern, text)
+            golds = [first_group(self.pattern, answer) or answer.strip() for answer in self.answers]
+            return {'acc': found in golds}
+        return {'acc': text.strip() in [answer.strip() for answer in self.answers]}
+
+
+def number_in(text):
+    """The last number of a text; None where it has none."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(',', '')) if found else None
+
+
+def first_group(pattern, text):
+    """What a pattern finds first in a text: its first group, if it has one; None = nothing."""
+    match = pattern.search(text)
+    return match and (match[1] if pattern.groups else match[0] or '').strip()
+
+
+def nth_match(pattern, which, text):
+    """The harness's filter `regex`: of a pattern with groups the first that is not empty."""
+    found = pattern.findall(text)
+    if not found:
+        return '[invalid]'
+    groups = found[which] if isinstance(found[which], tuple) else (found[which],)
+    return next((group for group in groups if group), '[invalid]').strip()
+
+
+def without_ignored(text):
+    for pattern in IGNORED:
+        text = pattern.sub('', text)
+    return text.lower()
