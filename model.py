@@ -275,7 +275,7 @@ class MaskedLayout:
     """Any layout, by a mask that says which token sees which."""
 
     positions: torch.Tensor
-    mask: torch.Tensor  # (B, 1, T, T) bool
+    mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens and these)
     cos_sin: torch.Tensor | None = None
 
     def attend(self, q, k, v, dropout=0.0):
@@ -344,6 +344,10 @@ class KVCache:
         self.values[:, :, start : self.length] = v
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def keep(self, rows):
+        """Keep these rows of the batch, a tensor of their numbers, and forget the others."""
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries, optional norms of q and k, RoPE and output gate."""
@@ -377,7 +381,8 @@ class Attention(nn.Module):
             cos_sin = layout.cos_sin if layout else self.rotary.cos_sin[:, first : first + x.shape[1]]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
-            assert cache.length == 0 or x.shape[1] == 1, f'{x.shape[1]} tokens after {cache.length}: expected 1'
+            is_masked = layout is not None or cache.length == 0 or x.shape[1] == 1  # each sees those before it alone
+            assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a layout'
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
         if layout is not None:
@@ -554,6 +559,8 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
 class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
+    takes_padding = True  # with a layout that hides it; not all models of transformers do, see finetune.ForTraining
+
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
@@ -621,6 +628,15 @@ class GPT(nn.Module):
     def whole_head(self):
         """The head's weight (V, C); where a rank has but some rows of it, tensor_manual.py has it gather them."""
         return self.head.weight
+
+    def new_cache(self, capacity):
+        """What forward() takes as its cache: room for so many tokens a row."""
+        return [KVCache(capacity) for _ in self.blocks]
+
+    def keep_rows(self, cache, rows):
+        """Keep these rows of a batch in its cache, a tensor of their numbers."""
+        for block_cache in cache:
+            block_cache.keep(rows)
 
     def checkpoint_activations(self, mode):
         """'none': keep all activations for backward. 'full': keep each block's input and compute the rest again.

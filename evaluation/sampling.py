@@ -1,51 +1,137 @@
 """
-Text from a model of model.py: one token after the other, each drawn from what the model says of the tokens before it.
+Text from a model, model.py's or one of transformers (finetune.for_training): one token after the other, each drawn from
+what the model says of the tokens before it. Several prompts go on at once.
 
-    tokens = generate(model, x, max_new_tokens=100)  # x (B, T) -> (B, T + 100)
+    answers = generate_batch(model, [[5, 1], [7]], max_new_tokens=100, stop_tokens=[0])  # lists of new ids
+    for row, token in stream_batch(model, prompts, ...): ...  # the same, each token as soon as it is drawn
     token = sample_token(logits, temperature=0.8, top_p=0.95)
+
+A batch of prompts of different lengths begins with padding, which no token sees, and positions count from where a
+prompt begins. Rows that have ended leave the batch. So a row does not depend on those beside it, but for rounding:
+matmuls of another size, and attention with a mask, add up in another order.
 """
+
+import math
 
 import torch
 
-from model import KVCache
+from model import GPT, MaskedLayout
+
+
+def generate_batch(model, prompts, max_new_tokens, stop_tokens=(), **options):
+    """[[new ids of a prompt, ...] of each prompt], without the one of stop_tokens that ended it. See stream_batch."""
+    rows = [[] for _ in prompts]
+    for row, token in stream_batch(model, prompts, max_new_tokens, stop_tokens, **options):
+        rows[row].append(token)
+    return rows
 
 
 @torch.no_grad()
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, stop_token=None):
-    """Continue every row of tokens (B, T) by up to max_new_tokens; returns (B, T + new).
-
-    temperature, top_k and top_p: see sample_token. A row that has drawn stop_token is filled up with it, and
-    generation ends when all rows have. The model sees at most block_size tokens: when its cache is full, it goes on
-    from the latest half of them.
+def stream_batch(
+    model,
+    prompts,
+    max_new_tokens,
+    stop_tokens=(),
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    generators=None,
+    stop=None,
+    first=None,
+):
     """
-    if tokens.shape[1] == 0:
+    Yields (number of a prompt, its next id), a token of each prompt that has not ended after the other.
+
+    model: model.GPT or finetune.ForTraining, on any device; it is in eval mode meanwhile. prompts: lists of ids, of at
+    least one each, and for transformers of fewer than the model's positions. A row ends
+
+    - with one of stop_tokens, which is not yielded;
+    - after the token with which stop(its new ids) is true;
+    - after max_new_tokens, and with the last position of a model of transformers. model.py's goes on from the latest
+      half of its block_size tokens.
+
+    temperature 0: the likeliest token; else see sample_token(). generators: a torch.Generator on the CPU for each
+    prompt; None = torch's own. first: for each prompt None, or the ids of which its first new one is drawn.
+    """
+    model_itself = getattr(model, 'module', model)  # DDP has a module
+    if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
+    slides = isinstance(model_itself, GPT)
+    text_config = model_itself.config if slides else model_itself.config.get_text_config()
+    positions = text_config.block_size if slides else getattr(text_config, 'max_position_embeddings', None) or math.inf
+    device = next(model.parameters()).device
+    tokens, stop_tokens = [list(prompt) for prompt in prompts], set(stop_tokens)
+    begins = [max(0, len(prompt) - positions) if slides else 0 for prompt in prompts]  # of what the model sees
+    waiting = [[*range(len(prompts))]] if model_itself.takes_padding else [[row] for row in range(len(prompts))]
     was_training = model.training
     model.eval()
-    block_size = model.config.block_size
-    capacity = min(block_size, tokens.shape[1] + max_new_tokens)
-    cache, new = [KVCache(capacity) for _ in model.blocks], tokens[:, -block_size:]
-    stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    for _ in range(max_new_tokens):
-        if cache[0].length + new.shape[1] > block_size:
-            cache, new = [KVCache(capacity) for _ in model.blocks], tokens[:, -max(1, block_size // 2) :]
-        logits = model(new, cache=cache)[:, -1]  # (B, vocab_size)
-        new = sample_token(logits, temperature, top_k, top_p, generator)  # (B, 1)
-        if stop_token is not None:
-            new[stopped] = stop_token
-            stopped |= new[:, 0] == stop_token
-        tokens = torch.cat((tokens, new), dim=1)
-        if stop_token is not None and stopped.all():
-            break
-    model.train(was_training)
-    return tokens
+    try:
+        for rows in waiting if max_new_tokens > 0 else ():
+            cache = None
+            while rows:
+                if cache is None:
+                    windows = [tokens[row][begins[row] :] for row in rows]
+                    length = max(map(len, windows))
+                    pads = torch.tensor([length - len(window) for window in windows], device=device)  # (B)
+                    x = [[window[0]] * (length - len(window)) + window for window in windows]  # (B, T)
+                    capacity = min(positions, length + max_new_tokens)
+                    cache = model_itself.new_cache(capacity)
+                else:
+                    length += 1
+                    x = [tokens[row][-1:] for row in rows]  # (B, 1)
+                layout = layout_behind(pads, len(x[0]), length)
+                logits = model(torch.tensor(x, device=device), layout=layout, cache=cache)[:, -1]  # (B, vocab_size)
+                for number, row in enumerate(rows):
+                    if first and first[row] and len(tokens[row]) == len(prompts[row]):
+                        others = torch.ones_like(logits[number], dtype=torch.bool)
+                        others[first[row]] = False
+                        logits[number].masked_fill_(others, -math.inf)
+                uniform = None
+                if temperature and generators:
+                    uniform = torch.stack([torch.rand((), generator=generators[row]) for row in rows])  # (B)
+                drawn = sample_token(logits, temperature, top_k, top_p, uniform)[:, 0].tolist()
+                going_on = []  # places in the batch
+                for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
+                    if token in stop_tokens:
+                        continue
+                    tokens[row].append(token)
+                    yield row, token
+                    new = tokens[row][len(prompts[row]) :]
+                    is_full = not slides and len(tokens[row]) >= positions
+                    if len(new) < max_new_tokens and not is_full and not (stop and stop(new)):
+                        going_on.append(place)
+                if going_on and len(going_on) < len(rows):
+                    kept = torch.tensor(going_on, device=device)
+                    model_itself.keep_rows(cache, kept)
+                    pads = pads[kept]
+                rows = [rows[place] for place in going_on]
+                if slides and length == capacity:  # no room
+                    cache = None
+                    for row in rows:
+                        if len(tokens[row]) - begins[row] > positions:
+                            begins[row] = len(tokens[row]) - max(1, positions // 2)
+    finally:
+        model.train(was_training)
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+def layout_behind(pads, T, length):
+    """The attention layout of the last T of `length` columns, where each row begins with so many pads (B), int64; None
+    where there are none. A pad sees itself: what has nothing to see would become NaN."""
+    if not pads.any():
+        return None
+    columns = torch.arange(length, device=pads.device)
+    query = columns[-T:, None]  # (T, 1)
+    mask = (columns >= pads[:, None, None]) & (columns <= query) | (columns == query)  # (B, T, length)
+    positions = (columns[-T:] - pads[:, None]).clamp(min=0)  # (B, T)
+    return MaskedLayout(positions, mask[:, None])
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, uniform=None):
     """Draw one token per row of logits (B, vocab_size); returns (B, 1). temperature 0: the likeliest.
 
     top_k: only among the k likeliest. top_p: only among the fewest likeliest whose probabilities add up to top_p or
     more (nucleus sampling, Holtzman et al., arXiv 1904.09751), after top_k if both are given. None or 0: off.
+    uniform: a random number from 0 to 1 for each row (B); None = draw them here.
     """
     if temperature < 0 or (top_k or 1) < 1 or not 0 < (top_p or 1) <= 1:
         given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
@@ -60,5 +146,10 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     if top_p:
         before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
         probabilities[before >= top_p] = 0
-    drawn = torch.multinomial(probabilities, 1, generator=generator)  # it normalises
-    return ids.gather(-1, drawn)
+    if uniform is None:
+        uniform = torch.rand(len(logits))
+    # The tokens lie side by side, each as wide as its probability: take the one at this part of the whole width.
+    ends = probabilities.cumsum(-1)
+    place = torch.searchsorted(ends, uniform.to(ends)[:, None] * ends[:, -1:], right=True)  # (B, 1)
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    return ids.gather(-1, torch.minimum(place, last))

@@ -17,6 +17,7 @@ LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -299,10 +301,13 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
 
-    def forward(self, x, y=None, starts=None, layout=None, then=None):
+    def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
         starts (B, M): where each document of a row begins, or an attention layout in its place; attention stays within
-        documents. then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
+        documents. cache: of new_cache(), with the tokens before x; logits are those of the last token, (B, 1, V).
+        then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
+        if cache is not None:
+            return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
         if starts is not None:
             layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.draws_noise)
@@ -329,6 +334,38 @@ class ForTraining:
             return then(hidden, head.weight)
         options = head.weight.shape[0], self.z_loss, torch.is_grad_enabled(), self.cross_entropy
         return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
+
+    def last_logits(self, x, layout, cache):
+        """Logits (B, 1, V) behind the last token of x (B, T), which follows those in the cache."""
+        options = {'use_cache': True, self.arguments.cache: cache}
+        if layout is not None and self.arguments.position_ids:
+            options['position_ids'] = layout.positions
+        if layout is not None:  # other attentions want to know which tokens there are: the last one sees all of them
+            is_own = self.config._attn_implementation == ATTENTION
+            options['attention_mask'] = layout.mask if is_own else layout.mask[:, 0, -1].long()
+        head = self.get_output_embeddings()
+        casting = self.compute_dtype != head.weight.dtype
+        with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
+            if self.has_plain_head:
+                return head(self.base_model(x, **options).last_hidden_state[:, -1:].to(head.weight.dtype))
+            options |= {'logits_to_keep': 1} if self.arguments.logits_to_keep else {}
+            return super().forward(x, **options).logits[:, -1:]
+
+    @property
+    def takes_padding(self):
+        """Whether last_logits() takes a layout that hides padding. State-space models go through their states instead,
+        each in its own way, and without a cache another layout is expected."""
+        return bool(self.arguments.cache and self.arguments.position_ids)
+
+    def new_cache(self, capacity):
+        """As model.GPT.new_cache; None where the class has no cache of the usual kind."""
+        if not self.arguments.cache:
+            return None
+        is_own = self.config._attn_implementation == ATTENTION  # which cuts the window itself
+        return transformers_offline().DynamicCache(config=None if is_own else self.config)
+
+    def keep_rows(self, cache, rows):
+        cache.reorder_cache(rows)
 
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
@@ -372,7 +409,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name))
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
-    model.blocks = find_blocks(model)
+    model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
     model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0
     head, text = model.get_output_embeddings(), config.get_text_config()
@@ -383,6 +420,21 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.train()
     freeze(model, pretrained)
     return model
+
+
+class Arguments(NamedTuple):
+    """What the forward of a class of transformers takes."""
+
+    cache: str | None  # its name: another one before transformers 5.20 or so; None = the class has no such cache
+    position_ids: bool
+    logits_to_keep: bool
+
+    @classmethod
+    def of(cls, library_class):
+        names = inspect.signature(library_class.forward).parameters
+        cache = next((name for name in ('cache', 'past_key_values') if name in names), None)
+        has_usual_cache = getattr(library_class, '_supports_default_dynamic_cache', lambda: False)()
+        return cls(cache if has_usual_cache else None, 'position_ids' in names, 'logits_to_keep' in names)
 
 
 def find_blocks(model):
@@ -408,8 +460,10 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     if layout is not None:
         scale_and_window = {'scale': options.get('scaling'), 'window': sliding_window}
         return layout.attend(query, key, value, **scale_and_window).transpose(1, 2), None
-    if sliding_window and sliding_window < T:
-        near = torch.ones(T, T, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)  # (T, T)
+    before = key.shape[2] - T  # tokens in a cache
+    if sliding_window and sliding_window < before + T:
+        near = torch.ones(T, before + T, dtype=torch.bool, device=query.device)  # (T, before + T)
+        near = near.tril(before).triu(before + 1 - sliding_window)
         attention_mask = near[None, None] if attention_mask is None else attention_mask & near
     on_cpu = query.device.type == 'cpu'
     if on_cpu:
