@@ -560,6 +560,7 @@ class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
     takes_padding = True  # with a layout that hides it; not all models of transformers do, see finetune.ForTraining
+    reads_on = False  # several tokens behind those in a cache: its room is measured for one text
 
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()

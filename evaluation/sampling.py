@@ -19,7 +19,7 @@ from model import GPT, MaskedLayout
 
 
 def generate_batch(model, prompts, max_new_tokens, stop_tokens=(), **options):
-    """[[new ids of a prompt, ...] of each prompt], without the one of stop_tokens that ended it. See stream_batch."""
+    """[[new ids], ...] of each prompt, without the one of stop_tokens that ended it. options: of stream_batch()."""
     rows = [[] for _ in prompts]
     for row, token in stream_batch(model, prompts, max_new_tokens, stop_tokens, **options):
         rows[row].append(token)
@@ -38,54 +38,54 @@ def stream_batch(
     generators=None,
     stop=None,
     first=None,
+    memory=None,
 ):
     """
-    Yields (number of a prompt, its next id), a token of each prompt that has not ended after the other.
+    Yields (number of a prompt, its next id): in turn one id of each prompt that has not ended.
 
     model: model.GPT or finetune.ForTraining, on any device; it is in eval mode meanwhile. prompts: lists of ids, of at
     least one each, and for transformers of fewer than the model's positions. A row ends
 
     - with one of stop_tokens, which is not yielded;
     - after the token with which stop(its new ids) is true;
-    - after max_new_tokens, and with the last position of a model of transformers. model.py's goes on from the latest
-      half of its block_size tokens.
+    - after max_new_tokens, and at the last position of a model of transformers. model.py's goes on from the latest half
+      of its block_size tokens.
 
     temperature 0: the likeliest token; else see sample_token(). generators: a torch.Generator on the CPU for each
-    prompt; None = torch's own. first: for each prompt None, or the ids of which its first new one is drawn.
+    prompt; None = torch's own. first: for each prompt None, or the ids of which its first new one is drawn. memory: a
+    Memory, for one prompt that may go on where an earlier one ended.
     """
-    model_itself = getattr(model, 'module', model)  # DDP has a module
     if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
-    slides = isinstance(model_itself, GPT)
-    text_config = model_itself.config if slides else model_itself.config.get_text_config()
-    positions = text_config.block_size if slides else getattr(text_config, 'max_position_embeddings', None) or math.inf
-    device = next(model.parameters()).device
-    tokens, stop_tokens = [list(prompt) for prompt in prompts], set(stop_tokens)
-    begins = [max(0, len(prompt) - positions) if slides else 0 for prompt in prompts]  # of what the model sees
-    waiting = [[*range(len(prompts))]] if model_itself.takes_padding else [[row] for row in range(len(prompts))]
-    was_training = model.training
+    itself = getattr(model, 'module', model)  # DDP has a module
+    slides = isinstance(itself, GPT)
+    config = itself.config if slides else itself.config.get_text_config()
+    positions = config.block_size if slides else getattr(config, 'max_position_embeddings', None) or math.inf
+    texts, stop_tokens = [list(prompt) for prompt in prompts], set(stop_tokens)
+    begins = [max(0, len(text) - positions) if slides else 0 for text in texts]  # of what the model still sees
+    together = [[*range(len(texts))]] if itself.takes_padding else [[row] for row in range(len(texts))]
+    reader, was_training = None, model.training
     model.eval()
     try:
-        for rows in waiting if max_new_tokens > 0 else ():
-            cache = None
+        for rows in together if max_new_tokens > 0 else ():
+            reader = None
             while rows:
-                if cache is None:
-                    windows = [tokens[row][begins[row] :] for row in rows]
-                    length = max(map(len, windows))
-                    pads = torch.tensor([length - len(window) for window in windows], device=device)  # (B)
-                    x = [[window[0]] * (length - len(window)) + window for window in windows]  # (B, T)
-                    capacity = min(positions, length + max_new_tokens)
-                    cache = model_itself.new_cache(capacity)
+                if reader is not None and reader.cache is not None:
+                    logits = reader.read([texts[row][-1:] for row in rows])  # (B, vocab_size)
+                elif memory is not None and itself.reads_on and memory.fits(texts[0]):
+                    reader = memory.reader
+                    logits = reader.read([texts[0][reader.length :]])
                 else:
-                    length += 1
-                    x = [tokens[row][-1:] for row in rows]  # (B, 1)
-                layout = layout_behind(pads, len(x[0]), length)
-                logits = model(torch.tensor(x, device=device), layout=layout, cache=cache)[:, -1]  # (B, vocab_size)
-                for number, row in enumerate(rows):
-                    if first and first[row] and len(tokens[row]) == len(prompts[row]):
-                        others = torch.ones_like(logits[number], dtype=torch.bool)
+                    windows = [texts[row][begins[row] :] for row in rows]
+                    longest = max(map(len, windows))
+                    room = min(positions, longest + max_new_tokens)
+                    reader = Reader(model, itself.new_cache(room), [longest - len(window) for window in windows])
+                    logits = reader.read([window[:1] * (longest - len(window)) + window for window in windows])
+                for place, row in enumerate(rows):
+                    if first and first[row] and len(texts[row]) == len(prompts[row]):
+                        others = torch.ones_like(logits[place], dtype=torch.bool)
                         others[first[row]] = False
-                        logits[number].masked_fill_(others, -math.inf)
+                        logits[place].masked_fill_(others, -math.inf)
                 uniform = None
                 if temperature and generators:
                     uniform = torch.stack([torch.rand((), generator=generators[row]) for row in rows])  # (B)
@@ -94,35 +94,64 @@ def stream_batch(
                 for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                     if token in stop_tokens:
                         continue
-                    tokens[row].append(token)
+                    texts[row].append(token)
                     yield row, token
-                    new = tokens[row][len(prompts[row]) :]
-                    is_full = not slides and len(tokens[row]) >= positions
+                    new = texts[row][len(prompts[row]) :]
+                    is_full = not slides and len(texts[row]) >= positions
                     if len(new) < max_new_tokens and not is_full and not (stop and stop(new)):
                         going_on.append(place)
                 if going_on and len(going_on) < len(rows):
-                    kept = torch.tensor(going_on, device=device)
-                    model_itself.keep_rows(cache, kept)
-                    pads = pads[kept]
+                    reader.keep(itself, going_on)
                 rows = [rows[place] for place in going_on]
-                if slides and length == capacity:  # no room
-                    cache = None
+                if slides and reader.length == positions:
+                    reader = None
                     for row in rows:
-                        if len(tokens[row]) - begins[row] > positions:
-                            begins[row] = len(tokens[row]) - max(1, positions // 2)
+                        if len(texts[row]) - begins[row] > positions:
+                            begins[row] = len(texts[row]) - max(1, positions // 2)
     finally:
         model.train(was_training)
+        if memory is not None and reader is not None:
+            memory.reader, memory.ids = reader, texts[0][: reader.length]
 
 
-def layout_behind(pads, T, length):
-    """The attention layout of the last T of `length` columns, where each row begins with so many pads (B), int64; None
-    where there are none. A pad sees itself: what has nothing to see would become NaN."""
-    if not pads.any():
+class Reader:
+    """Reads several texts side by side: their ids in columns, of which a text begins with so many pads (B)."""
+
+    def __init__(self, model, cache, pads):
+        self.model, self.cache, self.pads = model, cache, pads
+        self.device, self.length = next(model.parameters()).device, 0  # columns so far
+
+    def read(self, columns):
+        """Logits (B, vocab_size) behind further ids of each text, a list of equally long lists."""
+        self.length += len(columns[0])
+        layout = layout_behind(self.pads, len(columns[0]), self.length, self.device)
+        return self.model(torch.tensor(columns, device=self.device), layout=layout, cache=self.cache)[:, -1]
+
+    def keep(self, itself, places):
+        """Go on with the texts at these places alone. itself: the model, with its method."""
+        itself.keep_rows(self.cache, torch.tensor(places, device=self.device))
+        self.pads = [self.pads[place] for place in places]
+
+
+class Memory:
+    """What a model has read of a conversation, so that the next turn need not begin with all of it."""
+
+    reader, ids = None, ()
+
+    def fits(self, text):
+        """Whether a text begins with what was read, and goes on."""
+        return self.reader is not None and len(self.ids) < len(text) and text[: len(self.ids)] == self.ids
+
+
+def layout_behind(pads, T, length, device):
+    """The attention layout of the last T of `length` columns, of which each row begins with so many pads (B); None
+    where no mask is needed. A pad sees itself: what has nothing to see would become NaN."""
+    if not any(pads) and T in (1, length):
         return None
-    columns = torch.arange(length, device=pads.device)
+    columns, pads = torch.arange(length, device=device), torch.tensor(pads, device=device)[:, None]
     query = columns[-T:, None]  # (T, 1)
-    mask = (columns >= pads[:, None, None]) & (columns <= query) | (columns == query)  # (B, T, length)
-    positions = (columns[-T:] - pads[:, None]).clamp(min=0)  # (B, T)
+    mask = (columns >= pads[:, None]) & (columns <= query) | (columns == query)  # (B, T, length)
+    positions = (columns[-T:] - pads).clamp(min=0)  # (B, T)
     return MaskedLayout(positions, mask[:, None])
 
 

@@ -11,11 +11,15 @@ keys and values are three matrices in the latter two; those of GPT-2's blocks ar
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from huggingface import rotation
+from huggingface.files import Weights
+from model import ModelConfig
+from runtime.files import read_json
 
 # Modules here -> modules there, first those of the root, then those of a block.
 GPT2_MODULES = {
@@ -124,6 +128,27 @@ def from_transformers(name, model_config, read):
 def unpadded(name, tensor, model_config):
     """A parameter without the rows that pad the vocabulary in training."""
     return tensor[: model_config.vocab_size] if name in ('embed.weight', 'head.weight') else tensor
+
+
+def config_of_export(folder):
+    """The ModelConfig of a folder that export_model.py has written with model.py beside the weights, for what
+    transformers has no class for; None for any other folder."""
+    try:
+        content = read_json(Path(folder, 'config.json'))
+    except (OSError, ValueError):  # transformers says it better
+        return None
+    is_ours = isinstance(content, dict) and content.get('model_type') == 'native_gpt'
+    return ModelConfig.from_keys(content) if is_ours else None
+
+
+def weights_of_export(folder, model_config):
+    """{name: tensor} of such a folder for model.GPT, with zeros for the rows that pad its vocabulary."""
+    weights = Weights(folder, key='model')
+    tensors = {name.removeprefix('model.'): weights.read(name) for name in weights.file_of}
+    for name in tensors.keys() & {'embed.weight', 'head.weight'}:
+        tensors[name] = F.pad(tensors[name], (0, 0, 0, model_config.padded_vocab_size - model_config.vocab_size))
+    tensors.setdefault('head.weight', tensors['embed.weight'])  # tied weights stand there once
+    return tensors
 
 
 def config_to_transformers(model_config):

@@ -23,9 +23,9 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file,
 ROWS_AT_ONCE = 4096  # that are compared
 
 
-def find_folder(init_from):
-    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME). Raises
-    ValueError with the command that fetches it."""
+def find_folder(init_from, key='init_from'):
+    """The folder that init_from names, or another key: a path, or OWNER/NAME of a model in the hub's local cache
+    (HF_HOME). Raises ValueError with the command that fetches it."""
     if os.path.isdir(init_from):
         return init_from
     if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
@@ -35,35 +35,35 @@ def find_folder(init_from):
         with contextlib.suppress(OSError, ValueError):  # its LocalEntryNotFoundError is both
             return huggingface_hub.snapshot_download(init_from, local_files_only=True)
     hub_id = init_from if '/' in init_from and not init_from.startswith(('.', '/', 'models/')) else 'OWNER/NAME'
-    advice = f'`python download_model.py --model={hub_id}` where there is internet, then --init_from=models/NAME'
+    advice = f'`python download_model.py --model={hub_id}` where there is internet, then --{key}=models/NAME'
     beside = os.path.dirname(init_from) or '.'
     if os.path.isdir(beside):
         advice += f'; {beside} holds: {", ".join(sorted(os.listdir(beside))[:10]) or "nothing"}'
-    raise ValueError(f'init_from={init_from}: no such folder, nor model in the cache of the hub: {advice}')
+    raise ValueError(f'{key}={init_from}: no such folder, nor model in the cache of the hub: {advice}')
 
 
 class Weights:
     """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
 
-    def __init__(self, folder):
-        """Raises ValueError where there are none, with the command that checks or fetches them."""
+    def __init__(self, folder, key='init_from'):
+        """Raises ValueError where there are none, with the command that checks or fetches them. key: it names them."""
         self.folder, self.files = folder, {}
         advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
         if not os.path.isdir(folder):
-            raise ValueError(f'init_from={folder}: its weights are needed to start, and it is not there; {advice}')
+            raise ValueError(f'{key}={folder}: its weights are needed to start, and it is not there; {advice}')
         names = os.listdir(folder)
         if SINGLE in names:  # first, as transformers looks for it
             self.file_of = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
         elif INDEX in names:
             listed = self.files_of_index()
             if absent := sorted(listed - set(names)):
-                raise ValueError(f'init_from={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
+                raise ValueError(f'{key}={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
             # Tensors are where the files say, as for transformers, and not where the index says.
             self.file_of = {tensor: name for name in sorted(listed) for tensor in self.open(name).keys()}
         else:
             pickles = [name for name in names if name.endswith(('.bin', '.pth', '.pt'))]
             unread = f' ({pickles[0]} is a pickle, which can run code, and is not read)' if pickles else ''
-            raise ValueError(f'init_from={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
+            raise ValueError(f'{key}={folder}: no weights, {SINGLE} or {INDEX}, in it{unread}; {advice}')
 
     def files_of_index(self):
         """The names of the files among which the tensors are divided."""
@@ -96,6 +96,12 @@ class Weights:
 
     def shape(self, name):
         return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
+
+    def check_shape(self, name, shape):
+        """Raise ValueError for a tensor of another shape than the configuration says."""
+        if self.shape(name) != tuple(shape):
+            found = f'has the shape {self.shape(name)}, config.json asks for {tuple(shape)}'
+            raise ValueError(f'{self.folder}: {name} {found}')
 
     def find(self, model):
         """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the

@@ -357,6 +357,11 @@ class ForTraining:
         each in its own way, and without a cache another layout is expected."""
         return bool(self.arguments.cache and self.arguments.position_ids)
 
+    @property
+    def reads_on(self):
+        """Whether last_logits() takes several tokens behind those in a cache: for sure where attention is ours."""
+        return self.takes_padding and self.config._attn_implementation == ATTENTION
+
     def new_cache(self, capacity):
         """As model.GPT.new_cache; None where the class has no cache of the usual kind."""
         if not self.arguments.cache:
@@ -370,12 +375,16 @@ class ForTraining:
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
         super()._apply(*args, **kwargs)
-        for (first, attribute), *others in self.ties:
-            for module, name in others:
-                module._parameters[name] = first._parameters[attribute]
+        self.tie()
         if not any(parameter.is_meta for parameter in self.parameters()):
             fill_buffers(self, self.device_of_buffers)
         return self
+
+    def tie(self):
+        """Put the first parameter of each tie into its other places, too."""
+        for (first, attribute), *others in self.ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[attribute]
 
     def checkpoint_activations(self, mode):
         """As model.GPT.checkpoint_activations: 'none', 'full' or 'selective'."""
@@ -598,11 +607,10 @@ def load(model, pretrained, seed=0):
             local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
             local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
-        elif weights.shape(found[name]) != tuple(tensors[name].shape):
-            shapes = f'has the shape {weights.shape(found[name])}, config.json asks for {tuple(tensors[name].shape)}'
-            raise ValueError(f'{pretrained.weights_folder}: {found[name]} {shapes}')
-        elif local.numel():
-            local.copy_(weights.read(found[name], rows))
+        else:
+            weights.check_shape(found[name], tensors[name].shape)
+            if local.numel():
+                local.copy_(weights.read(found[name], rows))
 
 
 def initial_lora_a(name, shape, seed):
@@ -649,6 +657,35 @@ def for_inference(pretrained, weights):
     assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
     fill_buffers(model, 'cpu')
     return model.eval()
+
+
+def for_generation(pretrained, weights, compute_dtype, device):
+    """The model of for_training() with LoRA merged, in compute_dtype once and for all: each token uses every weight.
+    weights: {name: tensor} of a checkpoint; None = those of the folder."""
+    whole = copy.copy(pretrained)
+    whole.lora_rank, whole.freeze = 0, None
+    with torch.device('meta'):
+        model = for_training(whole, compute_dtype, device)
+    weights = weights_of_folder(pretrained, model) if weights is None else merge_lora(model, weights, pretrained)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
+    model.tie()
+    assert not any(parameter.is_meta for parameter in model.parameters()), f'the weights lack {missing[:3]}'
+    for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
+        parameter.data = parameter.data.to(device, compute_dtype)
+    return model.to(device).eval()
+
+
+def weights_of_folder(pretrained, model):
+    """{name: tensor} as they are stored. Raises ValueError for one of another shape than the configuration says."""
+    weights = Weights(pretrained.weights_folder)
+    found, lacking = weights.find(model)
+    if lacking:
+        return whole_model(pretrained).state_dict()
+    tensors = model.state_dict()
+    for name, stored in found.items():
+        weights.check_shape(stored, tensors[name].shape)
+    return {name: weights.read(stored) for name, stored in found.items()}
 
 
 # --- self-test --------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_what_was_trained_goes_on_with_the_tokens_that_a_cpu_finds(runs):
     keys = KEYS | {'tie_embeddings': None}
     model = GPT(ModelConfig.from_keys(keys))
     model.load_state_dict(weights_of(runs / 'async', 20), strict=False)
-    prompt = torch.arange(10)[None]
-    expected = sampling.generate(model, prompt, 40, temperature=0)
-    found = sampling.generate(model.to(DEVICE), prompt.to(DEVICE), 40, temperature=0)
-    assert found.shape == (1, 50) and torch.equal(found.cpu(), expected)
+    prompts = [list(range(10)), [3, 1, 4]]
+    expected = sampling.generate_batch(model, prompts, 40)
+    assert sampling.generate_batch(model.to(DEVICE), prompts, 40) == expected
+    assert list(map(len, expected)) == [40, 40]

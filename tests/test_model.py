@@ -540,8 +540,8 @@ def test_without_its_multipliers_in_the_weights_instead_a_model_computes_the_sam
     assert error(plain(x), wide(x)) <= apart()  # RoPE turns in fp32
     assert error(plain(x, x)[1], wide(x, x)[1]) <= apart()
     assert (wide(x) - make_model(arch, torch.float64, n_layer=3, tie_embeddings=False).double()(x)).abs().max() > 1e-3
-    tokens = [sampling.generate(model, x[:, :4], 6, temperature=0) for model in (plain, wide)]
-    assert torch.equal(*tokens)
+    plain_tokens, wide_tokens = (sampling.generate_batch(model, x[:, :4].tolist(), 6) for model in (plain, wide))
+    assert plain_tokens == wide_tokens
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -614,49 +614,58 @@ def test_unknown_activation_checkpointing_is_refused():
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def generate_without_cache(model, tokens, max_new_tokens):
+def continue_without_cache(model, prompt, max_new_tokens):
+    tokens = torch.tensor([prompt])
     for _ in range(max_new_tokens):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
-    return tokens
+    return tokens[0, len(prompt) :].tolist()
 
 
 GENERATING_MODELS = [{'arch': arch, 'tie_embeddings': False} for arch in ARCHITECTURES] + [
     {'arch': 'qwen3', 'attention_gate': True, 'n_kv_head': 2, 'head_dim': 6}
 ]
+PROMPTS = [[1, 2, 3, 4, 5], [17], [6, 5, 4, 3, 2, 1, 0, 9]]  # 24 is the block_size
 
 
 @pytest.mark.parametrize('keys', GENERATING_MODELS)
-def test_generation_with_the_cache_equals_generation_without(keys):
+@torch.no_grad()
+def test_prompts_of_different_lengths_go_on_as_each_alone_without_a_cache(keys):
     model = make_model(**keys)
     randomise(model)
-    prompt = make_tokens(3, 5)
-    with torch.no_grad():
-        expected = generate_without_cache(model, prompt, 19)
-    assert torch.equal(sampling.generate(model, prompt, 19, temperature=0), expected)
-    assert torch.equal(sampling.generate(model, prompt, 19, top_k=1), expected)
-    assert len(set(expected[:, 5:].flatten().tolist())) > 3  # it says something
+    expected = [continue_without_cache(model, prompt, 16) for prompt in PROMPTS]
+    assert sampling.generate_batch(model, PROMPTS, 16) == expected
+    assert sampling.generate_batch(model, PROMPTS, 16, temperature=0.5, top_k=1) == expected
+    assert len(set(sum(expected, []))) > 3  # it says something
 
 
+@torch.no_grad()
 def test_generation_goes_on_from_half_the_context_when_the_cache_is_full():
     model = make_model('gpt2')
     randomise(model)
-    prompt = make_tokens(2, 30)  # more than block_size
-    tokens = sampling.generate(model, prompt, 30, temperature=0)
-    assert tokens.shape == (2, 60)
-    with torch.no_grad():
-        assert torch.equal(tokens[:, :31], torch.cat((prompt, model(prompt[:, -24:])[:, -1:].argmax(-1)), 1))
-        assert torch.equal(tokens[:, 19:43], generate_without_cache(model, tokens[:, 19:31], 12))
+    prompts = [make_tokens(1, 30)[0].tolist(), *PROMPTS]  # more than block_size
+    found = sampling.generate_batch(model, prompts, 30)
+    long = prompts[0] + found[0]
+    assert found[0][:1] == continue_without_cache(model, long[6:30], 1)
+    assert found[0][1:13] == continue_without_cache(model, long[19:31], 12)
+    for prompt, new in zip(prompts[1:], found[1:], strict=True):  # each fills its context for itself
+        full = 25 - len(prompt)
+        assert new[:full] == continue_without_cache(model, prompt, full)
+        tokens = prompt + new
+        assert new[full:] == continue_without_cache(model, tokens[13:25], 13)[: 30 - full]
 
 
-def test_generation_is_repeatable_and_leaves_the_mode_alone():
+def test_random_draws_of_a_row_do_not_depend_on_its_neighbours_and_the_mode_is_left_alone():
     model = make_model('llama', dropout=0.5).train()
-    samples = [
-        sampling.generate(model, make_tokens(2, 3), 20, generator=torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    ]
-    assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
-    assert model.training
-    sampling.generate(model.eval(), make_tokens(2, 3), 1)
+    randomise(model)
+
+    def drawn(prompts, seeds):
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        return sampling.generate_batch(model, prompts, 20, temperature=1.0, generators=generators)
+
+    together = drawn(PROMPTS, (1, 2, 3))
+    assert together == [*drawn(PROMPTS[:1], (1,)), *drawn(PROMPTS[1:2], (2,)), *drawn(PROMPTS[2:], (3,))]
+    assert together != drawn(PROMPTS, (4, 5, 6)) and model.training
+    sampling.generate_batch(model.eval(), PROMPTS, 1)
     assert not model.training
 
 
@@ -665,30 +674,35 @@ def test_padding_of_the_vocabulary_is_never_generated():
     with torch.no_grad():
         model.head.weight[VOCAB_SIZE:] = 1000 * model.head.weight[0]
     assert model(make_tokens(2, 8)).shape == (2, 8, VOCAB_SIZE)
-    assert sampling.generate(model, make_tokens(8, 1), 100, temperature=5.0).max() < VOCAB_SIZE
+    found = sampling.generate_batch(model, make_tokens(8, 1).tolist(), 100, temperature=5.0)
+    assert max(map(max, found)) < VOCAB_SIZE
 
 
-def test_rows_stop_at_the_stop_token_each_for_itself():
-    model = make_model('gpt2')
-    free = sampling.generate(model, make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0))
-    stop_token = free[0, 6].item()
-    stopped = sampling.generate(
-        model, make_tokens(2, 3), 15, generator=torch.Generator().manual_seed(0), stop_token=stop_token
-    )
-    for before, after in zip(free.tolist(), stopped.tolist(), strict=True):
-        length = before.index(stop_token, 3) if stop_token in before[3:] else len(after)
-        assert after[:length] == before[:length]
-        assert set(after[length:]) <= {stop_token}
-    one_row = sampling.generate(model, make_tokens(1, 3), 500, stop_token=5)
-    assert one_row[0, -1] == 5 and one_row.shape[1] < 503
+def test_rows_end_each_for_itself_and_leave_the_batch():
+    model, sizes = make_model('gpt2'), []
+    randomise(model)
+    model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    free = sampling.generate_batch(model, PROMPTS, 15)
+    token = free[0][4]
+    at = [new.index(token) if token in new else 15 for new in free]
+    sizes.clear()
+    assert sampling.generate_batch(model, PROMPTS, 15, [token]) == [new[:n] for new, n in zip(free, at, strict=True)]
+    assert sizes == [sum(n >= step for n in at) for step in range(min(15, max(at) + 1))]
+    halved = sampling.generate_batch(model, PROMPTS, 15, stop=lambda new: new[-1] == token)
+    assert halved == [new[: n + 1] for new, n in zip(free, at, strict=True)]  # with what made it stop
+    first = sampling.generate_batch(model, PROMPTS, 1, first=[None, [7], [8, 9]])
+    assert first[0] == free[0][:1] and first[1] == [7] and first[2][0] in (8, 9)
+    assert sampling.generate_batch(model, PROMPTS, 0) == [[], [], []]
+    with pytest.raises(ValueError, match='an empty prompt'):
+        sampling.generate_batch(model, [[1], []], 5)
 
 
 def test_top_k_and_top_p_cut_the_distribution_where_they_say():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().repeat(4000, 1)
-    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(4000, generator=torch.Generator().manual_seed(0))
 
     def frequencies(**options):
-        drawn = sampling.sample_token(logits, generator=generator, **options)
+        drawn = sampling.sample_token(logits, uniform=uniform, **options)
         return torch.bincount(drawn[:, 0], minlength=4) / 4000
 
     close = {'atol': 0.03, 'rtol': 0}

@@ -1,42 +1,48 @@
-"""sample.py on what train_fsdp.py saved from two ranks and train_ddp.py from one. Fine-tuned models are sampled in
-test_export_finetuned.py."""
+"""sample.py on what train_fsdp.py saved from two ranks and train_ddp.py from one, and on folders of transformers; the
+engine behind it on tiny models of both. Fine-tuned runs are sampled in test_export_finetuned.py."""
 
 import json
 import runpy
 import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
-from launch import REPO, TINY_MODEL, TINY_RUN, run_forked, run_script
+from launch import REPO, TINY_MODEL, TINY_RUN, command_of, environment, run_forked, run_script
+from pretrained import CHATML, MODELS, MORE_MODELS, STATE_SPACE, save_model
 from tokenizers import processors
 
-from huggingface import convert
+from evaluation import prompts, sampling
+from huggingface import convert, finetune
 from model import GPT, ModelConfig
 from runtime import checkpoint
 from text import tokenizer as tokenizers
 
 TRAIN = ['--arch=llama', '--dataset=tiny', '--max_iters=4', '--global_batch_size=4', '--dtype=float32']
-SAMPLE = ['--device=cpu', '--dtype=float32', '--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
+SAMPLE = ['--max_new_tokens=40', '--num_samples=1', '--prompt=def ']
 
 
 @pytest.fixture(scope='module')
 def runs(data_dir, tmp_path_factory):
-    """The same run twice: 'fsdp' on two ranks and 'ddp' on one, each with checkpoints of steps 2 and 4."""
+    """The same run twice: 'fsdp' on two ranks and 'ddp' on one, each with checkpoints of steps 2 and 4; and 'enoki',
+    which transformers has no class for."""
     folder = tmp_path_factory.mktemp('runs')
     run = [*TINY_MODEL, *TINY_RUN, *TRAIN, f'--data_dir={data_dir}', '--checkpoint_interval=2']
     run_forked('train_fsdp.py', *run, f'--out_dir={folder / "fsdp"}', nproc=2, log=folder / 'fsdp.log')
     run_forked('train_ddp.py', *run, f'--out_dir={folder / "ddp"}', log=folder / 'ddp.log')
+    run_forked('train_ddp.py', *run, '--arch=enoki', f'--out_dir={folder / "enoki"}', log=folder / 'enoki.log')
     return folder
 
 
 @pytest.fixture
-def sample(monkeypatch, capsys):
-    """sample(out_dir, *arguments): runs sample.py as it stands, in this process, and returns (text, what it noted)."""
+def start(monkeypatch, capsys):
+    """start(*arguments): runs sample.py as it stands, in this process, and returns (text, what it noted)."""
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # sample.py installs its own: put this one back afterwards
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
-    def run(out_dir, *arguments):
-        monkeypatch.setattr(sys, 'argv', ['sample.py', f'--out_dir={out_dir}', *SAMPLE, *arguments])
+    def run(*arguments):
+        monkeypatch.setattr(sys, 'argv', ['sample.py', '--device=cpu', '--dtype=float32', *map(str, arguments)])
         torch.backends.cuda.enable_cudnn_sdp(True)
         runpy.run_path(str(REPO / 'sample.py'), run_name='__main__')
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would make a plan for every new length
@@ -44,6 +50,12 @@ def sample(monkeypatch, capsys):
         return captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def sample(start):
+    """sample(out_dir, *arguments): 40 tokens behind "def ", unless they say otherwise."""
+    return lambda out_dir, *arguments: start(f'--out_dir={out_dir}', *SAMPLE, *arguments)
 
 
 def test_several_samples_continue_the_prompt_and_the_seed_draws_them(runs, sample):
@@ -94,24 +106,52 @@ def test_what_the_tokenizer_puts_before_a_text_stands_before_the_prompt_once(run
             row.append(model(torch.tensor([row]))[0, -1].argmax().item())
         return tokenizers.ByteTokenizer().decode(row[len(tokens) :]).removesuffix(eot)
 
-    prompts = ('import', 'self.', 'def f(x):', '#')
-    expected = [goes_on([256, *prompt.encode()]) for prompt in prompts]
-    assert expected != [goes_on([256, 256, *prompt.encode()]) for prompt in prompts]
-    assert expected != [goes_on([*prompt.encode()]) for prompt in prompts]
-    (tmp_path / 'prompts.jsonl').write_text('\n'.join(json.dumps({'prompt': prompt}) for prompt in prompts))
+    texts = ('import', 'self.', 'def f(x):', '#')
+    expected = [goes_on([256, *prompt.encode()]) for prompt in texts]
+    assert expected != [goes_on([256, 256, *prompt.encode()]) for prompt in texts]
+    assert expected != [goes_on([*prompt.encode()]) for prompt in texts]
+    (tmp_path / 'prompts.jsonl').write_text('\n'.join(json.dumps({'prompt': prompt}) for prompt in texts))
     options = ['--temperature=0', '--max_new_tokens=12', '--prompt=', f'--prompts={tmp_path}/prompts.jsonl']
     written, _ = sample(runs / 'ddp', *options, f'--tokenizer={tmp_path}/with_bos')
     assert [json.loads(line)['answer'] for line in written.splitlines()] == expected
 
 
+TEXTS = ['def ', 'import os', 'Größe:\n', 'x', '']
+
+
+def write_rows(path, rows):
+    path.write_text('\n\n'.join(map(json.dumps, rows)))
+    return f'--prompts={path}'
+
+
 def test_prompts_of_a_file_get_a_line_each_as_if_asked_alone(runs, sample, tmp_path):
-    texts = ['def ', 'import os', 'Größe:\n']
-    (tmp_path / 'prompts.jsonl').write_text('\n\n'.join(json.dumps({'prompt': text}) for text in texts))
-    written, _ = sample(runs / 'fsdp', '--prompt=', f'--prompts={tmp_path / "prompts.jsonl"}', '--num_samples=None')
+    rows = [{'prompt': text, 'number': number} for number, text in enumerate(TEXTS)]
+    file = write_rows(tmp_path / 'prompts.jsonl', rows)
+    written, _ = sample(runs / 'fsdp', '--prompt=', file, '--num_samples=None', '--temperature=0')
     lines = [json.loads(line) for line in written.splitlines()]
-    assert [line['prompt'] for line in lines] == texts
+    assert [{'prompt': line['prompt'], 'number': line['number']} for line in lines] == rows
     for line in lines:
-        assert sample(runs / 'fsdp', f'--prompt={line["prompt"]}')[0] == line['prompt'] + line['answer'] + '\n'
+        alone = sample(runs / 'fsdp', f'--prompt={line["prompt"]}', '--temperature=0')[0]
+        assert alone == line['prompt'] + line['answer'] + '\n'
+
+
+def test_random_draws_do_not_depend_on_what_is_in_a_batch(runs, sample, tmp_path):
+    file = write_rows(tmp_path / 'prompts.jsonl', [{'prompt': text} for text in TEXTS])
+    several = [sample(runs / 'ddp', '--prompt=', file, '--num_samples=2', f'--batch_size={n}')[0] for n in (1, 3, 16)]
+    assert several[0] == several[1] == several[2]
+    answers = [json.loads(line)['answer'] for line in several[0].splitlines()]
+    assert len(set(answers)) == 2 * len(TEXTS)
+
+
+@pytest.mark.parametrize('name', ['ddp', 'enoki'])
+def test_what_export_model_wrote_says_what_the_run_says(name, runs, sample, start, tmp_path):
+    run_script('export_model.py', f'--out_dir={runs / name}', f'--to={tmp_path / "model"}')
+    is_own = json.loads((tmp_path / 'model' / 'config.json').read_text())['model_type'] == 'native_gpt'
+    assert is_own == (name == 'enoki')
+    options = ['--prompt=import os', '--max_new_tokens=20', '--temperature=0', '--num_samples=1']
+    text, notes = start(f'--model={tmp_path / "model"}', *options)
+    assert text == sample(runs / name, *options)[0] and text.startswith('import os')
+    assert f'{tmp_path / "model"}: {"enoki" if is_own else "llama"}, ' in notes
 
 
 def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
@@ -136,12 +176,215 @@ def test_a_damaged_checkpoint_is_never_sampled(runs, sample, tmp_path):
         (['--top_p=1.5'], 'top_p=1.5'),
         (['--prompt=FILE:none.txt'], 'none.txt'),
         (['--chat'], 'leave --chat out'),
-        (['--system=Be brief.'], 'leave --system out'),
+        (['--system=Be brief.'], 'leave it out'),
     ],
 )
 def test_bad_input_gets_one_line(runs, sample, arguments, expected):
     with pytest.raises((ValueError, FileNotFoundError), match=expected) as caught:
         sample(runs / 'fsdp', *arguments)
+    assert '\n' not in str(caught.value)
+
+
+# --- the engine, on models of transformers ----------------------------------------------------------------------------
+
+
+def loaded(folder, dtype=torch.float32):
+    return finetune.for_generation(finetune.Pretrained(str(folder)), None, dtype, 'cpu')
+
+
+ASKED = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [7], [20, 30, 40]]  # the first is longer than a sliding window
+SOME = ['llama', 'gpt2', 'mistral', 'gemma3_text', 'mamba']
+FULL = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in [*MODELS, *MORE_MODELS, *STATE_SPACE] if kind not in SOME
+]
+
+
+@pytest.mark.parametrize('kind', SOME + FULL)
+def test_a_batch_says_what_transformers_says_to_each_prompt_alone(kind, tmp_path):
+    import transformers
+
+    folder = save_model(tmp_path, kind)
+    model = loaded(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = []
+    for prompt in ASKED:
+        ids, options = torch.tensor([prompt]), {'max_new_tokens': 25, 'do_sample': False, 'eos_token_id': None}
+        written = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(written[0, len(prompt) :].tolist())
+    assert sampling.generate_batch(model, ASKED, 25) == expected
+    assert sampling.generate_batch(model, ASKED[::-1], 25) == expected[::-1]
+    token = expected[1][6]
+    until = [new[: new.index(token)] if token in new else new for new in expected]
+    assert sampling.generate_batch(model, ASKED, 25, [token]) == until
+    assert len(sampling.generate_batch(model, ASKED[1:2], 99)[0]) == (99 if kind == 'mamba' else 63)  # 64 positions
+
+
+@pytest.mark.parametrize('kind', ['llama', 'mistral', 'gemma3_text'])
+def test_a_text_that_goes_on_where_one_ended_need_not_be_read_again(kind, tmp_path):
+    model, memory, sizes = loaded(save_model(tmp_path, kind)), sampling.Memory(), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
+    text = ASKED[0]
+    for read in (12, 3, 1):
+        before = text if read > 1 else [9, *text]  # another text
+        (new,) = sampling.generate_batch(model, [before], 6, memory=memory)
+        assert new == sampling.generate_batch(model, [before], 6)[0]
+        expected = read if model.reads_on and read > 1 else len(before)
+        if read == 3:
+            expected += model.reads_on  # the last token was drawn, and not read
+        assert sizes[:6] == [expected, 1, 1, 1, 1, 1] and sizes[6] == len(before)
+        sizes.clear()
+        text = [*before, *new, 5, 6, 7]
+
+
+# --- sample.py on such folders ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def chat_model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp('models') / 'llama', 'llama')
+
+
+CHAT = ['--chat', '--temperature=0', '--max_new_tokens=5']
+
+
+def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start, tmp_path):
+    dialogue = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    rows = [{'prompt': 'Hi'}, {'prompt': 'Hi', 'system': 'Be odd.'}, {'messages': [*dialogue, dialogue[0]]}]
+    file, options = write_rows(tmp_path / 'rows.jsonl', rows), [f'--model={chat_model}', *CHAT]
+    written, _ = start(*options, file, '--system=Be it.', '--show_ids')
+    lines = [json.loads(line) for line in written.splitlines()]
+    asked = [
+        '<|im_start|>system\nBe it.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n',
+        '<|im_start|>system\nBe odd.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n',
+        '<|im_start|>system\nBe it.<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n'
+        '<|im_start|>user\na<|im_end|>\n',
+    ]
+    specials = {256: '<|endoftext|>', 257: '<|im_start|>', 258: '<|im_end|>'}
+    for line, row, text in zip(lines, rows, asked, strict=True):
+        spelled = ''.join(specials.get(token) or chr(token) for token in line['prompt_ids'])
+        assert spelled == text + '<|im_start|>assistant\n'
+        answer = bytes(token for token in line['answer_ids'] if token < 256).decode('utf-8', 'replace').strip()
+        assert line['answer'] == answer and len(line['answer_ids']) == 5
+        assert {key: line[key] for key in row} == row
+    alone, notes = start(*options, '--prompt=Hi', '--system=Be odd.', '--show_ids')
+    assert alone == lines[1]['answer'] + '\n'
+    assert f'ids of the prompt: {lines[1]["prompt_ids"]}' in notes and f'{lines[1]["answer_ids"]}' in notes
+
+
+def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, tmp_path):
+    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=4', '--chat']
+    command = command_of('sample.py', *options, '--device=cpu', '--dtype=float32', '--system=S')
+    pipe = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment(), **pipe)
+
+    def expect(messages):
+        file = write_rows(tmp_path / 'rows.jsonl', [{'messages': messages}])
+        return json.loads(start(*options, file)[0])['answer']
+
+    def say(line, messages):
+        """Send a line, and compare the answer, which comes before the next line is sent, with that of a whole row."""
+        process.stdin.write(f'{line}\n'.encode())
+        process.stdin.flush()
+        expected = expect([*messages, {'role': 'user', 'content': line}])
+        assert process.stdout.read(len(expected.encode()) + 1).decode() == expected + '\n'
+        return [*messages, {'role': 'user', 'content': line}, {'role': 'assistant', 'content': expected}]
+
+    try:
+        say('é', say('a', [{'role': 'system', 'content': 'S'}]))
+        process.stdin.write(b'/system T\n')
+        messages = say('b', [{'role': 'system', 'content': 'T'}])
+        process.stdin.write(b'much more than there is room for\n/reset\n')
+        assert say('b', messages[:1]) == messages
+        rest, notes = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert rest == b'' and process.returncode == 0
+    assert 'the model 64 positions: /reset begins anew\n' in notes.decode()
+    assert 'Traceback' not in notes.decode()
+
+
+@pytest.mark.slow
+def test_an_empty_line_ends_a_conversation(chat_model):
+    command = command_of('sample.py', f'--model={chat_model}', *CHAT, '--device=cpu')
+    result = subprocess.run(command, env=environment(), input='\na\n', capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout == ''
+
+
+def sentencepiece(tmp_path):
+    """A tokenizer that writes spaces into words, and bytes where it has no word, as Llama 2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ['<unk>', '</s>', *(f'<0x{byte:02X}>' for byte in range(256)), '\u2581', '\u2581good', '\u2581day', '.']
+    tokenizer = Tokenizer(
+        models.BPE({word: n for n, word in enumerate(words)}, [], unk_token='<unk>', byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token='</s>', chat_template=CHATML)
+    fast.save_pretrained(tmp_path)
+    return fast, {word: n for n, word in enumerate(words)}
+
+
+def test_text_comes_in_whole_characters_and_with_its_spaces(tmp_path):
+    fast, ids = sentencepiece(tmp_path)
+    language = prompts.TransformersLanguage(fast, str(tmp_path))
+    smile = [ids[f'<0x{byte:02X}>'] for byte in '🙂'.encode()]
+    answer = [ids['\u2581good'], ids['\u2581day'], *smile, ids['\u2581'], ids['.'], ids['<0xC3>']]
+    prompt = prompts.Prompt([ids['.']], is_chat=True)
+    stream = prompts.Stream(lambda new: language.text_of(prompt, new))
+    assert [stream.add(token) for token in answer] == ['good', ' day', '', '', '', '🙂', '', ' .', '']
+    assert stream.end() == '\ufffd' and stream.shown == language.text_of(prompt, answer)
+    text = prompts.Prompt([ids['\u2581good']])
+    assert language.text_of(text, [ids['\u2581day'], ids['.']]) == ' day.'
+
+
+def test_a_bytes_tokenizer_streams_what_it_says_at_once():
+    bpe = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {'<|endoftext|>': 256})
+    stream = prompts.Stream(lambda new: bpe.decode(new).strip())
+    shown = [stream.add(token) for token in ' ä\n\nb  '.encode()]
+    assert shown == ['', '', 'ä', '', '', '\n\nb', '', ''] and stream.end() == ''
+
+
+@pytest.mark.parametrize(
+    'arguments, expected',
+    [
+        (['--model=MODEL', '--out_dir=x'], 'model and out_dir are both given'),
+        (['--model=RUN'], 'is a run, not a Hugging Face folder: give it as --out_dir$'),
+        (['--out_dir=MODEL'], 'is a Hugging Face folder, not a run: give it as --model$'),
+        (['--model=ADAPTER'], 'is an adapter of peft for the model base'),
+        (['--model=EMPTY'], 'no weights, model.safetensors'),
+        (['--model=none/such/folder'], '^model=none/such/folder: no such folder'),
+        (['--model=PLAIN', '--chat'], 'has no chat template: leave --chat out$'),
+        (['--model=MODEL', '--system=x'], '--chat makes a message of it$'),
+        (['--model=MODEL', '--prompts=SYSTEM'], '--chat makes a message of it$'),
+        (['--model=MODEL', '--prompts=LONG'], 'prompt 2 has 64 tokens, the model 64 positions: shorten it$'),
+        (['--model=MODEL', '--chat', '--prompts=BLANK'], 'prompt 1 is empty'),
+        (['--model=MODEL', '--prompts=ODD'], r'ODD, line 1: expected .*"messages"'),
+        (['--model=MODEL', '--chat', '--num_samples=2'], 'in a conversation there is one answer'),
+        (['--model=MODEL', '--batch_size=0'], 'batch_size=0: expected 1 or more$'),
+    ],
+)
+def test_a_mistake_with_a_folder_gets_one_line_before_weights_are_read(
+    chat_model, start, tmp_path, monkeypatch, arguments, expected
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune, 'for_generation', None)  # calling it would be another error
+    shutil.copytree(chat_model, 'MODEL')
+    shutil.copytree(chat_model, 'PLAIN')
+    (tmp_path / 'PLAIN' / 'chat_template.jinja').unlink()
+    (tmp_path / 'RUN' / 'checkpoints').mkdir(parents=True)
+    (tmp_path / 'EMPTY').mkdir()
+    shutil.copy(tmp_path / 'MODEL' / 'config.json', 'EMPTY')
+    (tmp_path / 'ADAPTER').mkdir()
+    (tmp_path / 'ADAPTER' / 'adapter_config.json').write_text('{"base_model_name_or_path": "base"}')
+    write_rows(tmp_path / 'SYSTEM', [{'prompt': 'a', 'system': 'b'}])
+    write_rows(tmp_path / 'LONG', [{'prompt': 'a'}, {'prompt': 64 * 'a'}])
+    write_rows(tmp_path / 'BLANK', [{'prompt': ' '}])
+    write_rows(tmp_path / 'ODD', [{'messages': [{'role': 'assistant', 'content': 'x'}]}])
+    with pytest.raises((ValueError, FileNotFoundError), match=expected) as caught:
+        start(*arguments)
     assert '\n' not in str(caught.value)
 
 

@@ -400,7 +400,7 @@ def test_the_seed_draws_the_samples_of_a_fine_tuned_model(sample):
         ('llama', ['--prompt=' + 'x' * 64], 'has 64 tokens, the model 64 positions'),
         ('llama', ['--system=Be brief.'], '--chat'),
         ('llama', ['--tokenizer=gpt2'], 'tokenizer=gpt2'),
-        ('chat', [], 'an empty prompt'),
+        ('chat', ['--prompt='], 'the prompt is empty'),
         ('chat', ['--prompts=none.jsonl'], 'none.jsonl'),
         ('chat', ['--prompts=bad.jsonl'], 'bad.jsonl, line 2: expected {"prompt": "TEXT"}'),
         ('chat', ['--prompts=bad.jsonl', '--prompt=x'], 'both given'),
