@@ -673,7 +673,8 @@ def for_generation(pretrained, weights, compute_dtype, device):
     assert not any(parameter.is_meta for parameter in model.parameters()), f'the weights lack {missing[:3]}'
     for parameter in model.parameters():  # not .to(compute_dtype): it would round RoPE's frequencies, too
         parameter.data = parameter.data.to(device, compute_dtype)
-    return model.to(device).eval()
+    fill_buffers(model, device)
+    return model.eval()
 
 
 def weights_of_folder(pretrained, model):
