@@ -272,7 +272,7 @@ def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start,
 
 
 def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, tmp_path):
-    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=4', '--chat']
+    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=2', '--chat']
     command = command_of('sample.py', *options, '--device=cpu', '--dtype=float32', '--system=S')
     pipe = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
     process = subprocess.Popen(command, env=environment(), **pipe)
