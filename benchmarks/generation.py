@@ -49,6 +49,7 @@ def main():
     for dtype in arguments.dtypes:
         pretrained = finetune.Pretrained(arguments.folder)
         ours = finetune.for_generation(pretrained, None, getattr(torch, dtype), device)
+        finetune.cast_weights(ours, getattr(torch, dtype), device)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=dtype).eval().to(device)
         theirs.generation_config = transformers.GenerationConfig()  # which ends nothing
         generate = {

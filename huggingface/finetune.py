@@ -683,8 +683,8 @@ def for_inference(pretrained, weights):
 
 
 def for_generation(pretrained, weights, compute_dtype, device):
-    """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a checkpoint;
-    None = those of the folder, as they are stored."""
+    """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a
+    checkpoint; None = those of the folder, as they are stored."""
     whole = copy.copy(pretrained)
     whole.lora_rank, whole.freeze = 0, None
     with torch.device('meta'):

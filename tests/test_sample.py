@@ -189,7 +189,9 @@ def test_bad_input_gets_one_line(runs, sample, arguments, expected):
 
 
 def loaded(folder, dtype=torch.float32):
-    return finetune.for_generation(finetune.Pretrained(str(folder)), None, dtype, 'cpu')
+    model = finetune.for_generation(finetune.Pretrained(str(folder)), None, dtype, 'cpu')
+    finetune.cast_weights(model, dtype, 'cpu')
+    return model
 
 
 ASKED = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [7], [20, 30, 40]]  # the first is longer than a sliding window
@@ -272,7 +274,7 @@ def test_rows_may_have_system_messages_or_whole_conversations(chat_model, start,
 
 
 def test_a_conversation_over_a_pipe_remembers_what_was_said(chat_model, start, tmp_path):
-    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=4', '--chat']
+    options = [f'--model={chat_model}', '--temperature=0', '--max_new_tokens=2', '--chat']
     command = command_of('sample.py', *options, '--device=cpu', '--dtype=float32', '--system=S')
     pipe = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
     process = subprocess.Popen(command, env=environment(), **pipe)
