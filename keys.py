@@ -26,7 +26,7 @@ class Keys:
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
-    eval_only = False  # evaluate the newest checkpoint and stop
+    eval_only = False  # evaluate the newest checkpoint, or where there is none init_from, and stop
     log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
     checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
@@ -44,6 +44,9 @@ class Keys:
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
+    val_dataset: str | None = (
+        None  # validate on this one, or 'one,two'; None = the validation split of dataset [result, per job]
+    )
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
     data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]

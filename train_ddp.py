@@ -90,7 +90,7 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -145,6 +145,6 @@ while step < config.max_iters and not watch.must_stop:
     step += 1
     if config.checksum_interval and step % config.checksum_interval == 0:
         compare_weights()
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -113,7 +113,7 @@ def save(step):
     deepspeed_engine.drop(raw_model)
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -160,6 +160,6 @@ while step < config.max_iters and not watch.must_stop:
     del gradients
     step += 1
     values = {'lr': lr, 'grad_norm': float(model.get_global_grad_norm())}
-    watch.after_step(step, values, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, values)  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -173,7 +173,7 @@ def save(step):
 
 
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)

@@ -120,7 +120,7 @@ def save(step):
 
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
     starts_on_host=context is not None,
@@ -178,6 +178,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -100,7 +100,7 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 first_sample = step * global_batch_size
 train_batches = data.batches(
     run.train_data, config.seed, first_sample, global_batch_size, batch_size, rank_of_stage, ranks_of_stage, device
@@ -158,6 +158,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

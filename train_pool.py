@@ -176,7 +176,7 @@ def may_leave():
 
 own_tokens = run.tokens_per_step // config.num_replicas  # of a step of this job
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
+watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store

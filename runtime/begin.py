@@ -213,7 +213,7 @@ def open_model_and_data(run):
             f'and frozen parts: {folder}, or leave {key} out'
         )
     run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
-    run.val_data = data.open_mixture(vars(config), 'val')
+    run.val_data = data.open_validation(vars(config), run.train_data)
 
 
 def fill_in(run):
@@ -255,7 +255,12 @@ def fill_batch(run):
     run.tokens_per_step = config.global_batch_size * config.block_size
     train, val = run.train_data, run.val_data
     run.notes += [
-        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens',
+        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens'
+        + (
+            f' of {" + ".join(f"{source.name} ({source.split})" for source in val.sources)}'
+            if config.val_dataset
+            else ''
+        ),
         batches.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
     ]
 
@@ -388,7 +393,9 @@ def find_checkpoint(config, pretrained=None):
     """
     processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
-        return checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir)
+        # Where there is no checkpoint, init_from has weights that can be evaluated: those of step 0.
+        find = checkpoint.choose_to_read if config.init_from == 'scratch' else checkpoint.choose
+        return checkpoint.with_all_ranks(find, config.out_dir)
     found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
