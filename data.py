@@ -192,7 +192,8 @@ def open_validation(keys, train_data):
     val_dataset has the tokens of another tokenizer than train_data."""
     if keys['val_dataset'] is None:
         return open_mixture(keys, 'val')
-    val_data = open_mixture({**keys, 'dataset': keys['val_dataset'], 'dataset_stages': ()}, 'whole')
+    facts = {'dataset': keys['val_dataset'], 'dataset_stages': (), 'vocab_size': train_data.vocab_size}
+    val_data = open_mixture({**keys, **facts}, 'whole')
     trained = [source.name for source in train_data.sources]
     if not same_tokenizer(*trained, *(source.name for source in val_data.sources)):
         raise ValueError(

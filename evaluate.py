@@ -28,7 +28,7 @@ from configurator import configure
 class Config:
     # what
     out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
     protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
     num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0

@@ -27,7 +27,7 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 unless bfloat16 keeps what moved
     adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it

@@ -124,6 +124,14 @@ class TaskKeys:
     eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
 
 
+class BestKeys:
+    """Of scripts all of whose ranks have one val_loss; each job of a pool has its own."""
+
+    # I/O [per job]
+    keep_best = False  # also save after each evaluation with the lowest val_loss so far, and keep that: --step=best
+    patience = 0  # end after so many evaluations in a row without a lower val_loss, and keep_best; 0 = never
+
+
 class ShardingKeys:
     """Of scripts that shard the model with FSDP."""
 

@@ -25,7 +25,7 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model writes [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
     trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it

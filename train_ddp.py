@@ -12,11 +12,11 @@ import contextlib
 import math
 
 from configurator import configure
-from keys import Keys, TaskKeys
+from keys import BestKeys, Keys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys):
+class Config(Keys, TaskKeys, BestKeys):
     # system
     checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
 

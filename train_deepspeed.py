@@ -19,11 +19,11 @@ from datetime import timedelta
 from typing import Literal
 
 from configurator import configure
-from keys import Keys, TaskKeys
+from keys import BestKeys, Keys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys):
+class Config(Keys, TaskKeys, BestKeys):
     # deepspeed
     zero_stage = 3  # what is sharded: 1 = moments; 2 = gradients, too; 3 = weights, too
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory

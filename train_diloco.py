@@ -17,11 +17,11 @@ import math
 from datetime import timedelta
 
 from configurator import configure
-from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
+from keys import BestKeys, Keys, OuterKeys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
+class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
     # diloco [result]
@@ -258,14 +258,15 @@ while step < config.max_iters and not watch.must_stop:
         row |= outer.health()
     if due.evaluate or due.score:
         with outer.outer_parameters():
-            row |= evaluate() if due.evaluate else {}
+            row |= watch.evaluated(step) if due.evaluate else {}
             row |= watch.scores(step) if due.score else {}
     if row:
         journal.keep(step, watch.with_totals(step, row))
     if replicas_meet:  # only then do ranks of different replicas wait for each other
         journal.write()
-        watch.must_stop = round_ends and watch.stop_request.agreed(now=True)  # a signal, or a file STOP
-    if due.save or watch.must_stop:
+        ends_early = bool(watch.best.why_end())  # val_loss gets no lower
+        watch.must_stop = round_ends and (ends_early or watch.stop_request.agreed(now=True))  # or a signal, a file STOP
+    if due.save or watch.must_stop or watch.best.is_now(step):
         save(step)
 
 if planner:

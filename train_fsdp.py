@@ -13,11 +13,11 @@ import math
 from typing import Literal
 
 from configurator import configure
-from keys import Keys, ShardingKeys, TaskKeys
+from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys, ShardingKeys):
+class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     # data
     context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
     context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once

@@ -13,11 +13,11 @@ behind the other, and what crosses the wire are activations (1F1B, arXiv 2006.09
 import math
 
 from configurator import configure
-from keys import Keys
+from keys import BestKeys, Keys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys):
+class Config(Keys, BestKeys):
     # pipeline
     pipeline_stages: int | None = None  # ranks that hold the model between them; None = all ranks; the rest is copies
     pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, as many times the messages

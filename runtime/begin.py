@@ -28,7 +28,7 @@ from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
-from runtime import batches, checkpoint, errors, health, offload, processes, stopping
+from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
@@ -231,6 +231,7 @@ def fill_in(run):
     plan_data(run)
     fill_model(run)
     check_layout(run)
+    best.check_keys(vars(run.config))
 
 
 def fill_axes(run):

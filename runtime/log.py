@@ -42,6 +42,7 @@ CONSOLE = (
         'val_ppl': ', perplexity {:.4g}',
         'val_bpb': ', {:.3f} bits/byte',
         'diloco/inner_val_loss': ' (replicas {:.4f})',
+        'best_step': ' (best: step {})',
     },
     {
         'diloco/cosine': ' | outer step: cosine {:.2f}',

@@ -23,6 +23,7 @@ import torch
 
 from huggingface import finetune, native
 from runtime import checkpoint, health, processes, stopping
+from runtime.best import Best
 from runtime.log import Log
 from runtime.meter import Meter
 
@@ -114,9 +115,14 @@ class Watch:
         gc.collect()
         gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
         self.must_stop = self.stop_request.agreed()  # of all ranks: a signal that came before there was a step
+        self.best = Best(vars(config), run.val_data, self.state.get('best'))
+        self.best.forget_unless(lambda step: step <= self.first_step and processes.on_rank_0(self.saver.has, step))
+        self.must_stop = self.must_stop or bool(self.best.why_end())  # it had ended, and is started again
         # What was there before the first step, to compare with. Of a model from scratch it is known: ln(vocab_size).
-        if self.first_step == 0 and config.init_from != 'scratch' and config.eval_iters:
-            self.log.row(0, self.with_totals(0, evaluate()))
+        if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_iters:
+            self.log.row(0, self.with_totals(0, self.evaluated(0)))
+            if self.best.is_now(0):
+                save(0)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 
@@ -179,11 +185,12 @@ class Watch:
         if due.log:
             row = self.measured(values)
         if due.last or not self.must_stop:
-            row |= self.evaluate() if due.evaluate else {}
-            row |= self.scores(step) if due.score else {}
+            row |= self.evaluated(step) if due.evaluate else {}
+            self.must_stop = self.must_stop or bool(self.best.why_end())
+            row |= self.scores(step) if due.score or self.best.why_end() else {}
         if row:
             self.log.row(step, self.with_totals(step, row))
-        if due.save or self.must_stop:
+        if due.save or self.must_stop or self.best.is_now(step):
             self.save_run(step)
 
     def measured(self, values):
@@ -192,6 +199,11 @@ class Watch:
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
         return row | self.meter.interval() | self.also_log()
+
+    def evaluated(self, step):
+        """What evaluate() returns, with the best step until here."""
+        row = self.evaluate()
+        return row | self.best.note(step, row['val_loss'])
 
     def scores(self, step):
         """{'task/score': value} of the run's tasks, with a line of each in the log."""
@@ -211,9 +223,10 @@ class Watch:
         checkpoint.Saver.save().
         """
         state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
-        state |= {'identity': self.run.identity, 'config': vars(self.config), **(more or {})}
+        state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
+        best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key)
+            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -222,6 +235,6 @@ class Watch:
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()
-        self.say(self.stop_request.end(step, self.config.max_iters))
+        self.say(self.stop_request.end(step, self.config.max_iters, self.best.why_end()))
         self.log.close()
         processes.leave()

@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import TINY_MODEL, TINY_RUN, run_ranks, run_script
-from outputs import column, metrics
-from precision import APART
+from launch import TINY_MODEL, TINY_RUN, run_ranks, run_script, start_and_stop_behind
+from outputs import column, complete, metrics
+from precision import APART, assert_same_run
 from pretrained import VOCABULARY, save_model, write_chats
 from short import slow_but
 
 import data
+from runtime import checkpoint
 
 LENGTH, SEQUENCES = 48, 12
 COMMON = [*TINY_RUN, '--batch_size=2', f'--global_batch_size={SEQUENCES}', '--dtype=float32', '--warmup_iters=0']
@@ -143,3 +144,106 @@ def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):
     (ended,) = start('train_ddp.py', *keys, '--val_dataset=other', check=False)
     assert ended.returncode == 1 and 'val_dataset=other has the tokens of another tokenizer than' in ended.stderr
     assert '--val_fraction=0 --tokenizer=bytes' in ended.stderr
+
+
+# --- the best checkpoint, and stopping early --------------------------------------------------------------------------
+
+# What is learned of text makes a model worse at random tokens: val_loss rises from the first evaluation on.
+RISING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--val_dataset=synthetic', '--eval_interval=2', '--log_interval=1']
+RISING += ['--keep_checkpoints=1', '--checkpoint_interval=3', '--max_iters=40']
+EARLY = {
+    'ddp': (1, ['train_ddp.py']),
+    'torch': (2, ['train_fsdp.py']),
+    'manual': (3, ['train_fsdp.py', '--fsdp_impl=manual', '--async_checkpoint']),
+    'pipeline': (3, ['train_pipeline.py']),
+    'diloco': (2, ['train_diloco.py', '--num_replicas=2', '--inner_steps=2']),
+}
+
+
+@pytest.mark.parametrize('name', slow_but(['ddp', 'manual'], EARLY))
+def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir, tmp_path, name):
+    nproc, (script, *more) = EARLY[name]
+    keys = [script, *RISING, *more, f'--data_dir={data_dir}']
+    out, whole = tmp_path / 'out', tmp_path / 'whole'
+    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)
+    evaluated = {row['step']: row for row in metrics(out) if 'val_loss' in row}
+    assert list(evaluated) == [2, 4, 6] and [row['best_step'] for row in evaluated.values()] == [2, 2, 2]
+    best = min(row['val_loss'] for row in evaluated.values())
+    assert best == evaluated[2]['val_loss'] == evaluated[6]['best_val_loss'] < evaluated[6]['val_loss']
+    assert (
+        (out / 'DONE').read_text().startswith(f'6 of 40 steps: val_loss has not been below {best:.4f}, that of step 2')
+    )
+    assert complete(out) == [2, 6] and not (out / 'PREEMPTED').exists()
+
+    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)  # the same command finds it done
+    assert (out / 'DONE').exists() and len(metrics(out)) == 6
+    start(*keys, f'--out_dir={out}', '--patience=3', nproc=nproc)
+    assert complete(out) == [2, 8] and (out / 'DONE').read_text().startswith('8 of 40 steps')
+    start(*keys, f'--out_dir={whole}', '--patience=3', nproc=nproc)
+    assert_same_run(column(out, 'loss'), column(whole, 'loss'))
+    assert column(out, 'best_step') == column(whole, 'best_step') == [2, 2, 2, 2]
+
+    read = ['sample.py', '--num_samples=1', '--max_new_tokens=2', '--device=cpu', f'--out_dir={out}']
+    assert f'{out}/checkpoints/step_00000002:' in start(*read, '--step=best')[0].stderr
+    assert f'{out}/checkpoints/step_00000008:' in start(*read)[0].stderr
+
+
+# Of these the loss falls from evaluation to evaluation, so each is the best one, and the one before is deleted.
+FALLING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--eval_interval=2', '--log_interval=1', '--keep_checkpoints=1']
+FALLING += ['--checkpoint_interval=0', '--max_iters=8', '--keep_best', '--learning_rate=1e-2']
+
+
+@pytest.mark.parametrize(
+    ('behind', 'before'),
+    [(2, 'step_00000004'), (4, 'step_00000002.tmp')],
+    ids=['before the next best has its name', 'before the old one is deleted'],
+)
+def test_the_best_checkpoint_is_there_whenever_a_run_is_killed(data_dir, tmp_path, behind, before):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path / "out"}']
+    marker = tmp_path / f'out/checkpoints/step_{behind:08}/manifest.json'
+    process = start_and_stop_behind(marker, *keys, before=before)
+    process.kill()
+    process.wait()
+    path = checkpoint.choose_to_read(str(tmp_path / 'out'), 'best')
+    assert path.endswith(f'step_{behind:08}')
+    start(*keys)
+    assert column(tmp_path / 'out', 'best_step') == [2, 4, 6, 8] and complete(tmp_path / 'out') == [8]
+
+
+def test_the_start_is_the_best_where_training_makes_it_worse(model, prepared, tmp_path):
+    keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
+    keys += ['--val_dataset=test', '--eval_interval=1', '--learning_rate=3', '--max_iters=9', f'--out_dir={tmp_path}']
+    start('train_ddp.py', *keys, '--patience=2')
+    assert column(tmp_path, 'best_step') == [0, 0, 0] and complete(tmp_path)[0] == 0
+    assert complete(tmp_path)[-1] == 2 and (tmp_path / 'DONE').read_text().startswith('2 of 9 steps')
+    start('train_ddp.py', *keys, '--patience=3')
+    assert column(tmp_path, 'best_step') == [0, 0, 0, 0] and complete(tmp_path)[0] == 0
+
+
+def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
+    start(*keys, '--max_iters=4')
+    assert column(tmp_path, 'best_step') == [2, 4]
+    start(*keys, '--max_iters=8', '--val_dataset=synthetic')  # a loss that is far above those before
+    assert column(tmp_path, 'best_step') == [2, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ('keys', 'problem'),
+    [
+        (['--patience=-1'], 'patience=-1: expected 1 evaluation or more'),
+        (['--patience=2', '--eval_iters=0'], 'patience=2 with eval_iters=0: there is no val_loss to go by'),
+        (['--patience=2', '--eval_interval=0'], 'patience=2 with eval_interval=0'),
+        (['--keep_best', '--keep_checkpoints=0'], 'keep_best=True with keep_checkpoints=0'),
+    ],
+)
+def test_what_leaves_nothing_to_go_by_is_refused(data_dir, tmp_path, keys, problem):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False', *keys]
+    (ended,) = start(*keys, check=False)
+    assert ended.returncode == 1 and problem in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_run_that_has_kept_no_best_checkpoint_says_so(data_dir, tmp_path):
+    start('train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False')
+    (ended,) = start('sample.py', f'--out_dir={tmp_path}', '--step=best', '--device=cpu', check=False)
+    assert ended.returncode == 1 and f'step=best: {tmp_path} has kept none' in ended.stderr
