@@ -193,15 +193,15 @@ def open_validation(keys, train_data):
     if keys['val_dataset'] is None:
         return open_mixture(keys, 'val')
     facts = {'dataset': keys['val_dataset'], 'dataset_stages': (), 'vocab_size': train_data.vocab_size}
-    val_data = open_mixture({**keys, **facts}, 'whole')
     trained = [source.name for source in train_data.sources]
-    if not same_tokenizer(*trained, *(source.name for source in val_data.sources)):
+    folders = [os.path.join(keys['data_dir'], name) for name in names_in(parse_stages({**keys, **facts}))]
+    if not same_tokenizer(*trained, *folders):
         raise ValueError(
             f'val_dataset={keys["val_dataset"]} has the tokens of another tokenizer than {" and ".join(trained)}: '
             f'prepare it with `python prepare_data.py --dataset=... --name=... --val_fraction=0 '
             f'--tokenizer={as_argument(*trained)}`'
         )
-    return val_data
+    return open_mixture({**keys, **facts}, 'whole')
 
 
 def folder_of(keys, data_dir=None):

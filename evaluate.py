@@ -149,10 +149,10 @@ elif config.shard == 'torch':
 else:
     model = raw_model
 raw_model.to_empty(device=device)
+if not path or state.get('base'):  # LoRA's checkpoints leave out what it does not train
+    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 if path:
     checkpoint.load(path, raw_model)
-else:
-    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 rounded_away = None
 if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # model.py has other names than the folder
     rounded_away = rounding.line_before_casting(

@@ -201,7 +201,7 @@ while not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
         torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica_number * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of this job. This
     # factor turns that into the mean over the replica's targets.

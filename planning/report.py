@@ -28,7 +28,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     micro_steps = meshes.micro_steps(config, ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
-    checkpoint = FP32 * (counts['total'] + moments(config, model))
+    saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA's leave out what it does not train
+    checkpoint = FP32 * (saved + moments(config, model))
     if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 

@@ -10,6 +10,8 @@ It is kept in the state.json of every checkpoint, so that a run goes on with it 
 same loss, since evaluate() adds up over all of them, and decide alike.
 """
 
+import math
+
 
 def check_keys(keys):
     """Raise ValueError where the keys of a script leave nothing to go by."""
@@ -50,7 +52,7 @@ class Best:
 
     def note(self, step, val_loss):
         """An evaluation after `step` steps. Returns what is to be logged of it."""
-        if self.step is None or val_loss < self.val_loss:
+        if self.step is None or val_loss < self.val_loss or math.isnan(self.val_loss):
             self.step, self.val_loss, self.worse = step, val_loss, 0
         else:
             self.worse += 1

@@ -503,9 +503,12 @@ def in_whole(model, name, tensor):
 
 
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
-    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg."""
-    names = names_of_tensors(model)
-    tensors = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
+    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg. Without the weights that
+    init_from has: model.names_of_base."""
+    names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
+    tensors = {
+        f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items() if name not in base
+    }
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
         tensors.update(
@@ -556,6 +559,9 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
     targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
+    base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # which the model has from init_from
+    if base.isdisjoint(saved):
+        targets = {key: tensor for key, tensor in targets.items() if key not in base}
     if optimizer is not None:
         zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]

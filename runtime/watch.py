@@ -224,6 +224,7 @@ class Watch:
         """
         state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
+        state |= {'base': self.run.base} if self.run.base else {}
         best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best)
