@@ -29,7 +29,7 @@ import torch
 from dataset.mixture import SourceOrder, names_in, parse_stages
 from dataset.shards import LEARNED
 from dataset.shuffle import sample_windows
-from dataset.windows import open_dataset, read_meta
+from dataset.windows import has_split, open_dataset, read_meta
 from text.conversations import marked_text
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
@@ -160,10 +160,18 @@ class Mixture:
 
 
 def open_mixture(keys, split):
-    """The Mixture of a run's keys. Raises ValueError, also where sources do not go together."""
+    """
+    The Mixture of a run's keys. Raises ValueError, also where sources do not go together.
+
+    split: 'train', 'val', or 'whole': of each dataset 'val', or 'train' where there is no other, as of a test set.
+    """
     stages = parse_stages(keys)
-    options = (split, keys['block_size'], keys['vocab_size'], keys['windows'])
-    sources = {name: open_dataset(keys['data_dir'], name, *options) for name in names_in(stages)}
+
+    def open_source(name):
+        own = split if split != 'whole' else 'val' if has_split(keys['data_dir'], name, 'val') else 'train'
+        return open_dataset(keys['data_dir'], name, own, keys['block_size'], keys['vocab_size'], keys['windows'])
+
+    sources = {name: open_source(name) for name in names_in(stages)}
     first, *others = sources.values()
     before = [first.name]
     for source in others:
@@ -177,6 +185,23 @@ def open_mixture(keys, split):
             raise ValueError(f'{chats.name} holds conversations: mix it with text under --windows=documents')
         before.append(source.name)
     return Mixture(sources, stages, keys.get('context_parallel', 1) * keys.get('tensor_parallel', 1))
+
+
+def open_validation(keys, train_data):
+    """The Mixture that val_loss is of: val_dataset, or the validation split of dataset. Raises ValueError, also where
+    val_dataset has the tokens of another tokenizer than train_data."""
+    if keys['val_dataset'] is None:
+        return open_mixture(keys, 'val')
+    facts = {'dataset': keys['val_dataset'], 'dataset_stages': (), 'vocab_size': train_data.vocab_size}
+    trained = [source.name for source in train_data.sources]
+    folders = [os.path.join(keys['data_dir'], name) for name in names_in(parse_stages({**keys, **facts}))]
+    if not same_tokenizer(*trained, *folders):
+        raise ValueError(
+            f'val_dataset={keys["val_dataset"]} has the tokens of another tokenizer than {" and ".join(trained)}: '
+            f'prepare it with `python prepare_data.py --dataset=... --name=... --val_fraction=0 '
+            f'--tokenizer={as_argument(*trained)}`'
+        )
+    return open_mixture({**keys, **facts}, 'whole')
 
 
 def folder_of(keys, data_dir=None):

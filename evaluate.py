@@ -29,7 +29,7 @@ from configurator import configure
 class Config:
     # what
     out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
     protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
     num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
@@ -152,10 +152,10 @@ elif config.shard == 'torch':
 else:
     model = raw_model
 raw_model.to_empty(device=device)
+if not path or state.get('base'):  # LoRA's checkpoints leave out what it does not train
+    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 if path:
     checkpoint.load(path, raw_model)
-else:
-    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
 rounded_away = None
 if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # model.py has other names than the folder
     rounded_away = rounding.line_before_casting(

@@ -27,7 +27,7 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 unless bfloat16 keeps what moved
     adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
@@ -158,9 +158,13 @@ T = min(128, block_size or 128)
 some_tokens = torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(1337))
 trained_logits = logits_of(model)
 if config.adapter:
-    lora = {name: tensor for name, tensor in weights.items() if name.endswith(('.lora_A', '.lora_B'))}
-    lora = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in lora.items()}
-    model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in lora.items()})
+    adapter = {name: tensor for name, tensor in weights.items() if finetune.is_lora(name)}
+    in_full = finetune.modules_to_save(model, pretrained.modules_to_save)
+    for module in in_full:
+        own = model.get_submodule(module).state_dict()
+        adapter |= {f'{module}.{name}': tensor for name, tensor in own.items()}
+    adapter = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in adapter.items()}
+    model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in adapter.items()})
     expected_logits = logits_of(model)
 else:
     change_dtype(model, getattr(torch, config.dtype))
@@ -227,9 +231,14 @@ def write_fine_tuned(folder):
     shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
 
 
+def peft_name(name):
+    """What peft calls a tensor of the adapter."""
+    return f'base_model.model.{name}' + ('.weight' if finetune.is_lora(name) else '')
+
+
 def write_adapter(folder):
     """Write adapter_config.json and adapter_model.safetensors, as peft names things."""
-    modules = {name.removesuffix('.lora_A') for name in lora if name.endswith('.lora_A')}
+    modules = {name.removesuffix('.lora_A') for name in adapter if name.endswith('.lora_A')}
     ends = {name.rpartition('.')[2] for name in modules}  # peft looks for what ends so ...
     meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
     if pretrained.yarn or pretrained.rope_theta:
@@ -242,11 +251,14 @@ def write_adapter(folder):
         'base_model_name_or_path': state['config']['init_from'],
         'r': rank,
         'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
+        'lora_dropout': state['config'].get('lora_dropout', 0.0),
+        'use_rslora': pretrained.lora_rslora,
+        'modules_to_save': in_full or None,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
         'fan_in_fan_out': any(finetune.is_conv1d(model.get_submodule(name)) for name in modules),
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
-    tensors = {f'base_model.model.{name}.weight': tensor.contiguous() for name, tensor in lora.items()}
+    tensors = {peft_name(name): tensor.clone() for name, tensor in adapter.items()}  # safetensors takes nothing tied
     save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 
 
@@ -308,15 +320,15 @@ def check_model(folder):
 def check_adapter(folder):
     """Read what was written, and have peft put it on the model it was trained for, where peft is installed."""
     written = load_file(os.path.join(folder, 'adapter_model.safetensors'))
-    for name, tensor in lora.items():
-        if not torch.equal(written[f'base_model.model.{name}.weight'], tensor):
+    for name, tensor in adapter.items():
+        if not torch.equal(written[peft_name(name)], tensor):
             raise RuntimeError(f'{name} in {folder} is not what was written')
     try:
         import peft
     except ImportError:
         print('read again: weights equal; the logits were not compared, because peft is not installed here')
         return
-    base = finetune.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in lora})
+    base = finetune.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in adapter})
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)  # of transformers, for peft
         theirs = peft.PeftModel.from_pretrained(base, folder)

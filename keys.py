@@ -26,7 +26,7 @@ class Keys:
     resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
-    eval_only = False  # evaluate the newest checkpoint and stop
+    eval_only = False  # evaluate the newest checkpoint, or where there is none init_from, and stop
     log_interval = 10  # steps between log lines
     trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
     checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
@@ -44,6 +44,7 @@ class Keys:
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
+    val_dataset: str | None = None  # to validate on, or several: 'one,two'; None = dataset's own [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
     data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]
@@ -76,6 +77,9 @@ class Keys:
     lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
     lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
     lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
+    lora_dropout = 0.0  # of what the two matrices see; 0.05 or 0.1 where the data is seen many times
+    lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) in place of lora_alpha / lora_rank: for ranks of 64 on
+    modules_to_save = []  # modules that are trained in full beside it, by ends of their names: 'embed_tokens,norm'
     # optimizer [result]
     optimizer: Literal[
         'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
@@ -121,6 +125,14 @@ class TaskKeys:
     eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
     eval_tasks_limit: int | None = None  # only the first so many items of each: answers are written token by token
     eval_tasks_chat = False  # write them by the chat template of init_from, as evaluate.py's apply_chat_template
+
+
+class BestKeys:
+    """Of scripts all of whose ranks have one val_loss; each job of a pool has its own."""
+
+    # I/O [per job]
+    keep_best = False  # also save after each evaluation with the lowest val_loss so far, and keep that: --step=best
+    patience = 0  # end after so many evaluations in a row without a lower val_loss, and keep_best; 0 = never
 
 
 class ShardingKeys:
@@ -180,6 +192,8 @@ OTHER_TRAINERS = {
     'no_sync reduce_every_micro_step': 'accumulate=unsharded (default), accumulate=sharded',
     'resume_from_checkpoint auto_resume no_auto_resume': 'resume=auto (default), resume=must, resume=never',
     'save_interval save_total_limit': 'checkpoint_interval, keep_checkpoints',
+    'load_best_model_at_end early_stopping_patience': 'keep_best and --step=best, patience',
+    'lora_r use_rslora lora_target_modules': 'lora_rank, lora_rslora, lora_targets',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
     'deepspeed': 'train_deepspeed.py, deepspeed_config',

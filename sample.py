@@ -27,7 +27,7 @@ from configurator import configure
 class Config:
     # what writes
     out_dir = 'out/quickstart'  # the run whose model writes [path]
-    step: int | None = None  # take the checkpoint of this step; None = the newest
+    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
     model: str | None = None  # in place of a run: a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
     data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]

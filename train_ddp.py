@@ -12,11 +12,11 @@ import contextlib
 import math
 
 from configurator import configure
-from keys import Keys, TaskKeys
+from keys import BestKeys, Keys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys):
+class Config(Keys, TaskKeys, BestKeys):
     # system
     checksum_interval = 0  # steps between comparisons of all ranks' weights, bit for bit; 0 = off
 
@@ -90,7 +90,7 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -108,7 +108,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
@@ -145,6 +145,6 @@ while step < config.max_iters and not watch.must_stop:
     step += 1
     if config.checksum_interval and step % config.checksum_interval == 0:
         compare_weights()
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -19,11 +19,11 @@ from datetime import timedelta
 from typing import Literal
 
 from configurator import configure
-from keys import Keys, TaskKeys
+from keys import BestKeys, Keys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys):
+class Config(Keys, TaskKeys, BestKeys):
     # deepspeed
     zero_stage = 3  # what is sharded: 1 = moments; 2 = gradients, too; 3 = weights, too
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
@@ -113,7 +113,7 @@ def save(step):
     deepspeed_engine.drop(raw_model)
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
@@ -124,7 +124,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
@@ -160,6 +160,6 @@ while step < config.max_iters and not watch.must_stop:
     del gradients
     step += 1
     values = {'lr': lr, 'grad_norm': float(model.get_global_grad_norm())}
-    watch.after_step(step, values, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, values)  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -17,11 +17,11 @@ import math
 from datetime import timedelta
 
 from configurator import configure
-from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
+from keys import BestKeys, Keys, OuterKeys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
+class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
     # diloco [result]
@@ -173,7 +173,7 @@ def save(step):
 
 
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
+watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[replica % len(numbers)])
 if found and step < saved['step']:
     watch.say(f'{found} has {saved["diloco"]["num_replicas"]} replicas: back to where they last met, step {step}')
     save(step)
@@ -193,7 +193,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This
     # factor turns that into the mean over the replica's targets.
@@ -258,14 +258,15 @@ while step < config.max_iters and not watch.must_stop:
         row |= outer.health()
     if due.evaluate or due.score:
         with outer.outer_parameters():
-            row |= evaluate() if due.evaluate else {}
+            row |= watch.evaluated(step) if due.evaluate else {}
             row |= watch.scores(step) if due.score else {}
     if row:
         journal.keep(step, watch.with_totals(step, row))
     if replicas_meet:  # only then do ranks of different replicas wait for each other
         journal.write()
-        watch.must_stop = round_ends and watch.stop_request.agreed(now=True)  # a signal, or a file STOP
-    if due.save or watch.must_stop:
+        ends_early = bool(watch.best.why_end())  # val_loss gets no lower
+        watch.must_stop = round_ends and (ends_early or watch.stop_request.agreed(now=True))  # or a signal, a file STOP
+    if due.save or watch.must_stop or watch.best.is_now(step):
         save(step)
 
 if planner:

@@ -13,11 +13,11 @@ import math
 from typing import Literal
 
 from configurator import configure
-from keys import Keys, ShardingKeys, TaskKeys
+from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys, TaskKeys, ShardingKeys):
+class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     # data
     context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
     context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once
@@ -120,7 +120,7 @@ def save(step):
 
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device,
     starts_on_host=context is not None,
@@ -132,7 +132,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch. With tensor parallelism several ranks work on the same
@@ -178,6 +178,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

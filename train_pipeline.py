@@ -13,11 +13,11 @@ behind the other, and what crosses the wire are activations (1F1B, arXiv 2006.09
 import math
 
 from configurator import configure
-from keys import Keys
+from keys import BestKeys, Keys
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
-class Config(Keys):
+class Config(Keys, BestKeys):
     # pipeline
     pipeline_stages: int | None = None  # ranks that hold the model between them; None = all ranks; the rest is copies
     pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, as many times the messages
@@ -100,7 +100,7 @@ def save(step):
     watch.save(step, raw_model, opt, scaler.state_dict())
 
 
-watch.begin_training(model, save)
+watch.begin_training(model, save, evaluate)
 first_sample = step * global_batch_size
 train_batches = data.batches(
     run.train_data, config.seed, first_sample, global_batch_size, batch_size, rank_of_stage, ranks_of_stage, device
@@ -112,7 +112,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), so a resumed run draws the same
+    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that
     # into the mean over all targets of the global batch. It is applied to the loss, before backward, because stages
@@ -158,6 +158,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm}, evaluate)  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
 
 watch.end(step)

@@ -176,7 +176,7 @@ def may_leave():
 
 own_tokens = run.tokens_per_step // config.num_replicas  # of a step of this job
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
-watch.begin_training(model, save, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
+watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
 planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
@@ -201,7 +201,7 @@ while not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
+    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
         torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica_number * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of this job. This
     # factor turns that into the mean over the replica's targets.

@@ -77,7 +77,8 @@ def entry_of(group, rate, seed):
 
 def diverged(rows, max_iters):
     """Why a run under way is not worth its end, or ''."""
-    first, last = rows[0].get('loss', math.inf), rows[-1].get('loss', 0.0)
+    first = next((row['loss'] for row in rows if 'loss' in row), math.inf)  # the row of step 0 has none
+    last = rows[-1].get('loss', 0.0)
     if rows[-1]['step'] >= max_iters / 5 and not last <= first + 1:  # nats; less may be noise
         return f'{DIVERGED}: loss {last:.4g} at step {rows[-1]["step"]}, {first:.4g} at the beginning'
     return ''

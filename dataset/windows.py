@@ -351,6 +351,24 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     return kind(str(folder), split, block_size, vocab_size, meta, shards, open_shard)
 
 
+def has_split(data_dir, dataset, split):
+    """Whether there are files of a split in the folder data_dir/dataset."""
+    folder = Path(data_dir) / dataset
+    if not folder.is_dir():
+        return dataset == 'synthetic'
+    return bool(_names_of_shards(folder, split, read_meta(folder)))
+
+
+def _names_of_shards(folder, split, meta):
+    """Names of a split's files in order: those that meta.json lists, or those with the split in their names."""
+    if 'splits' in meta:
+        return [shard['file'] for shard in meta['splits'].get(split, {}).get('shards', [])]
+    word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
+    names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
+    # Digits compare as numbers: train_10 comes after train_9.
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
+
+
 def read_meta(folder):
     """The dict in a dataset's meta.json; {} when there is none."""
     path = folder / 'meta.json'
@@ -364,10 +382,10 @@ def read_meta(folder):
 
 
 def _find_shards(folder, split, meta):
-    """Paths of a split's shards in order: those that meta.json lists, or those with the split in their names."""
+    """Paths of a split's shards in order."""
+    names = _names_of_shards(folder, split, meta)
     if 'splits' in meta:
         shards = meta['splits'].get(split, {}).get('shards', [])
-        names = [shard['file'] for shard in shards]
         files = names + [shard['mask_file'] for shard in shards if meta.get('masked')]
         absent = [name for name in files if not (folder / name).exists()]
         if absent:
@@ -375,14 +393,10 @@ def _find_shards(folder, split, meta):
                 f'{folder}: meta.json lists {len(names)} shards of split {split!r}, {len(absent)} files are missing, '
                 f'first {absent[0]}; copy or prepare the dataset again'
             )
-    else:
-        word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
-        names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
-        # Digits compare as numbers: train_10 comes after train_9.
-        names.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
     if not names:
         here = f'it holds {", ".join(sorted(os.listdir(folder))[:10]) or "nothing"}'
-        raise FileNotFoundError(f'{folder}: no split {split!r}, {here}; prepare it again, with a --val_fraction')
+        other = ', or name another dataset to validate on, --val_dataset=NAME' if split == 'val' else ''
+        raise FileNotFoundError(f'{folder}: no split {split!r}, {here}; prepare it again, with a --val_fraction{other}')
     return [str(folder / name) for name in names]
 
 

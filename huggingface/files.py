@@ -9,8 +9,10 @@ The folder of a Hugging Face model: where it is, and its weights, mapped, by row
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
+import math
 import os
 import re
 
@@ -21,6 +23,7 @@ from runtime.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
 ROWS_AT_ONCE = 4096  # that are compared
+SMALL, SAMPLED = 2**16, 8  # numbers of a tensor that a fingerprint reads whole; rows that it reads of others
 
 
 def find_folder(init_from, key='init_from'):
@@ -102,6 +105,22 @@ class Weights:
         if self.shape(name) != tuple(shape):
             found = f'has the shape {self.shape(name)}, config.json asks for {tuple(shape)}'
             raise ValueError(f'{self.folder}: {name} {found}')
+
+    def fingerprint(self):
+        """Which weights these are: a hash of all names, types and shapes, and of a few rows of each tensor. To read all
+        of a large model would take as long as to load it."""
+        digest = hashlib.sha256()
+        for name in sorted(self.file_of):
+            part, shape = self.open(self.file_of[name]).get_slice(name), self.shape(name)
+            digest.update(f'{name} {part.get_dtype()} {shape}'.encode())
+            if math.prod(shape) <= SMALL:
+                pieces = [self.read(name)]
+            else:
+                rows = (shape[0] * number // SAMPLED for number in range(SAMPLED))
+                pieces = [part[row : row + 1] for row in rows]
+            for piece in pieces:
+                digest.update(piece.contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
 
     def find(self, model):
         """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the

@@ -12,6 +12,7 @@ A model of `transformers` as the train scripts want it: with the methods of mode
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
 and the loss are computed together in chunks (model.ChunkedCrossEntropy).
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
+Checkpoints of LoRA hold what is trained alone, with a fingerprint of the folder that the rest is read from.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_c
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
 NATIVE_MODEL_KEYS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
 NATIVE_MODEL_KEYS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
+LORA_KEYS = 'lora_rank lora_alpha lora_targets lora_dropout lora_rslora modules_to_save'.split()
 DROPOUT = re.compile(r'dropout|_pdrop$')
 NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
@@ -87,6 +89,9 @@ class Pretrained:
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_targets: str = 'all'  # linear layers of the blocks, or ends of their names, 'q_proj,v_proj'
+    lora_dropout: float = 0.0
+    lora_rslora: bool = False
+    modules_to_save: list | tuple = ()  # ends of names of modules that are trained in full beside LoRA
     freeze: str | None = None  # regular expression
     dropout: float = 0.0
     z_loss: float = 0.0
@@ -133,6 +138,11 @@ class Pretrained:
         if self.lora_rank < 0 or (self.lora_rank and self.lora_alpha <= 0):
             given = f'lora_rank={self.lora_rank}, lora_alpha={self.lora_alpha}'
             raise ValueError(f'{given}: expected 0 (off) or more, and above 0')
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f'lora_dropout={self.lora_dropout}: expected 0 (off) to below 1')
+        for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
+            if getattr(self, key) and not self.lora_rank:
+                raise ValueError(f'{key}={getattr(self, key)} without LoRA: give a --lora_rank, as 16, or leave it out')
         self.unties = bool(getattr(self.config, 'tie_word_embeddings', False)) and self.holds_another_head()
         if self.unties:
             self.config.tie_word_embeddings = text.tie_word_embeddings = False
@@ -168,8 +178,8 @@ class Pretrained:
             refuse_adapter(source)  # before its weights are looked for, which an adapter does not have
         if source and not os.path.isdir(kept) and not config['dry_run']:
             Weights(source)  # there are some
-        keys = 'block_size lora_rank lora_alpha lora_targets freeze dropout z_loss rope_theta yarn trust_remote_code'
-        options = {key: config[key] for key in keys.split()}
+        keys = 'block_size freeze dropout z_loss rope_theta yarn trust_remote_code'
+        options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
         return cls(source or kept, weights_folder=source or init_from, **options)
 
     @classmethod
@@ -179,11 +189,29 @@ class Pretrained:
         if not os.path.isdir(folder):
             raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
-        keys = 'block_size lora_rank lora_alpha lora_targets rope_theta yarn'.split()
+        keys = ['block_size', 'rope_theta', 'yarn', *LORA_KEYS]
         if saved['arch'] == 'gpt2':  # with native=True this is a ModelConfig, which always has a rope_theta
             keys.remove('rope_theta')
         options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
-        return cls(folder, trust_remote_code=trust_remote_code, **options)
+        base = state.get('base')  # of LoRA, whose checkpoints leave out what is not trained
+        weights_folder = find_folder(base['init_from']) if base else None
+        pretrained = cls(folder, trust_remote_code=trust_remote_code, weights_folder=weights_folder, **options)
+        if base:
+            pretrained.base(base['init_from'], base, out_dir)
+        return pretrained
+
+    def base(self, init_from, saved=None, where=None):
+        """What a checkpoint of LoRA says of the weights that it leaves out: where they lay, and a fingerprint.
+
+        saved: that of an earlier checkpoint, in `where`. Raises ValueError where the folder has other weights now."""
+        found = {'init_from': init_from, 'fingerprint': Weights(self.weights_folder).fingerprint()}
+        if saved and saved['fingerprint'] != found['fingerprint']:
+            was = 'it' if saved['init_from'] == init_from else f'init_from={saved["init_from"]}'
+            raise ValueError(
+                f'init_from={init_from}: the LoRA in {where} was trained on other weights than there are now in this '
+                f'folder: it needs those that {was} had when the run began'
+            )
+        return found
 
     def keep_files(self, out_dir):
         """Copy configuration, tokenizer and licence into out_dir when a run begins, which then does not need init_from
@@ -243,8 +271,8 @@ class Pretrained:
         text = self.config.get_text_config()
         heads, head_dim = heads_of(text)
         mlp_size = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
-        own = 'arch vocab_size block_size dropout z_loss lora_rank lora_alpha lora_targets freeze rope_theta yarn'
-        return {key: getattr(self, key) for key in own.split()} | {
+        own = 'arch vocab_size block_size dropout z_loss freeze rope_theta yarn'
+        return {key: getattr(self, key) for key in [*own.split(), *LORA_KEYS]} | {
             'n_layer': len(model.blocks),
             'n_head': heads,
             'n_kv_head': getattr(text, 'num_key_value_heads', None) or heads,
@@ -311,7 +339,7 @@ class ForTraining:
             return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
         if starts is not None:
-            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.draws_noise)
+            layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout)
         if layout is not None:
             options['position_ids'] = layout.positions
             if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
@@ -421,7 +449,8 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.ties = [parameter_places for parameter_places in places.values() if len(parameter_places) > 1]
     model.blocks, model.arguments = find_blocks(model), Arguments.of(library_class)
     model.compute_dtype, model.device_of_buffers = compute_dtype, torch.device(device)
-    model.z_loss, model.draws_noise = pretrained.z_loss, pretrained.dropout > 0
+    model.z_loss, model.has_dropout = pretrained.z_loss, pretrained.dropout > 0
+    model.draws_noise = model.has_dropout or pretrained.lora_dropout > 0
     head, text = model.get_output_embeddings(), config.get_text_config()
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
@@ -539,8 +568,9 @@ def fill_buffers(model, device):
 
 
 def add_lora(module, args, output):
-    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A x."""
-    return output + F.linear(F.linear(args[0], module.lora_A), module.lora_B) * module.lora_scale
+    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A dropout(x)."""
+    x = F.dropout(args[0], module.lora_dropout, module.training) if module.lora_dropout else args[0]
+    return output + F.linear(F.linear(x, module.lora_A), module.lora_B) * module.lora_scale
 
 
 def freeze(model, pretrained):
@@ -552,8 +582,10 @@ def freeze(model, pretrained):
             device = module.weight.device
             module.lora_A = nn.Parameter(torch.empty(pretrained.lora_rank, inputs, device=device))
             module.lora_B = nn.Parameter(torch.empty(outputs, pretrained.lora_rank, device=device))
-            module.lora_scale = pretrained.lora_alpha / pretrained.lora_rank
+            module.lora_scale, module.lora_dropout = scale_of_lora(pretrained), pretrained.lora_dropout
             module.register_forward_hook(add_lora)
+        for name in modules_to_save(model, pretrained.modules_to_save):
+            model.get_submodule(name).requires_grad_(True)
     if pretrained.freeze:
         parameters = dict(model.named_parameters())
         try:
@@ -566,6 +598,49 @@ def freeze(model, pretrained):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
+    tensors = model.state_dict(keep_vars=True).items() if pretrained.lora_rank else ()
+    model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
+
+
+def is_lora(name):
+    """Whether a parameter is one of the two thin matrices."""
+    return name.endswith(('.lora_A', '.lora_B'))
+
+
+def scale_of_lora(pretrained):
+    """What B A x is multiplied by. With lora_rslora (arXiv 2312.03732) it shrinks with the root of the rank, so that
+    high ranks learn as much as low ones."""
+    rank = pretrained.lora_rank
+    return pretrained.lora_alpha / (math.sqrt(rank) if pretrained.lora_rslora else rank)
+
+
+def modules_to_save(model, ends):
+    """
+    Names of the modules whose names end so, and of those that share a parameter with one of them: what is tied stays
+    tied. Raises ValueError for an end that no name has, and for a module that LoRA is in.
+    """
+    names, chosen = [name for name, _ in model.named_modules(remove_duplicate=False) if name], []
+    for end in ends:
+        found = [name for name in names if f'.{name}'.endswith(f'.{end}')]
+        if not found:
+            own = {name.rpartition('.')[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+            known = ', '.join(name for name in names if name in own and not re.search(r'\.\d+\.', name))
+            raise ValueError(
+                f'modules_to_save={",".join(ends)}: no module is called {end!r}; outside of the blocks: {known}'
+            )
+        chosen += found
+    parameters = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
+    for name in chosen:
+        if any(is_lora(f'.{inner}') for inner, _ in model.get_submodule(name).named_parameters()):
+            raise ValueError(
+                f'modules_to_save={",".join(ends)}: {name} has LoRA, too; leave it out there or in lora_targets'
+            )
+    for name in names:
+        own = model.get_submodule(name)._parameters.values()
+        if any(parameter in parameters for parameter in own if parameter is not None):
+            if not any(f'{name}.'.startswith(f'{other}.') for other in chosen):
+                chosen.append(name)
+    return list(dict.fromkeys(chosen))
 
 
 def lora_modules(model, targets):
@@ -592,12 +667,12 @@ def is_conv1d(module):
 
 
 def merge_lora(model, weights, pretrained):
-    """Weights without lora_A and lora_B: W + (alpha / rank) B A in place of W. model: of the class, for its layers."""
-    merged = {name: tensor for name, tensor in weights.items() if not name.endswith(('.lora_A', '.lora_B'))}
+    """Weights without lora_A and lora_B: W + scale B A in place of W. model: of the class, for its layers."""
+    merged = {name: tensor for name, tensor in weights.items() if not is_lora(name)}
     for name in weights:
         if name.endswith('.lora_A'):
             module = name.removesuffix('.lora_A')
-            update = weights[f'{module}.lora_B'] @ weights[name] * (pretrained.lora_alpha / pretrained.lora_rank)
+            update = weights[f'{module}.lora_B'] @ weights[name] * scale_of_lora(pretrained)
             if is_conv1d(model.get_submodule(module)):
                 update = update.T
             merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
@@ -669,11 +744,27 @@ def from_rank_0(tensor, like):
     return whole
 
 
+def base_weights(model, pretrained, weights):
+    """{name: tensor} of what `weights`, those of LoRA's checkpoint, lack of a model on meta; fp32, from its folder."""
+    absent = [name for name in tensors_to_load(model) if name not in weights]
+    if not absent:  # of an earlier version, with all of them
+        return {}
+    stored = Weights(pretrained.weights_folder)
+    found, lacking = stored.find(model)
+    if lacking:
+        whole = whole_model(pretrained).state_dict()
+        return {name: whole[name] for name in absent}
+    kinds = model.state_dict()
+    return {name: stored.read(found[name]).to(kinds[name].dtype) for name in absent}
+
+
 def for_inference(pretrained, weights):
-    """The class's own model, not ForTraining, with `weights` {name: tensor} of a checkpoint; LoRA is merged. Moves
-    nothing and casts nothing."""
+    """The class's own model, not ForTraining, with `weights` {name: tensor} of a checkpoint; LoRA is merged, into the
+    weights of pretrained's folder where the checkpoint has none. Moves nothing and casts nothing."""
     with torch.device('meta'):
         model = pretrained.empty_model()
+    if pretrained.lora_rank:
+        weights = {**base_weights(model, pretrained, weights), **weights}
     missing, unexpected = model.load_state_dict(merge_lora(model, weights, pretrained), strict=False, assign=True)
     assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
     model.tie_weights()
@@ -689,7 +780,10 @@ def for_generation(pretrained, weights, compute_dtype, device):
     whole.lora_rank, whole.freeze = 0, None
     with torch.device('meta'):
         model = for_training(whole, compute_dtype, device)
-    weights = weights_of_folder(pretrained, model) if weights is None else merge_lora(model, weights, pretrained)
+    if weights is None:
+        weights = weights_of_folder(pretrained, model)
+    elif pretrained.lora_rank:
+        weights = merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
     model.tie()

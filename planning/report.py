@@ -28,7 +28,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     micro_steps = meshes.micro_steps(config, ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
-    checkpoint = FP32 * (counts['total'] + moments(config, model))
+    saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA's leave out what it does not train
+    checkpoint = FP32 * (saved + moments(config, model))
     if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
@@ -67,6 +68,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
     lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the oldest goes when the newest is there
+    copies += bool(copies and (config.get('keep_best') or config.get('patience')))
     disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
     return '\n'.join(lines[1:])

@@ -28,7 +28,7 @@ from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
-from runtime import batches, checkpoint, errors, health, offload, processes, stopping
+from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
@@ -56,6 +56,7 @@ class Run:
     tokens_per_step: int = 0
     identity: dict | None = None  # what a checkpoint must have in common with this run
     found: str | None = None  # the checkpoint of out_dir that the run goes on from
+    base: dict | None = None  # of LoRA: which weights its checkpoints leave out; None = they hold all of them
     flops_per_token: float = 0.0
     parameter_counts: dict | None = None
 
@@ -79,6 +80,7 @@ class Run:
         )
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         self.found = find_checkpoint(config, self.pretrained)
+        self.base = find_base(config, self.pretrained, self.found)
         self.identity = identity_of(config, self.model_config, self.train_data)
         return self.found
 
@@ -213,7 +215,7 @@ def open_model_and_data(run):
             f'and frozen parts: {folder}, or leave {key} out'
         )
     run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
-    run.val_data = data.open_mixture(vars(config), 'val')
+    run.val_data = data.open_validation(vars(config), run.train_data)
 
 
 def fill_in(run):
@@ -231,6 +233,7 @@ def fill_in(run):
     plan_data(run)
     fill_model(run)
     check_layout(run)
+    best.check_keys(vars(run.config))
 
 
 def fill_axes(run):
@@ -254,8 +257,10 @@ def fill_batch(run):
     run.accumulation_steps = batches.accumulation_steps(config.global_batch_size, config.batch_size, reading)
     run.tokens_per_step = config.global_batch_size * config.block_size
     train, val = run.train_data, run.val_data
+    others = ' + '.join(f'{source.name} ({source.split})' for source in val.sources)
+    of_others = f' of {others}' if config.val_dataset else ''
     run.notes += [
-        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens',
+        f'{" + ".join(train.names)}: {train.n_tokens:,} training tokens, {val.n_tokens:,} validation tokens{of_others}',
         batches.batch_line(config.batch_size, run.accumulation_steps, ranks, config.block_size, ranks // reading),
     ]
 
@@ -388,16 +393,32 @@ def find_checkpoint(config, pretrained=None):
     """
     processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
-        return checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir)
+        # Where there is no checkpoint, init_from has weights that can be evaluated: those of step 0.
+        find = checkpoint.choose_to_read if config.init_from == 'scratch' else checkpoint.choose
+        return checkpoint.with_all_ranks(find, config.out_dir)
     found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
     if pretrained and found is None:
         processes.on_rank_0(pretrained.keep_files, config.out_dir)
     return found
 
 
+def find_base(config, pretrained, found):
+    """
+    Which weights the checkpoints of this run leave out, since LoRA trains none of them: Pretrained.base(). None: they
+    hold all weights, as those of a run that an earlier version began.
+
+    Raises ValueError on every rank where the run goes on, and init_from has not the weights that it began with.
+    """
+    saved = checkpoint.read_state(found).get('base') if found else None
+    if not config.lora_rank or (found and saved is None):
+        return None
+    return processes.on_rank_0(pretrained.base, config.init_from, saved, found, patience_s=processes.PATIENCE_S)
+
+
 def identity_of(config, model_config, train_data):
     """What a checkpoint must have in common with the run that resumes from it."""
-    shape = {key: value for key, value in model_config.to_dict().items() if key not in ('dropout', 'z_loss')}
+    may_change = ('dropout', 'lora_dropout', 'z_loss')
+    shape = {key: value for key, value in model_config.to_dict().items() if key not in may_change}
     return {
         'model': shape,
         'data': train_data.plan(config.max_iters, config.global_batch_size),
@@ -434,7 +455,8 @@ def check_resume(saved, config, identity, learning_rate_at):
             f'--init_from={config.out_dir}, which begins with its weights'
         )
     then = {**saved['identity'], 'data': now_is}
-    then['model'] = {'parametrization': 'standard', 'yarn': [], **then.get('model', {})}  # versions before had no other
+    of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
+    then['model'] = {**of_earlier_versions, **then.get('model', {})}
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
         raise ValueError(
@@ -463,6 +485,8 @@ def make_model(run):
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
+            if run.base is None:
+                model.names_of_base = ()
         else:
             model = GPT(run.model_config, run.compute_dtype)
     if config.native and run.found is None:
@@ -486,7 +510,7 @@ def initialise(model, run, device=None):
     model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
     """
     model.to_empty(device=device or run.device)
-    if run.found:  # resume() will load them
+    if run.found and run.base is None:  # resume() will load them
         return
     if run.start_from:
         checkpoint.load(run.start_from, model)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime import processes
+from runtime.best import step_of_best
 from runtime.checkpoint_parts import CutTensor, LoadPlanner, SavePlanner, local_piece
 from runtime.files import rename_durably, sha256_of, write_file
 
@@ -122,7 +123,11 @@ def choose(out_dir, resume='auto', say=print, compare=None):
 
 
 def choose_to_read(out_dir, step=None, say=print, compare=None):
-    """Path of a run's checkpoint of this step, or of its newest intact one. Raises ValueError where there is none."""
+    """Path of a run's checkpoint of this step, of the best one ('best'), or of its newest intact one (None). Raises
+    ValueError where there is none."""
+    if step == 'best':
+        newest = choose_to_read(out_dir, say=lambda line: None, compare=compare)
+        step = step_of_best(out_dir, read_state(newest))
     if step is None:
         path = choose(out_dir, say=say, compare=compare)  # a damaged one leads to the one before it, and says so
         if path is None:
@@ -270,7 +275,7 @@ class Saver:
         self.pending = None  # Future of the save that the thread is writing
         self.copies = {}  # key -> host memory, used again: the first touch of fresh memory costs ten times the copy
 
-    def save(self, step, model, optimizer, state, more=None, optimizer_key='optim'):
+    def save(self, step, model, optimizer, state, more=None, optimizer_key='optim', best=None):
         """Save as step_XXXXXXXX; with async_save first wait for the save before it. Collective.
 
         model: the module itself, not its DistributedDataParallel wrapper, whose names begin with 'module.'.
@@ -278,6 +283,7 @@ class Saver:
         state: JSON-able dict; 'step' is added.
         more: {key: tensor} to save besides, or in place of, model.NAME and optim.NAME.SLOT. Ranks may differ in keys.
         optimizer_key: stands for 'optim' where ranks have states of their own, as the replicas of DiLoCo.
+        best: the step of a checkpoint that is kept beside the newest ones; it may be this one.
         Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest;
         with async_save the next save() or wait() does. Raises ValueError for weights that are not finite. Older
         checkpoints survive a failed save.
@@ -288,11 +294,11 @@ class Saver:
         tensors = self._checked_share(step, tensors_to_save(model, optimizer, optimizer_key) | (more or {}))
         state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
         if self.thread is None:
-            self._go_on_after(lambda: self._write(step, tensors, state))
+            self._go_on_after(lambda: self._write(step, tensors, state, best))
         else:
             began = time.perf_counter()
             self._stage(tensors)
-            self.pending = self.thread.submit(self._write, step, tensors, state, time.perf_counter() - began)
+            self.pending = self.thread.submit(self._write, step, tensors, state, best, time.perf_counter() - began)
 
     def wait(self):
         """Return when no save is being written any more. Raises what went wrong with the last one, as save() would,
@@ -304,6 +310,10 @@ class Saver:
     def last_good(self):
         """Path of the newest complete checkpoint, or 'none'."""
         return next((path for path in checkpoints_in(self.folder) if is_complete(path)), 'none')
+
+    def has(self, step):
+        """Whether there is a complete checkpoint of this step."""
+        return is_complete(os.path.join(self.folder, f'step_{step:08d}'))
 
     def _finish_pending(self):
         if self.pending is not None:
@@ -355,7 +365,7 @@ class Saver:
         if any(local_piece(tensor).is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
-    def _write(self, step, tensors, state, staging_s=None):
+    def _write(self, step, tensors, state, best, staging_s=None):
         """Write and publish; in the thread if the tensors have been staged."""
         began = time.perf_counter()
         path = os.path.join(self.folder, f'step_{step:08d}')
@@ -365,7 +375,7 @@ class Saver:
                 return
             files_by_rank = self._together(path, lambda: self._write_files(f'{path}.tmp', tensors, state))
             files = {name: entry for files_of_rank in files_by_rank for name, entry in files_of_rank.items()}
-            self._together(path, lambda: self.rank == 0 and self._publish(path, files))
+            self._together(path, lambda: self.rank == 0 and self._publish(path, files, best))
         except (OSError, RuntimeError):
             if self.rank == 0:
                 shutil.rmtree(f'{path}.tmp', ignore_errors=True)  # a full disk needs the room
@@ -411,20 +421,22 @@ class Saver:
         paths = {name: os.path.join(folder, name) for name in own}
         return {name: {'size': os.path.getsize(path), 'sha256': sha256_of(path)} for name, path in paths.items()}
 
-    def _publish(self, path, files):
+    def _publish(self, path, files, best):
         """Write the manifest, give the checkpoint its final name, and then delete what it makes superfluous."""
         manifest = json.dumps({'format_version': 1, 'files': files}, indent=1, sort_keys=True)
         write_file(os.path.join(f'{path}.tmp', 'manifest.json'), manifest)
         rename_durably(f'{path}.tmp', path)
-        self._retain(path)
+        self._retain(path, best)
 
-    def _retain(self, new):
-        """Delete all but the `new` complete checkpoint, permanent ones and the newest others, and leftovers of kills.
+    def _retain(self, new, best):
+        """Delete all but the `new` complete checkpoint, that of step `best`, permanent ones and the newest others, and
+        leftovers of kills.
 
         The new one need not be the newest, where a run has gone back. A failure is only said.
         """
         try:
             others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
+            others = [path for path in others if int(path[-8:]) != best]
             if self.permanent_interval:
                 others = [path for path in others if int(path[-8:]) % self.permanent_interval]
             for path in others[self.keep - 1 :]:
@@ -491,9 +503,12 @@ def in_whole(model, name, tensor):
 
 
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
-    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg."""
-    names = names_of_tensors(model)
-    tensors = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
+    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg. Without the weights that
+    init_from has: model.names_of_base."""
+    names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
+    tensors = {
+        f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items() if name not in base
+    }
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
         tensors.update(
@@ -544,6 +559,9 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
     targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
+    base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # which the model has from init_from
+    if base.isdisjoint(saved):
+        targets = {key: tensor for key, tensor in targets.items() if key not in base}
     if optimizer is not None:
         zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]

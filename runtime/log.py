@@ -42,6 +42,7 @@ CONSOLE = (
         'val_ppl': ', perplexity {:.4g}',
         'val_bpb': ', {:.3f} bits/byte',
         'diloco/inner_val_loss': ' (replicas {:.4f})',
+        'best_step': ' (best: step {})',
     },
     {
         'diloco/cosine': ' | outer step: cosine {:.2f}',
@@ -83,7 +84,8 @@ class Log:
         write_config(out_dir / 'config.json', config, flops_per_token)
         self._wandb = start_wandb(out_dir, config, self.say) if config['wandb_log'] else None
         self._tensorboard = start_tensorboard(out_dir, start_step) if config['tensorboard_log'] else None
-        self._last_step = cut_rows(out_dir / 'metrics.jsonl', start_step)
+        looks_only = config.get('eval_only')  # and cuts nothing
+        self._last_step = cut_rows(out_dir / 'metrics.jsonl', math.inf if looks_only else start_step)
         self._path, self._rows = out_dir / 'metrics.jsonl', None  # opened by the first row
 
     def say(self, text, console=True):

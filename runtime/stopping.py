@@ -111,22 +111,24 @@ class StopRequest:
             return END_OF_JOB
         return STOP_FILE if os.path.exists(self.stop_file) else 0
 
-    def end(self, step, max_iters):
+    def end(self, step, max_iters, early=''):
         """
         The run ends here, saved at `step`. Rank 0 leaves DONE, or after a request PREEMPTED in place of STOP.
 
-        Returns a line that says why it ended.
+        early: why it ends before max_iters, if that is not asked for. Returns a line that says why it ended.
         """
-        is_done = step == max_iters
+        is_done = step == max_iters or early
         if self.rank == 0:
             if is_done:
-                write_file(os.path.join(self.out_dir, 'DONE'), f'{max_iters}\n')
+                reason = f'{step} of {max_iters} steps: {early}' if early and step < max_iters else max_iters
+                write_file(os.path.join(self.out_dir, 'DONE'), f'{reason}\n')
             else:
                 write_file(os.path.join(self.out_dir, 'PREEMPTED'), f'{step}\n')
                 remove_if_there(self.stop_file)
             remove_if_there(os.path.join(self.out_dir, STARTS))
         if is_done:
-            return f'done: {step} of {max_iters} steps, files in {self.out_dir}'
+            why = f': {early}; a larger --patience goes on' if early and step < max_iters else ''
+            return f'done: {step} of {max_iters} steps{why}, files in {self.out_dir}'
         return f'stopped as asked ({self.reason}): {step} of {max_iters} steps; the same command goes on'
 
 

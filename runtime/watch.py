@@ -3,13 +3,13 @@ Everything that watches a training run, as one object with a handful of calls. O
 step must be skipped because its loss or gradient is not finite (health.py). The others change no number.
 
     watch = Watch(run, step, state)              # train.log and metrics.jsonl; a watchdog that names a rank that hangs
-    watch.begin_training(model, save)            # from here on: signals, a meter, checkpoints
+    watch.begin_training(model, save, evaluate)  # from here on: signals, a meter, checkpoints
     while step < config.max_iters and not watch.must_stop:
         watch.begin_step(step)
         watch.mark('forward')                    # the phases of a step, for its times
         skip = watch.numbers.must_skip(...)
         ...
-        watch.after_step(step, {'lr': lr}, evaluate)   # logs, evaluates, scores and saves what is due
+        watch.after_step(step, {'lr': lr})       # logs, evaluates, scores and saves what is due
     watch.end(step)
 
 train_diloco.py and train_pool.py, whose replicas only sometimes meet, call the parts of after_step() by themselves.
@@ -23,6 +23,7 @@ import torch
 
 from huggingface import finetune, native
 from runtime import checkpoint, health, processes, stopping
+from runtime.best import Best
 from runtime.log import Log
 from runtime.meter import Meter
 
@@ -49,7 +50,8 @@ class Watch:
         config = run.config
         self.run, self.config, self.state = run, config, state
         flops = run.flops_per_token
-        self.log = Log(config.out_dir, run.rank, step, config.max_iters, vars(config), run.explicit, flops)
+        log_from = step if run.found or step else -1  # without a checkpoint, the row of step 0 is written anew
+        self.log = Log(config.out_dir, run.rank, log_from, config.max_iters, vars(config), run.explicit, flops)
         self.say = self.log.say
         self.say('\n'.join(run.notes))
         counts, ranks = run.parameter_counts, f'{run.world_size} x {run.device.type}'
@@ -73,7 +75,7 @@ class Watch:
         elif run.pretrained:
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
-                is_packed = run.train_data.is_packed
+                is_packed = run.train_data.is_packed or run.val_data.is_packed
                 self.say(finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device))
 
     # --- before the loop ----------------------------------------------------------------------------------------------
@@ -85,17 +87,17 @@ class Watch:
         self.watchdog.close()
         processes.leave()
 
-    def begin_training(self, model, save, group=None, numbers=None, tokens_per_step=None):
+    def begin_training(self, model, save, evaluate, group=None, numbers=None, tokens_per_step=None):
         """
         Count this start (a run that fails again and again at the same step is refused), listen for signals, and make
-        what measures steps and writes checkpoints.
+        what measures steps and writes checkpoints. Then evaluate the weights of init_from, if the run begins with such.
 
-        model: that is called, to score tasks. save(step): writes a checkpoint with self.save(). group: the ranks that
-        train together, if that is not all of them; then numbers: their state of health.Numbers, and tokens_per_step:
-        those of this job's ranks.
+        model: that is called, to score tasks. save(step): writes a checkpoint with self.save(). evaluate(): returns
+        {'val_loss': ...}. group: the ranks that train together, if that is not all of them; then numbers: their state
+        of health.Numbers, and tokens_per_step: those of this job's ranks.
         """
         config, run, say = self.config, self.run, self.say
-        self.model, self.save_run = model, save
+        self.model, self.save_run, self.evaluate = model, save, evaluate
         stopping.count_start(config.out_dir, self.first_step, config.max_failures)
         self.stop_request = stopping.StopRequest(config.out_dir, config.stop_before_end_s, say)
         self.saver = checkpoint.Saver(
@@ -113,6 +115,14 @@ class Watch:
         gc.collect()
         gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
         self.must_stop = self.stop_request.agreed()  # of all ranks: a signal that came before there was a step
+        self.best = Best(vars(config), run.val_data, self.state.get('best'))
+        self.best.forget_unless(lambda step: step <= self.first_step and processes.on_rank_0(self.saver.has, step))
+        self.must_stop = self.must_stop or bool(self.best.why_end())  # it had ended, and is started again
+        # What was there before the first step, to compare with. Of a model from scratch it is known: ln(vocab_size).
+        if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_iters:
+            self.log.row(0, self.with_totals(0, self.evaluated(0)))
+            if self.best.is_now(0):
+                save(0)
 
     # --- in a step ----------------------------------------------------------------------------------------------------
 
@@ -161,12 +171,12 @@ class Watch:
             save=last or interval(config.checkpoint_interval) or interval(config.permanent_interval),
         )
 
-    def after_step(self, step, values, evaluate):
+    def after_step(self, step, values):
         """
         The step is done: log, evaluate, score and save what is due, and learn whether the run is asked to stop.
 
         step: optimizer steps done. values: {name: number or tensor of one element} for the row of metrics.jsonl, beside
-        what is measured here; a tensor is read only when a row is written. evaluate(): returns more of them.
+        what is measured here; a tensor is read only when a row is written.
         """
         self.end_step()
         due = self.due(step)
@@ -175,11 +185,12 @@ class Watch:
         if due.log:
             row = self.measured(values)
         if due.last or not self.must_stop:
-            row |= evaluate() if due.evaluate else {}
-            row |= self.scores(step) if due.score else {}
+            row |= self.evaluated(step) if due.evaluate else {}
+            self.must_stop = self.must_stop or bool(self.best.why_end())
+            row |= self.scores(step) if due.score or self.best.why_end() else {}
         if row:
             self.log.row(step, self.with_totals(step, row))
-        if due.save or self.must_stop:
+        if due.save or self.must_stop or self.best.is_now(step):
             self.save_run(step)
 
     def measured(self, values):
@@ -188,6 +199,11 @@ class Watch:
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
         return row | self.meter.interval() | self.also_log()
+
+    def evaluated(self, step):
+        """What evaluate() returns, with the best step until here."""
+        row = self.evaluate()
+        return row | self.best.note(step, row['val_loss'])
 
     def scores(self, step):
         """{'task/score': value} of the run's tasks, with a line of each in the log."""
@@ -207,9 +223,11 @@ class Watch:
         checkpoint.Saver.save().
         """
         state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
-        state |= {'identity': self.run.identity, 'config': vars(self.config), **(more or {})}
+        state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
+        state |= {'base': self.run.base} if self.run.base else {}
+        best = self.best.step if self.best.is_kept else None
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
-            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key)
+            self.saver.save(step, raw_model, opt, state, more_tensors, optimizer_key, best)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +236,6 @@ class Watch:
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()
-        self.say(self.stop_request.end(step, self.config.max_iters))
+        self.say(self.stop_request.end(step, self.config.max_iters, self.best.why_end()))
         self.log.close()
         processes.leave()

@@ -166,7 +166,7 @@ def assert_equal(out_dir, expected, tolerance):
     for key in ('loss', 'grad_norm'):
         assert column(out_dir, key) == pytest.approx(column(expected, key), rel=tolerance), key
     assert column(out_dir, 'val_loss')[-1] == pytest.approx(column(expected, 'val_loss')[-1], rel=tolerance)
-    assert [row['step'] for row in metrics(out_dir)] == list(range(1, STEPS + 1))
+    assert [row['step'] for row in metrics(out_dir) if 'loss' in row] == list(range(1, STEPS + 1))
 
 
 def weights_of(out_dir, step):

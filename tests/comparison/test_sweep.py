@@ -129,6 +129,8 @@ def test_a_run_has_diverged_that_is_worse_than_at_its_beginning():
 
     assert not sweep.diverged(rows(99, 4.9), 100) and not sweep.diverged(rows(19, 9.0), 100)
     assert 'diverged: loss 5.1 at step 20' in sweep.diverged(rows(20, 5.1), 100)
+    of_the_start = [{'step': 0, 'val_loss': 3.9}]
+    assert 'diverged: loss 5.1 at step 20' in sweep.diverged(of_the_start + rows(20, 5.1), 100)
     assert sweep.has_diverged(sweep.diverged(rows(20, math.nan), 100))
 
 

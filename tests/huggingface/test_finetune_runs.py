@@ -251,7 +251,7 @@ def as_of_step_2(out_dir, copy):
             shutil.rmtree(path)
     (copy / 'DONE').unlink()
     rows = (copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
-    (copy / 'metrics.jsonl').write_text(''.join(rows[:2]))
+    (copy / 'metrics.jsonl').write_text(''.join(rows[:3]))  # of steps 0, 1 and 2
 
 
 @pytest.fixture(scope='module')
@@ -281,13 +281,13 @@ def resumed(prepared, tmp_path_factory):
     for name in ('weights gone', '2 ranks', '1 rank', '3 ranks'):
         as_of_step_2(folder / 'torch', folder / name)
     as_of_step_2(folder / 'lora', folder / 'lora again')
+    run('lora again', 'lora')
     (model / 'model.safetensors').unlink()
     run('weights gone', 'torch', nproc=1)
     shutil.rmtree(model)
     run('2 ranks', 'torch')
     run('1 rank', 'torch', nproc=1)
     run('3 ranks', 'torch', nproc=3)
-    run('lora again', 'lora')
     run('diloco', 'manual', steps=4)
     run('diloco', 'ddp', steps=6)
     assert not list(folder.rglob('*.safetensors')), 'a run copies what it needs of the folder, without the weights'
@@ -363,8 +363,6 @@ def run_strategies(prepared, folder, model, nproc, *options):
 @pytest.mark.parametrize('case', slow_but(['llama all'], LORA))
 def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prepared, tmp_path, case):
     peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
-    from safetensors.torch import load_file
-
     kind, targets = case.split()
     model = models / kind
     options = ['--lora_rank=4', '--lora_alpha=8', f'--lora_targets={targets}']
@@ -387,13 +385,11 @@ def test_lora_trains_as_peft_does_and_leaves_the_weights_to_the_bit(models, prep
     expected = losses_of_a_plain_loop(theirs, prepared)
     assert expected[-1] < expected[0] - 0.02
 
-    stored = load_file(model / 'model.safetensors')
     for name, out_dir in out_dirs.items():
         losses = column(out_dir, 'loss')
         assert_same_run(losses, expected, name)
         weights = checkpoint.load_weights(newest(out_dir))[0]
-        for key in weights.keys() - initial.keys():
-            assert torch.equal(weights[key], stored[key if key in stored else key.removeprefix('transformer.')]), key
+        assert weights.keys() == initial.keys(), 'of LoRA, checkpoints hold what is trained alone'
         assert all(not torch.equal(weights[key], initial[key]) for key in initial if key.endswith('lora_B')), name
         saved = [
             key.removeprefix('optim.') for key in checkpoint.read_index(newest(out_dir)) if key.startswith('optim')
@@ -447,9 +443,8 @@ def test_replicas_exchange_what_is_trained_and_nothing_else_drifts(models, prepa
         load_file(models / 'llama/model.safetensors'),
     )
     trained = {name for name in weights if is_trained(name)}
-    assert trained and {name for name in stored if not torch.equal(weights[name], stored[name])} == trained & set(
-        stored
-    )
+    held = stored.keys() & weights.keys()  # of LoRA nothing
+    assert trained and {name for name in held if not torch.equal(weights[name], stored[name])} == trained & held
     assert all(weights[name].any() for name in trained)
     numbers = sum(weights[name].numel() for name in trained)
     sent, formula = column(tmp_path / 'out', 'diloco/bytes'), column(tmp_path / 'out', 'diloco/bytes_formula')

@@ -79,8 +79,11 @@ def test_losses_are_those_of_the_collectives(models, tmp_path, kind, ranks, more
     theirs = weights_of(reference, STEPS)
     trained = {name for name in theirs if '.lora_' in name or not with_lora}
     for n in range(2):
-        val_losses = column(reference, 'val_loss')
-        assert_same_run(column(tmp_path / f'{n}', 'val_loss'), val_losses, every=STEPS // len(val_losses))
+        (before, *val_losses), (own_before, *own) = (
+            column(path, 'val_loss') for path in (reference, tmp_path / f'{n}')
+        )
+        assert own_before == pytest.approx(before, rel=apart())
+        assert_same_run(own, val_losses, every=STEPS // len(val_losses))
         rows = journal(tmp_path / f'{n}')
         assert [len(row['deltas']) for row in rows] == [2] * 4
         assert [row['digest'] for row in rows] == [row['digest'] for row in journal(tmp_path / '0')]
@@ -133,7 +136,7 @@ def test_who_joins_goes_on_with_the_adapters_of_the_pool(models, tmp_path):
     assert_counted_once(rows, STEPS, replicas=2)
     ours, theirs = weights_of(tmp_path / 'joined', STEPS), weights_of(tmp_path / 'failed', STEPS)
     assert all(value.equal(theirs[name]) for name, value in ours.items())
-    assert all(value.equal(ours[name]) for name, value in stored(model).items())
+    assert not stored(model).keys() & ours.keys(), 'checkpoints hold what is trained alone'
     assert all(value.any() for name, value in ours.items() if name.endswith('.lora_B'))
     replay = [f'--exchange={tmp_path / "pool"}', *keys, '--replay']
     said = run_forked('train_pool.py', *arguments(model, tmp_path / 'replay', *replay), log=tmp_path / 'replay.log')

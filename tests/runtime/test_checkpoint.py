@@ -404,7 +404,7 @@ def find_together(out_dir, eval_only=False):
         hashed.append(os.path.relpath(path, f'{out_dir}/checkpoints'))
         return sha256_of(path)
 
-    config = SimpleNamespace(out_dir=str(out_dir), resume='auto', eval_only=eval_only)
+    config = SimpleNamespace(out_dir=str(out_dir), resume='auto', eval_only=eval_only, init_from='scratch')
     with mock.patch.object(checkpoint, 'sha256_of', note_and_hash), contextlib.redirect_stdout(said):
         try:
             return begin.find_checkpoint(config), said.getvalue(), hashed

@@ -1,0 +1,264 @@
+"""Checkpoints of LoRA, which hold what is trained alone; dropout, rsLoRA and modules_to_save beside peft."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import TINY_RUN, run_function, run_ranks, run_script, start_and_stop_behind
+from outputs import column, complete, tensors_of
+from precision import assert_same_run
+from pretrained import save_model
+from short import slow_but
+
+import optim
+from huggingface import finetune
+from runtime import checkpoint
+
+STEPS = 6
+RUN = [*TINY_RUN, '--block_size=32', '--batch_size=1', '--global_batch_size=6', '--dtype=float32', '--warmup_iters=0']
+RUN += [
+    '--lr_schedule=constant',
+    '--eval_interval=0',
+    '--dataset=synthetic',
+    '--learning_rate=1e-2',
+]
+RUN += ['--lora_rank=4', '--keep_checkpoints=9', '--checkpoint_interval=2']
+WITH_ALL = ['--lora_rslora', '--lora_dropout=0.1', '--modules_to_save=lm_head,norm', '--lora_targets=q_proj,down_proj']
+SCRIPTS = {
+    'ddp': ['train_ddp.py'],
+    'torch': ['train_fsdp.py'],
+    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+    'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2', '--outer_lr=1', '--outer_momentum=0'],
+}
+
+
+def start(name, *arguments, nproc=1, check=True):
+    script, *more = SCRIPTS.get(name, [name])
+    ranks = run_ranks([[script, *arguments, *more]] * nproc)
+    for rank in ranks if check else ():
+        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
+    return ranks
+
+
+def refusal(*arguments, nproc=1):
+    """The one line with which every rank refuses."""
+    lines = {rank.stderr.partition('] ')[2] for rank in start(*arguments, nproc=nproc, check=False)}
+    (line,) = lines
+    assert line.startswith('error: ') and line.count('\n') == 1, line
+    return line
+
+
+@pytest.fixture(scope='module')
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('models')
+    for kind in ('llama', 'llama_tied', 'gpt2'):
+        save_model(folder / kind, kind)
+    return folder
+
+
+def keys_of(model, out_dir, *more):
+    return [*RUN, f'--init_from={model}', f'--out_dir={out_dir}', *more]
+
+
+def folder_of(out_dir, step):
+    return str(Path(out_dir, 'checkpoints', f'step_{step:08}'))
+
+
+@pytest.fixture(scope='module')
+def whole(models, tmp_path_factory):
+    """A run of STEPS steps without a break, on 2 ranks."""
+    out_dir = tmp_path_factory.mktemp('whole')
+    start('torch', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}'), nproc=2)
+    return out_dir
+
+
+def as_of_step_2(out_dir, copy):
+    """A copy of a run as it was when it had saved step 2."""
+    shutil.copytree(out_dir, copy)
+    for step in complete(copy)[1:]:
+        shutil.rmtree(folder_of(copy, step))
+    (copy / 'DONE').unlink()
+    return copy
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('name', 'nproc'), slow_but(['manual'], [('ddp', 1), ('ddp', 3), ('torch', 3), ('manual', 1), ('diloco', 2)])
+)
+def test_a_run_goes_on_under_every_strategy_and_number_of_ranks(models, whole, tmp_path, name, nproc):
+    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    start(name, *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}'), nproc=nproc)
+    assert_same_run(column(out_dir, 'loss'), column(whole, 'loss'))
+    saved = tensors_of(folder_of(out_dir, STEPS))
+    weights = {key for key in saved if key.startswith('model.')}
+    assert weights and all('.lora_' in key for key in saved if not key.startswith('diloco'))
+
+
+def test_a_checkpoint_has_the_size_of_what_is_trained(models, whole):
+    pretrained = finetune.Pretrained(str(models / 'llama'), lora_rank=4)
+    with torch.device('meta'):
+        trained = finetune.for_training(pretrained).parameter_counts()['trainable']
+    tensors = tensors_of(folder_of(whole, STEPS))
+    assert sum(tensor.numel() for tensor in tensors.values() if tensor.dim()) == 3 * trained, 'weights and two moments'
+
+
+def test_other_weights_of_the_same_shapes_are_refused_and_a_copy_elsewhere_is_not(models, whole, tmp_path):
+    """Before anything is trained, whatever reads the run."""
+    other = tmp_path / 'other'
+    shutil.copytree(models / 'llama', other)
+    change_a_layer(other)
+    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    line = refusal('manual', *keys_of(other, out_dir, f'--max_iters={STEPS}'), nproc=2)
+    assert f'init_from={other}: the LoRA in {folder_of(out_dir, 2)} was trained on other weights' in line
+    assert f'it needs those that init_from={models / "llama"} had' in line
+    copy = tmp_path / 'copy'
+    shutil.copytree(models / 'llama', copy)
+    start('ddp', *keys_of(copy, out_dir, '--max_iters=4'))
+    assert_same_run(column(out_dir, 'loss'), column(whole, 'loss')[:4])
+
+    change_a_layer(copy)  # what reads the run looks where it was last trained
+    for script, *more in (
+        ('sample.py', '--device=cpu'),
+        ('export_model.py', f'--to={tmp_path / "exported"}'),
+    ):
+        assert f'init_from={copy}: the LoRA in {out_dir} was trained on other' in refusal(
+            script, f'--out_dir={out_dir}', *more
+        )
+    shutil.rmtree(copy)
+    assert f'init_from={copy}: no such folder' in refusal('sample.py', f'--out_dir={out_dir}', '--device=cpu')
+    assert f'init_from={copy}: its weights are needed' in refusal('ddp', *keys_of(copy, out_dir, '--max_iters=6'))
+
+
+def change_a_layer(folder):
+    """As a merged adapter would: one matrix of one block, of the same shape."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / 'model.safetensors')
+    weights['model.layers.1.mlp.down_proj.weight'] += 0.01
+    save_file(weights, folder / 'model.safetensors', {'format': 'pt'})
+
+
+def save_as_earlier_versions_did(model, source, out_dir):
+    """A checkpoint of a run with LoRA, again, with the base in it and without a fingerprint."""
+    pretrained = finetune.Pretrained(model, block_size=32, lora_rank=4)
+    with torch.device('meta'):
+        raw = finetune.for_training(pretrained)
+    raw.to_empty(device='cpu')
+    finetune.load(raw, pretrained)
+    state = checkpoint.read_state(source)
+    opt = optim.from_config(raw, SimpleNamespace(**state['config']), torch.device('cpu'))
+    checkpoint.load(source, raw, opt)
+    raw.names_of_base = ()
+    for key in ('base', 'best'):
+        del state[key]
+    for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
+        state['identity']['model'].pop(key, None)
+        del state['config'][key]
+    checkpoint.prepare(out_dir)
+    checkpoint.Saver(out_dir, 2).save(state['step'], raw, opt, state)
+
+
+@pytest.mark.parametrize(('name', 'nproc'), slow_but(['manual'], [('ddp', 1), ('manual', 2)]))
+def test_a_run_of_an_earlier_version_goes_on_and_keeps_the_base_in_its_checkpoints(
+    models, whole, tmp_path, name, nproc
+):
+    base, out_dir = tmp_path / 'base', tmp_path / 'out'
+    shutil.copytree(models / 'llama', base)
+    run_function(1, save_as_earlier_versions_did, str(base), folder_of(whole, 2), str(out_dir))
+    shutil.copytree(whole / 'model', out_dir / 'model')
+    (base / 'model.safetensors').unlink()  # it was not needed any more
+    start(name, *keys_of(base, out_dir, f'--max_iters={STEPS}'), nproc=nproc)
+    assert_same_run(column(out_dir, 'loss'), column(whole, 'loss')[2:])
+    held = {key for key in tensors_of(folder_of(out_dir, STEPS)) if key.startswith('model.')}
+    assert 'model.model.embed_tokens.weight' in held and any('.lora_A' in key for key in held)
+    read = [
+        '--device=cpu',
+        '--num_samples=1',
+        '--max_new_tokens=3',
+        '--prompt=ab',
+        '--temperature=0',
+        '--dtype=float32',
+    ]
+    texts = {start('sample.py', f'--out_dir={path}', *read)[0].stdout for path in (out_dir, whole)}
+    assert len(texts) == 1
+
+
+def test_a_run_that_is_killed_before_a_checkpoint_has_its_name_goes_on(models, whole, tmp_path):
+    keys = ['train_ddp.py', *keys_of(models / 'llama', tmp_path, f'--max_iters={STEPS}')]
+    process = start_and_stop_behind(Path(folder_of(tmp_path, 2), 'manifest.json'), *keys, before='step_00000004')
+    process.kill()
+    process.wait()
+    start('manual', *keys[1:], nproc=3)
+    assert_same_run(column(tmp_path, 'loss'), column(whole, 'loss'))
+
+
+# --- dropout, rsLoRA, modules that are trained in full ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', slow_but(['llama_tied'], ['llama', 'llama_tied']))
+@pytest.mark.filterwarnings('ignore')
+@torch.no_grad()
+def test_peft_reads_the_adapter_with_equal_logits(models, tmp_path, kind):
+    peft = pytest.importorskip('peft')
+    import transformers
+
+    out_dir, adapter, merged = tmp_path / 'out', tmp_path / 'adapter', tmp_path / 'merged'
+    start('manual', *keys_of(models / kind, out_dir, *WITH_ALL, '--max_iters=4'), nproc=2)
+    said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={adapter}', '--adapter').stdout
+    assert 'loaded again as PeftModelForCausalLM: weights equal, logits equal ' in said
+    run_script('export_model.py', f'--out_dir={out_dir}', f'--to={merged}')
+    keys = json.loads((adapter / 'adapter_config.json').read_text())
+    assert keys['use_rslora'] and keys['lora_dropout'] == 0.1
+    names = ['lm_head', 'model.norm'] + (['model.embed_tokens'] if kind == 'llama_tied' else [])
+    assert sorted(keys['modules_to_save']) == sorted(names)
+    with_adapter = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(models / kind, dtype=torch.float32).eval()
+    x = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+    ours, theirs, before = (model(x).logits for model in (whole, with_adapter, plain))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (ours - before).abs().max() > 0.1
+    assert not torch.equal(whole.model.norm.weight, plain.model.norm.weight)
+    assert torch.equal(whole.model.layers[1].mlp.up_proj.weight, plain.model.layers[1].mlp.up_proj.weight)
+
+
+def test_dropout_is_the_same_under_every_strategy_and_when_a_run_goes_on(models, tmp_path):
+    losses = {}
+    for name in ('ddp', 'torch', 'manual'):
+        keys = keys_of(models / 'llama', tmp_path / name, *WITH_ALL)
+        for steps in (3, STEPS) if name == 'manual' else (STEPS,):
+            start(name, *keys, f'--max_iters={steps}', nproc=2)
+        losses[name] = column(tmp_path / name, 'loss')
+    assert_same_run(losses['torch'], losses['ddp'])
+    assert_same_run(losses['manual'], losses['ddp'])
+    start('ddp', *keys_of(models / 'llama', tmp_path / 'none', *WITH_ALL, '--lora_dropout=0', '--max_iters=6'), nproc=2)
+    without = column(tmp_path / 'none', 'loss')
+    assert without[0] == pytest.approx(losses['ddp'][0], rel=1e-6), 'B is 0 yet'
+    assert max(abs(ours - theirs) for ours, theirs in zip(without, losses['ddp'], strict=True)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ('keys', 'problem'),
+    [
+        (['--lora_rank=0', '--lora_dropout=0.1'], 'lora_dropout=0.1 without LoRA: give a --lora_rank'),
+        (['--lora_dropout=1'], 'lora_dropout=1.0: expected 0 (off) to below 1'),
+        (
+            ['--modules_to_save=heads'],
+            "modules_to_save=heads: no module is called 'heads'; outside of the blocks: model",
+        ),
+        (['--modules_to_save=mlp'], 'modules_to_save=mlp: model.layers.0.mlp has LoRA, too'),
+    ],
+)
+def test_what_fits_nothing_is_refused(models, tmp_path, keys, problem):
+    assert problem in refusal('ddp', *keys_of(models / 'llama', tmp_path, *keys))
+
+
+def test_rslora_cannot_be_turned_on_on_the_way(models, whole, tmp_path):
+    out_dir = as_of_step_2(whole, tmp_path / 'out')
+    line = refusal('ddp', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}', '--lora_rslora'))
+    assert 'the checkpoint has model.lora_rslora=False, you ask for True' in line

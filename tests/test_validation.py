@@ -1,0 +1,249 @@
+"""Validation: on which text, from step 0 on, and what of it decides which checkpoint is kept and when a run ends."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import TINY_MODEL, TINY_RUN, run_ranks, run_script, start_and_stop_behind
+from outputs import column, complete, metrics
+from precision import APART, assert_same_run
+from pretrained import VOCABULARY, save_model, write_chats
+from short import slow_but
+
+import data
+from runtime import checkpoint
+
+LENGTH, SEQUENCES = 48, 12
+COMMON = [*TINY_RUN, '--batch_size=2', f'--global_batch_size={SEQUENCES}', '--dtype=float32', '--warmup_iters=0']
+COMMON += ['--lr_schedule=constant', '--eval_interval=0', '--log_interval=0']
+
+
+def start(script, *arguments, nproc=1, check=True, **env):
+    """Run a script on nproc ranks; [Ended(returncode, stdout, stderr) of each]."""
+    ranks = run_ranks([[script, *arguments]] * nproc, **env)
+    for rank in ranks if check else ():
+        assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
+    return ranks
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp('models') / 'llama', 'llama')
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory, model):
+    """A data_dir: 'text' with a validation split; 'test', texts, and 'chats', conversations, with none."""
+    folder, sources = tmp_path_factory.mktemp('data'), tmp_path_factory.mktemp('sources')
+    for name, numbers in (('text', range(3000)), ('test', range(5000, 6500))):
+        rows = [json.dumps({'text': f'{number} is followed by {number + 1}.'}) for number in numbers]
+        (sources / f'{name}.jsonl').write_text('\n'.join(rows))
+    write_chats(sources / 'chats.jsonl')
+    for name, fraction in (('text', 0.2), ('test', 0), ('chats', 0)):
+        keys = [f'--dataset={sources / name}.jsonl', f'--name={name}', f'--data_dir={folder}', f'--tokenizer={model}']
+        run_script('prepare_data.py', *keys, f'--val_fraction={fraction}', '--num_proc=1')
+    return folder
+
+
+def loss_of_folder(model, prepared, dataset, split, sequences):
+    """The mean loss of a folder's model over the first windows of a split, by transformers and no batches of ours."""
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    source, nats, tokens = data.open_dataset(prepared, dataset, split, LENGTH, VOCABULARY), 0.0, 0
+    for window in range(min(sequences, source.n_windows)):
+        read = source.read([window])
+        x, y, starts = (
+            (torch.from_numpy(part[0]) for part in read)
+            if source.is_packed
+            else (torch.from_numpy(read[0, :-1]), torch.from_numpy(read[0, 1:]), torch.zeros(1, dtype=torch.int64))
+        )
+        edges = [*starts[starts < LENGTH].tolist(), LENGTH]
+        for begin, end in zip(edges, edges[1:], strict=False):  # each conversation by itself
+            with torch.no_grad():
+                logits = plain(x[None, begin:end], use_cache=False).logits[0]
+            nats += F.cross_entropy(logits, y[begin:end], ignore_index=-1, reduction='sum').double().item()
+            tokens += (y[begin:end] >= 0).sum().item()
+    return nats / tokens
+
+
+SCRIPTS = {
+    'ddp': ['train_ddp.py'],
+    'torch': ['train_fsdp.py'],
+    'manual': ['train_fsdp.py', '--fsdp_impl=manual'],
+    'diloco': ['train_diloco.py', '--num_replicas=1', '--inner_steps=2'],
+}
+
+
+@pytest.mark.parametrize('dataset', ['test', 'chats'])
+@pytest.mark.parametrize(
+    ('name', 'nproc'), slow_but(['ddp', 'manual'], [('ddp', 1), ('torch', 2), ('manual', 3), ('diloco', 2)])
+)
+def test_a_dataset_of_its_own_is_validated_on_from_step_0(model, prepared, tmp_path, name, nproc, dataset):
+    script, *more = SCRIPTS[name]
+    size = nproc * 4
+    keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
+    keys += [f'--out_dir={tmp_path}', f'--val_dataset={dataset}', f'--global_batch_size={size}', '--max_iters=2']
+    start(script, *keys, *more, nproc=nproc)
+    first, *_, last = metrics(tmp_path)
+    assert first['step'] == first['tokens'] == 0 and 'loss' not in first
+    assert first['val_loss'] == pytest.approx(
+        loss_of_folder(model, prepared, dataset, 'train', 2 * size), rel=4 * APART
+    )
+    assert last['step'] == 2 and last['val_loss'] != first['val_loss']
+    assert f'{dataset} (train)' in (tmp_path / 'train.log').read_text()
+
+
+def test_a_run_that_goes_on_does_not_evaluate_its_start_again_and_one_that_starts_anew_does(model, prepared, tmp_path):
+    keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
+    keys += [f'--out_dir={tmp_path}', '--checkpoint_interval=1']
+    start('train_ddp.py', *keys, '--eval_only', '--val_dataset=test')
+    (of_test,) = column(tmp_path, 'val_loss')
+    start('train_ddp.py', *keys, '--max_iters=1')
+    rows = metrics(tmp_path)
+    assert [row['step'] for row in rows] == [0, 1]
+    assert rows[0]['val_loss'] == pytest.approx(loss_of_folder(model, prepared, 'text', 'val', 24), rel=4 * APART)
+    assert abs(rows[0]['val_loss'] - of_test) > 1e-3
+    start('train_ddp.py', *keys, '--max_iters=2')
+    assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2] and metrics(tmp_path)[:2] == rows
+    start('train_ddp.py', *keys, '--max_iters=2', '--eval_only')
+    assert [row['step'] for row in metrics(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ('script', 'nproc'), slow_but(['train_pipeline.py'], [('train_pipeline.py', 3), ('train_fsdp.py', 2)])
+)
+def test_weights_of_an_earlier_run_are_evaluated_at_step_0_and_those_from_scratch_are_not(
+    data_dir, tmp_path, script, nproc
+):
+    keys = [*TINY_MODEL, *COMMON, f'--data_dir={data_dir}', '--dataset=tiny', '--max_iters=2']
+    start('train_ddp.py', *keys, f'--out_dir={tmp_path / "first"}')
+    assert [row['step'] for row in metrics(tmp_path / 'first')] == [1, 2]
+    keys = [*keys, f'--out_dir={tmp_path / "second"}', f'--init_from={tmp_path / "first"}']
+    start(script, *keys, nproc=nproc)
+    losses = column(tmp_path / 'second', 'val_loss')
+    assert len(losses) == 2 and losses[0] == pytest.approx(column(tmp_path / 'first', 'val_loss')[-1], rel=4 * APART)
+
+
+def test_several_datasets_to_validate_on_have_a_loss_each(model, prepared, tmp_path):
+    keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
+    start('train_ddp.py', *keys, f'--out_dir={tmp_path}', '--eval_only', '--val_dataset=text,test')
+    (row,) = metrics(tmp_path)
+    assert row['val_loss/text'] == pytest.approx(loss_of_folder(model, prepared, 'text', 'val', 12), rel=4 * APART)
+    assert row['val_loss/test'] == pytest.approx(loss_of_folder(model, prepared, 'test', 'train', 12), rel=4 * APART)
+    assert math.isclose(row['val_loss'], (row['val_loss/text'] + row['val_loss/test']) / 2)
+
+
+def test_a_dataset_to_validate_on_needs_the_same_tokenizer(data_dir, tmp_path):
+    (tmp_path / 'text.txt').write_text('some words, and more of them\n' * 100)
+    keys = ['--tokenizer=bpe', '--vocab_size=300', f'--data_dir={data_dir}', '--name=other', '--val_fraction=0']
+    run_script('prepare_data.py', f'--dataset={tmp_path / "text.txt"}', *keys)
+    keys = [*TINY_MODEL, *COMMON, f'--data_dir={data_dir}', '--dataset=tiny', f'--out_dir={tmp_path / "out"}']
+    (ended,) = start('train_ddp.py', *keys, '--val_dataset=other', check=False)
+    assert ended.returncode == 1 and 'val_dataset=other has the tokens of another tokenizer than' in ended.stderr
+    assert '--val_fraction=0 --tokenizer=bytes' in ended.stderr
+
+
+# --- the best checkpoint, and stopping early --------------------------------------------------------------------------
+
+# What is learned of text makes a model worse at random tokens: val_loss rises from the first evaluation on.
+RISING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--val_dataset=synthetic', '--eval_interval=2', '--log_interval=1']
+RISING += ['--keep_checkpoints=1', '--checkpoint_interval=3', '--max_iters=40']
+EARLY = {
+    'ddp': (1, ['train_ddp.py']),
+    'torch': (2, ['train_fsdp.py']),
+    'manual': (3, ['train_fsdp.py', '--fsdp_impl=manual', '--async_checkpoint']),
+    'pipeline': (3, ['train_pipeline.py']),
+    'diloco': (2, ['train_diloco.py', '--num_replicas=2', '--inner_steps=2']),
+}
+
+
+@pytest.mark.parametrize('name', slow_but(['ddp', 'manual'], EARLY))
+def test_a_run_ends_early_keeps_the_best_and_goes_on_with_more_patience(data_dir, tmp_path, name):
+    nproc, (script, *more) = EARLY[name]
+    keys = [script, *RISING, *more, f'--data_dir={data_dir}']
+    out, whole = tmp_path / 'out', tmp_path / 'whole'
+    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)
+    evaluated = {row['step']: row for row in metrics(out) if 'val_loss' in row}
+    assert list(evaluated) == [2, 4, 6] and [row['best_step'] for row in evaluated.values()] == [2, 2, 2]
+    best = min(row['val_loss'] for row in evaluated.values())
+    assert best == evaluated[2]['val_loss'] == evaluated[6]['best_val_loss'] < evaluated[6]['val_loss']
+    assert (
+        (out / 'DONE').read_text().startswith(f'6 of 40 steps: val_loss has not been below {best:.4f}, that of step 2')
+    )
+    assert complete(out) == [2, 6] and not (out / 'PREEMPTED').exists()
+
+    start(*keys, f'--out_dir={out}', '--patience=2', nproc=nproc)  # the same command finds it done
+    assert (out / 'DONE').exists() and len(metrics(out)) == 6
+    start(*keys, f'--out_dir={out}', '--patience=3', nproc=nproc)
+    assert complete(out) == [2, 8] and (out / 'DONE').read_text().startswith('8 of 40 steps')
+    start(*keys, f'--out_dir={whole}', '--patience=3', nproc=nproc)
+    assert_same_run(column(out, 'loss'), column(whole, 'loss'))
+    assert column(out, 'best_step') == column(whole, 'best_step') == [2, 2, 2, 2]
+
+    read = ['sample.py', '--num_samples=1', '--max_new_tokens=2', '--device=cpu', f'--out_dir={out}']
+    assert f'{out}/checkpoints/step_00000002:' in start(*read, '--step=best')[0].stderr
+    assert f'{out}/checkpoints/step_00000008:' in start(*read)[0].stderr
+
+
+# Of these the loss falls from evaluation to evaluation, so each is the best one, and the one before is deleted.
+FALLING = [*TINY_MODEL, *COMMON, '--dataset=tiny', '--eval_interval=2', '--log_interval=1', '--keep_checkpoints=1']
+FALLING += ['--checkpoint_interval=0', '--max_iters=8', '--keep_best', '--learning_rate=1e-2']
+
+
+@pytest.mark.parametrize(
+    ('behind', 'before'),
+    [(2, 'step_00000004'), (4, 'step_00000002.tmp')],
+    ids=['before the next best has its name', 'before the old one is deleted'],
+)
+def test_the_best_checkpoint_is_there_whenever_a_run_is_killed(data_dir, tmp_path, behind, before):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path / "out"}']
+    marker = tmp_path / f'out/checkpoints/step_{behind:08}/manifest.json'
+    process = start_and_stop_behind(marker, *keys, before=before)
+    process.kill()
+    process.wait()
+    path = checkpoint.choose_to_read(str(tmp_path / 'out'), 'best')
+    assert path.endswith(f'step_{behind:08}')
+    start(*keys)
+    assert column(tmp_path / 'out', 'best_step') == [2, 4, 6, 8] and complete(tmp_path / 'out') == [8]
+
+
+def test_the_start_is_the_best_where_training_makes_it_worse(model, prepared, tmp_path):
+    keys = [*COMMON, f'--block_size={LENGTH}', f'--init_from={model}', f'--data_dir={prepared}', '--dataset=text']
+    keys += ['--val_dataset=test', '--eval_interval=1', '--learning_rate=3', '--max_iters=9', f'--out_dir={tmp_path}']
+    start('train_ddp.py', *keys, '--patience=2')
+    assert column(tmp_path, 'best_step') == [0, 0, 0] and complete(tmp_path)[0] == 0
+    assert complete(tmp_path)[-1] == 2 and (tmp_path / 'DONE').read_text().startswith('2 of 9 steps')
+    start('train_ddp.py', *keys, '--patience=3')
+    assert column(tmp_path, 'best_step') == [0, 0, 0, 0] and complete(tmp_path)[0] == 0
+
+
+def test_the_best_of_another_validation_text_does_not_count(data_dir, tmp_path):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}']
+    start(*keys, '--max_iters=4')
+    assert column(tmp_path, 'best_step') == [2, 4]
+    start(*keys, '--max_iters=8', '--val_dataset=synthetic')  # a loss that is far above those before
+    assert column(tmp_path, 'best_step') == [2, 4, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ('keys', 'problem'),
+    [
+        (['--patience=-1'], 'patience=-1: expected 1 evaluation or more'),
+        (['--patience=2', '--eval_iters=0'], 'patience=2 with eval_iters=0: there is no val_loss to go by'),
+        (['--patience=2', '--eval_interval=0'], 'patience=2 with eval_interval=0'),
+        (['--keep_best', '--keep_checkpoints=0'], 'keep_best=True with keep_checkpoints=0'),
+    ],
+)
+def test_what_leaves_nothing_to_go_by_is_refused(data_dir, tmp_path, keys, problem):
+    keys = ['train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False', *keys]
+    (ended,) = start(*keys, check=False)
+    assert ended.returncode == 1 and problem in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_run_that_has_kept_no_best_checkpoint_says_so(data_dir, tmp_path):
+    start('train_ddp.py', *FALLING, f'--data_dir={data_dir}', f'--out_dir={tmp_path}', '--keep_best=False')
+    (ended,) = start('sample.py', f'--out_dir={tmp_path}', '--step=best', '--device=cpu', check=False)
+    assert ended.returncode == 1 and f'step=best: {tmp_path} has kept none' in ended.stderr
