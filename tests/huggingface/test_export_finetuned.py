@@ -213,7 +213,7 @@ def test_transformers_loads_what_was_trained_with_equal_logits(name, models, run
     assert 'weights equal, logits equal to the bit\n' in said and said.splitlines()[-1] == f'exported to {folder}'
     torch.testing.assert_close(theirs(x).logits, ours(x).logits, atol=1e-5, rtol=1e-5)
     first = loaded(original, dtype=torch.float32)(x).logits
-    assert (theirs(x).logits - first).abs().max() > 0.1  # it is not the original that was exported
+    assert (theirs(x).logits - first).abs().max() > 1e-3  # it is not the original that was exported
     assert stored(folder).keys() == stored(original).keys()  # a tied weight once, nothing of LoRA
 
 
@@ -288,8 +288,8 @@ def test_without_the_original_nothing_is_rounded(models, runs, export):
 
 
 def test_samples_and_scores_are_of_the_weights_that_were_trained(runs, sample, tmp_path, monkeypatch):
-    made, for_inference = [], finetune.for_inference
-    monkeypatch.setattr(finetune, 'for_inference', lambda *args: made.append(for_inference(*args)) or made[-1])
+    made, for_generation = [], finetune.for_generation
+    monkeypatch.setattr(finetune, 'for_generation', lambda *args: made.append(for_generation(*args)) or made[-1])
     for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
         for name in ('small_steps', 'lora_mistral'):
             said = sample(name, '--prompt=a', '--max_new_tokens=1', '--num_samples=1', f'--dtype={dtype}')[1]
