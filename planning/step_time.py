@@ -306,7 +306,8 @@ def step(config, strategy, cluster):
 
 def model_keys(config):
     keys = {key: config[key] for key in ModelConfig.__dataclass_fields__}
-    return keys | {'yarn': tuple(keys['yarn'])}  # model_of() keeps what it has made, by keys that do not change
+    # model_of() keeps what it has made, by keys that do not change.
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
 
 
 @cache

@@ -201,7 +201,7 @@ def test_a_key_has_one_default_in_all_train_scripts_and_tags_that_keys_py_explai
 PATHS = {  # keys that name files or folders; those of train scripts in one row
     'train': {'out_dir', 'data_dir', 'init_from', 'eval_tasks', 'exchange', 'deepspeed_config'},
     'prepare_data': {'dataset', 'data_dir', 'tokenizer', 'verify'},
-    'sample': {'out_dir', 'data_dir', 'tokenizer', 'prompts'},
+    'sample': {'out_dir', 'model', 'data_dir', 'tokenizer', 'prompts'},
     'evaluate': {'out_dir', 'data_dir', 'tokenizer', 'tasks', 'results', 'samples'},
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},

@@ -874,4 +874,4 @@ def test_more_tokens_than_block_size_and_empty_prompts_are_refused():
     with pytest.raises(ValueError, match='25 tokens .*block_size=24'):
         model(make_tokens(1, 25))
     with pytest.raises(ValueError, match='empty prompt'):
-        sampling.generate(model, make_tokens(1, 0), 5)
+        sampling.generate_batch(model, [[1], []], 5)

@@ -516,7 +516,7 @@ def save_twice(removed=(), thread=AtOnce):
     checker = checkpoint.CHECKER = Checker()
     saver._checked_share = lambda step, tensors: tensors
 
-    def write(step, tensors, state, staging_s):
+    def write(step, tensors, state, best, staging_s):
         written[step] = {key: copy + 0 for key, copy in saver.copies.items()}
 
     saver._write = write

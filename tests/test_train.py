@@ -243,8 +243,9 @@ def test_an_option_changes_no_number(runs, two_ranks, option):
 @pytest.mark.parametrize('script', slow_but(SHORT, ['own_manual', 'own_diloco']))
 def test_a_new_run_begins_with_the_weights_of_another(runs, two_ranks, script):
     """And with an optimizer of its own; its only step is too small to be seen."""
-    (ours,), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
-    assert ours == pytest.approx(theirs, rel=apart()) and len(column(runs / script, 'loss')) == 1
+    (before, after), (*_, theirs) = column(runs / script, 'val_loss'), column(runs / 'plain', 'val_loss')
+    assert before == pytest.approx(theirs, rel=apart()) and after == pytest.approx(theirs, rel=apart())
+    assert len(column(runs / script, 'loss')) == 1
 
 
 def test_a_new_run_refuses_weights_that_know_the_tokens_of_another_tokenizer(runs, one_process, data_dir, tmp_path):

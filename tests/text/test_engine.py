@@ -212,7 +212,7 @@ class Faulty:
 
 def test_a_fault_is_noticed_within_a_shard(folders):
     reference = load_tokenizer(*folders['bpe'])
-    fast = engine.Engine(reference, lambda: Faulty(engine._loader(*folders['bpe'])()))
+    fast = engine.Engine(reference, lambda: Faulty(engine._loader(*folders['bpe'])[0]()))
     text = ' '.join(make_texts(3000)).encode()
     tokens_seen = 0
     with pytest.raises(engine.Mismatch, match='gigatoken .*other tokens'):
