@@ -295,18 +295,14 @@ def test_a_transformers_model_trains_under_stage_3_as_under_ddp(runs, name):
 @pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize('stage', [2, 3])
-def test_lora_trains_as_under_ddp_and_leaves_the_weights_to_the_bit(runs, stage):
+def test_lora_trains_as_under_ddp_and_saves_what_it_trains_alone(runs, stage):
     from safetensors.torch import load_file
 
     assert_equal(runs / f'lora{stage}', runs / 'single_lora', 1e-4)
-    stored, trained, like = (
-        load_file(runs / 'model' / 'model.safetensors'),
-        *(weights_of(runs / name, STEPS) for name in (f'lora{stage}', 'single_lora')),
-    )
-    assert all(torch.equal(trained[name], tensor) for name, tensor in stored.items())
-    adapters = trained.keys() - stored.keys()
-    assert adapters and adapters == like.keys() - stored.keys()
-    assert all(torch.allclose(trained[name], like[name], atol=1e-4) for name in adapters)
+    stored = load_file(runs / 'model' / 'model.safetensors')
+    trained, like = (weights_of(runs / name, STEPS) for name in (f'lora{stage}', 'single_lora'))
+    assert trained and trained.keys() == like.keys() and not trained.keys() & stored.keys()
+    assert all(torch.allclose(trained[name], like[name], atol=1e-4) for name in trained)
 
 
 @needs_deepspeed
