@@ -199,13 +199,13 @@ def test_a_bpe_and_a_hugging_face_tokenizer_come_along(export, tmp_path):
 
     folder.rename(tmp_path / 'hugging_face')  # the export is a Hugging Face folder itself
     adds_a_token = Tokenizer.from_file(str(tmp_path / 'hugging_face' / 'tokenizer.json'))
-    beginning = f'{END_OF_TEXT} $A'  # which prepare_data.py does not let it do, so the export must not either
+    beginning = f'{END_OF_TEXT} $A'  # so prepare_data.py has it stand before each text, and the export must do so, too
     adds_a_token.post_processor = TemplateProcessing(beginning, special_tokens=[(END_OF_TEXT, ours.eot)])
     adds_a_token.save(str(tmp_path / 'hugging_face' / 'tokenizer.json'))
     options = [f'--tokenizer={tmp_path / "hugging_face"}', f'--data_dir={tmp_path / "hf"}']
     run_script('prepare_data.py', *prepare, *options)
     theirs = loaded_tokenizer(export('llama_tied', f'--data_dir={tmp_path / "hf"}')[0])
-    assert [theirs(text).input_ids for text in TEXTS] == [ours.encode(text) for text in TEXTS]
+    assert [theirs(text).input_ids for text in TEXTS] == [[ours.eot, *ours.encode(text)] for text in TEXTS]
     assert theirs.eos_token_id == ours.eot
 
 
