@@ -10,6 +10,7 @@ from launch import TINY_RUN, run_forked, run_many, run_ranks, run_script
 from outputs import column
 from precision import apart, assert_as_close_to_float64, assert_same_run, in_float64
 from pretrained import save_model, write_chats
+from short import slow_but
 
 from huggingface import finetune, native
 from model import GPT
@@ -182,7 +183,7 @@ KINDS = ('llama_tied', 'gpt2')
 
 
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, has_slow_tests):
     """A folder with KIND/LAYOUT of each, KIND/theirs by transformers' class, and KIND/model."""
     root = tmp_path_factory.mktemp('native')
     write_chats(root / 'chats.jsonl')
@@ -192,7 +193,7 @@ def runs(tmp_path_factory):
         run_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
     for ranks in (1, 2, 3):
         commands = []
-        for kind in KINDS:
+        for kind in KINDS if has_slow_tests else KINDS[:1]:
             common = [f'--init_from={root / kind / "model"}', f'--data_dir={root / kind / "data"}']
             layouts = {**LAYOUTS, 'theirs': (1, 'train_ddp.py', ['--native=False'])}
             for name, (nproc, script, keys) in layouts.items():
@@ -203,7 +204,7 @@ def runs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', slow_but(['llama_tied'], KINDS))
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_a_run_is_the_one_that_transformers_class_makes(runs, kind, layout):
     ours, theirs = runs / kind / layout, runs / kind / 'theirs'
@@ -214,6 +215,7 @@ def test_a_run_is_the_one_that_transformers_class_makes(runs, kind, layout):
     assert "self-test: model.py's logits are those of" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', KINDS)
 def test_its_export_is_the_folder_with_the_weights_that_were_trained(runs, kind, tmp_path):
     exported = {}
@@ -232,6 +234,7 @@ def test_its_export_is_the_folder_with_the_weights_that_were_trained(runs, kind,
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_it_is_sampled_from_and_scored_as_any_fine_tuned_model(runs, tmp_path):
     tasks = tmp_path / 'tasks.jsonl'
     tasks.write_text(json.dumps({'context': 'Is it so?', 'choices': [' yes', ' no'], 'gold': 0}) + '\n')
@@ -260,11 +263,12 @@ def test_a_run_goes_on_under_another_layout_when_its_folder_is_gone(runs, tmp_pa
 
 
 def test_mistakes_are_one_line_on_every_rank(runs, tmp_path):
-    common = [*RUN, f'--data_dir={runs / "gpt2" / "data"}', f'--out_dir={tmp_path / "run"}']
-    folder = f'--init_from={runs / "gpt2" / "model"}'
+    made = runs / 'llama_tied'
+    common = [*RUN, f'--data_dir={made / "data"}', f'--out_dir={tmp_path / "run"}']
+    folder = f'--init_from={made / "model"}'
     for more, says in (
         (['--init_from=scratch'], 'init_from=scratch, which is no Hugging Face folder'),
-        ([f'--init_from={runs / "gpt2" / "ddp"}'], 'export'),
+        ([f'--init_from={made / "ddp"}'], 'export'),
         ([folder, '--lora_rank=2'], 'lora_rank=2 with native=True'),
         ([folder, '--tensor_parallel=2', '--block_size=47'], 'tensor_parallel=2 does not divide'),
     ):
