@@ -74,9 +74,7 @@ class ModelConfig:
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
     yarn: list | None = None  # [factor, block_size before]: the context was extended so many times, see check_yarn()
-    llama3_rope: list | None = (
-        None  # [factor, low, high, tokens before] of Llama 3.1 and later, see llama3_frequencies()
-    )
+    llama3_rope: list | None = None  # Llama 3.1 and later: [factor, low, high, tokens before], see llama3_frequencies()
     positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
     attention_gate: bool = False
     norm_eps: float | None = None

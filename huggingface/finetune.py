@@ -189,9 +189,9 @@ class Pretrained:
         if not os.path.isdir(folder):
             raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
+        if state['config'].get('native'):  # these are model.py's; what was asked for the folder is in the keys
+            saved = {**saved, **{key: state['config'][key] for key in ('rope_theta', 'yarn')}}
         keys = ['block_size', 'rope_theta', 'yarn', *LORA_KEYS]
-        if saved['arch'] == 'gpt2':  # with native=True this is a ModelConfig, which always has a rope_theta
-            keys.remove('rope_theta')
         options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
         base = state.get('base')  # of LoRA, whose checkpoints leave out what is not trained
         weights_folder = find_folder(base['init_from']) if base else None

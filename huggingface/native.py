@@ -96,9 +96,7 @@ class Weights:
 
     def read(self, their_name):
         stored = self.file_name[their_name]
-        if self.files.shape(stored) != self.shapes[their_name]:
-            shapes = f'has the shape {self.files.shape(stored)}, config.json asks for {self.shapes[their_name]}'
-            raise ValueError(f'{self.files.folder}: {stored} {shapes}')
+        self.files.check_shape(stored, self.shapes[their_name])
         return self.files.read(stored).float()
 
     def initial_value(self, name, parameter=None, seed=None, device='cpu'):
@@ -132,8 +130,9 @@ def self_test(pretrained, model_config):
         module.to('meta')
 
     for name, module in [*model.named_children()]:
-        if name != 'blocks' and name != 'drop':
-            fill(module, name if not (name == 'head' and model_config.tie_embeddings) else 'embed')
+        if name != 'blocks':
+            is_tied = name == 'head' and model_config.tie_embeddings
+            fill(module, 'embed' if is_tied else name)
     for number, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda module, args, number=number: fill(module, f'blocks.{number}'))
         block.register_forward_hook(empty)

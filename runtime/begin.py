@@ -346,6 +346,8 @@ def fill_model(run):
     if config.native:
         run.model_config = native.model_config_of(run.pretrained)
     vars(config).update(run.model_config.to_dict())
+    if config.native:  # what was asked for, from which all of this follows again: Pretrained.from_run()
+        config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
 
 
 def check_layout(run):

@@ -146,6 +146,19 @@ def test_what_model_py_cannot_compute_is_refused_with_the_property(tmp_path, nam
     assert '\n' not in str(error.value)
 
 
+@pytest.mark.parametrize('asked', [{'rope_theta': None, 'yarn': []}, {'rope_theta': 2e4, 'yarn': []}])
+def test_a_run_reads_its_folder_again_as_it_did_at_first(tmp_path, asked):
+    """Whose own extension reaches further than its positions, as in folders of Qwen."""
+    rotation = {**YARN, 'original_max_position_embeddings': 32}
+    folder = save_model(tmp_path / 'run' / 'model', 'llama', rope_parameters=rotation)
+    first = finetune.Pretrained(folder, block_size=24, **asked)
+    model_config = native.model_config_of(first)
+    state = {'identity': {'model': model_config.to_dict()}, 'config': {'native': True, **asked}}
+    again = finetune.Pretrained.from_run(str(tmp_path / 'run'), state)
+    assert again.positions == first.positions and again.config.to_dict() == first.config.to_dict()
+    assert native.model_config_of(again) == model_config
+
+
 def test_weights_that_lack_or_have_another_shape_are_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
