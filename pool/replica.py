@@ -391,11 +391,16 @@ class Replica:
             'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
 
+        def all_deltas():  # on rank 0; None if there are more to come
+            self.watch.look()
+            markers = {**self.watch.markers, self.number: marker}
+            return markers if not self.watch.late and self.watch.are_enough(markers) else None
+
         def add_up(digests):
             """While this delta is on its way: if it is the round's last one, add them all up already."""
             marker['xxh128'] = digests
-            if markers := on_rank_0(lambda: self.watch.look() or (not self.watch.late and dict(self.watch.markers))):
-                self._sum({**markers, self.number: marker})
+            if markers := on_rank_0(all_deltas):
+                self._sum(markers)
 
         self._write(name, encoded.numpy().data, meanwhile=add_up)
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())

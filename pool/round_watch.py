@@ -42,7 +42,7 @@ class RoundWatch:
                     markers[number] = self._parse(store.read(f'{round}/{name}'))
             self.owners, self.markers = owners, markers
             now = time.monotonic()
-            if self.enough_at is None and self.markers and len(self.markers) >= min(self.quorum, self.pieces):
+            if self.enough_at is None and self.markers and self.are_enough(self.markers):
                 self.enough_at = now
             expected = {*self.owners.values()}
             if len(self.owners) < self.pieces:  # there is still something to claim
@@ -56,6 +56,9 @@ class RoundWatch:
                 self.beats[job] = (beat, since if beat == before else now)
             fresh = {job for job, (_, since) in self.beats.items() if now - since <= self.grace_s}
             self.late = {job for job in late & fresh if self.beats[job][0] != b'left'}
+
+    def are_enough(self, deltas):
+        return len(deltas) >= min(self.quorum, self.pieces)
 
     def _parse(self, text):  # what a marker says, with None for what it lacks
         marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'xxh128'))

@@ -7,6 +7,7 @@ import random
 import re
 import time
 import uuid
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,20 @@ def test_jobs_of_other_numbers_of_ranks_hold_the_same_bits_and_read_the_others_d
     rows = results['one']['rows'][:-1]  # who closes the last round writes a snapshot, too
     assert {row['diloco/bytes'] for row in rows} == {3 * 47 * 4}  # 47 numbers, its own and of two
     assert replay(jobs).startswith('rounds 0 to 5 and 1 snapshots: equal ')
+
+
+def deltas_are_there(n, store):
+    return sum(name.endswith('.json') for name in store.list('rounds/000000')) == n
+
+
+def test_a_job_that_begins_late_makes_nobody_read_a_delta_twice(pool_of):
+    """Where two of three have delivered, and the third has claimed nothing yet, it is too early to add them up."""
+    jobs = pool_of(num_replicas=3, quorum=3, max_iters=8).start('one')
+    jobs.start('two', wait=('write', 'rounds/000000/claim_*', partial(deltas_are_there, 1)))
+    jobs.start('three', wait=('write', 'rounds/000000/claim_*', partial(deltas_are_there, 2)))
+    results = jobs.wait()
+    assert [len(commit['deltas']) for commit in check(jobs, results)] == [3, 3]
+    assert results['two']['rows'][0]['diloco/bytes'] == 3 * 47 * 4
 
 
 ROUNDED = {'bfloat16': 0.01, 'int8': 0.02, 'int4': 0.2, 'top2bit': 0.7}
