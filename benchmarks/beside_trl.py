@@ -103,7 +103,8 @@ def train_with_trl(folder, work, way, part, dtype, out):
         lr_scheduler_type='constant', warmup_steps=0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
         max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, bf16=dtype == 'bfloat16', save_strategy='no',
         disable_tqdm=True, gradient_checkpointing=False, remove_unused_columns=False,
-        dataset_kwargs={'skip_prepare_dataset': True}, optim='adamw_torch_fused', dataloader_pin_memory=False, loss_type='nll',
+        dataset_kwargs={'skip_prepare_dataset': True}, optim='adamw_torch_fused', dataloader_pin_memory=False,
+        loss_type='nll',
     )  # fmt: skip
     import datasets
 
