@@ -52,7 +52,7 @@ class Keys:
     block_size = 1024  # tokens per sequence
     # model [result]
     init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
-    native = False  # compute a GPT-2, Llama or Qwen3 of init_from by model.py: for tensor parallelism, pipelines
+    native = False  # compute a GPT-2, Llama, Mistral or Qwen of init_from by model.py: for pipelines, tensor_parallel
     trust_remote_code = False  # run the Python that came with init_from [per job]
     arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
     heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
