@@ -77,15 +77,14 @@ def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path
 def test_a_new_page_keeps_what_is_proven_without_a_gpu(tmp_path):
     chapter = (gpu.REPO / 'docs' / 'gpu.md').read_text()
     proven = chapter[chapter.index('## What is proven without a GPU') :]
-    assert proven.count('\n## ') == 0 and len(proven) > 500, 'it is the last section'
+    assert '## Lines that nothing runs without a GPU' in proven
     page = tmp_path / 'gpu.md'
     page.write_text(chapter)
     for _ in range(2):
         run_script('benchmarks/gpu.py', '--device=cpu', '--stage=start', f'--out={tmp_path}')
         assert page.read_text().endswith(f'\n\n{proven}') and page.read_text().count(proven) == 1
         assert 'Nobody has run it' not in page.read_text()
-    page.write_text(f'# One\n\n{proven}\n## Another\n\nText.\n')
-    assert gpu.kept(page) == f'\n{proven}' and gpu.kept(tmp_path / 'none.md') == ''
+    assert gpu.kept(tmp_path / 'none.md') == ''
 
 
 @pytest.mark.slow
