@@ -152,8 +152,9 @@ class Pretrained:
             )
         if self.frozen_dtype and not (self.lora_rank or self.freeze):
             raise ValueError(f'frozen_dtype={self.frozen_dtype} without LoRA or --freeze: all is trained, leave it out')
-        self.is_bfloat16 = self.holds_bfloat16()
-        if self.frozen_dtype is None and (self.lora_rank or self.freeze):
+        is_frozen = bool(self.lora_rank or self.freeze)  # some of it
+        self.is_bfloat16 = is_frozen and self.holds_bfloat16()
+        if self.frozen_dtype is None and is_frozen:
             self.frozen_dtype = 'bfloat16' if self.is_bfloat16 else 'float32'
         self.unties = bool(getattr(self.config, 'tie_word_embeddings', False)) and self.holds_another_head()
         if self.unties:
@@ -360,6 +361,7 @@ class ForTraining:
 
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
+    counts = flops = None  # parameter_counts() and flops_per_token(), where weights have become bytes since
     is_whole = False  # its weights are the masters, which autocast casts, and what is frozen: compute_from_stored()
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
@@ -454,10 +456,10 @@ class ForTraining:
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
     def parameter_counts(self):
-        return self.counts  # of GPT.parameter_counts(), like the FLOPs, before store_frozen() made bytes of weights
+        return self.counts or GPT.parameter_counts(self)
 
     def flops_per_token(self):
-        return self.flops
+        return self.flops or GPT.flops_per_token(self)
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
@@ -495,7 +497,6 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
     freeze(model, pretrained)
-    model.counts, model.flops = GPT.parameter_counts(model), GPT.flops_per_token(model)
     store_frozen(model, pretrained)
     return model
 
@@ -657,6 +658,7 @@ def store_frozen(model, pretrained):
     Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot pack.
     """
     if pretrained.frozen_dtype == 'nf4':
+        model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
         for module in lora_modules(model, 'all'):
             rows, columns = module.weight.shape
             if module.weight.requires_grad:  # in modules_to_save
@@ -943,7 +945,7 @@ def for_generation(pretrained, weights, compute_dtype, device):
     """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a
     checkpoint; None = those of the folder, as they are stored."""
     whole = copy.copy(pretrained)
-    whole.lora_rank, whole.freeze = 0, None
+    whole.lora_rank, whole.freeze, whole.frozen_dtype = 0, None, None
     with torch.device('meta'):
         model = for_training(whole, compute_dtype, device)
     if weights is None:

@@ -37,7 +37,6 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-tables = {}  # device -> (256, 2): the two levels that a byte stands for
 
 
 def bytes_of(columns):
@@ -65,12 +64,19 @@ def quantise(weight):
     return torch.cat((codes[..., 0] * 16 + codes[..., 1], scales.view(torch.uint8)), 1)
 
 
+def table_of(device):
+    """(256, 2): the two levels that a byte stands for."""
+    levels = torch.tensor(LEVELS)
+    return torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1).to(device)
+
+
+tables = {torch.device('cpu'): table_of('cpu')}  # device -> its table, made once
+
+
 def dequantise(packed, dtype=torch.float32):
     """(rows, bytes) -> (rows, columns): level times scale in fp32, rounded once to dtype."""
     if packed.device not in tables:
-        levels = torch.tensor(LEVELS, device=packed.device)
-        high, low = levels.repeat_interleave(16), levels.repeat(16)
-        tables[packed.device] = torch.stack((high, low), 1)
+        tables[packed.device] = table_of(packed.device)
     rows, columns = packed.shape[0], columns_of(packed.shape[1])
     codes, scales = packed.split((columns // 2, columns // BLOCK * 2), 1)
     levels = F.embedding(codes.int(), tables[packed.device])  # (rows, columns / 2, 2)

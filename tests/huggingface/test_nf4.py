@@ -143,7 +143,7 @@ def training_model(folder, **keys):
 @pytest.mark.parametrize('kind', ['llama_64', 'qwen2_64', 'gpt2_64', 'gemma_64', 'mixtral_64'])
 @pytest.mark.parametrize('frozen_dtype', ['bfloat16', 'nf4'])
 def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_for(alone, tmp_path, kind, frozen_dtype):
-    """Tied, with biases, with a scaled embedding, with Conv1D, with experts; of an fp32 folder, so that it is rounded."""
+    """Tied, with biases, a scaled embedding, Conv1D, experts; of an fp32 folder, so that bfloat16 rounds it, too."""
     save_model(tmp_path, kind)
     pretrained, model = training_model(tmp_path, frozen_dtype=frozen_dtype)
     held = {parameter.dtype for parameter in model.parameters()}
