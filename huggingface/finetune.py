@@ -37,13 +37,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from huggingface import nf4, rotation
-from huggingface.files import ROWS_AT_ONCE, Weights, find_folder, local_rows, tensors_to_load
+from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
+PACKED_AT_ONCE = 512  # rows that nf4 packs together, in float64
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
@@ -708,7 +709,7 @@ def compute_from_stored(model):
         stored = [name for name, p in module._parameters.items() if p is not None and p.dtype == torch.bfloat16]
         if not stored:
             continue
-        if isinstance(module, nn.Linear) or is_conv1d(module):
+        if type(module).forward is nn.Linear.forward or is_conv1d(module):
             module.forward = functools.partial(forward_of_stored, module)
         elif type(module).forward is nn.Embedding.forward:
             module.register_forward_hook(lambda module, args, output: output.float() if model.is_whole else output)
@@ -847,7 +848,7 @@ def load(model, pretrained, seed=0):
 def fill_rows(local, values):
     """Copy floats into what this rank holds of a tensor, or pack them, some rows at a time: that takes memory."""
     if local.dtype == torch.uint8:
-        for place, rows in zip(local.split(ROWS_AT_ONCE), values.split(ROWS_AT_ONCE), strict=True):
+        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
             place.copy_(nf4.quantise(rows.to(place.device)))
     else:
         local.copy_(values)

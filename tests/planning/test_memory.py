@@ -370,17 +370,21 @@ def pretrained_of(tmp_path_factory):
     return make
 
 
-def model_of(pretrained, dtype='float32', sharded=False):
-    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward."""
+def model_of(pretrained, dtype='float32', sharded=False, is_whole=False):
+    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward. is_whole:
+    as train_ddp.py has it."""
     from huggingface import finetune
 
     torch.manual_seed(0)
     model = finetune.for_training(pretrained, getattr(torch, dtype), 'cpu')
+    if is_whole:
+        finetune.compute_from_stored(model)
     model.to_empty(device='cpu')
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-            parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
+            if parameter.is_floating_point():  # not the bytes of nf4
+                parameter.normal_(std=0.02)
+                parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
     return model
 
 
@@ -475,6 +479,31 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
     for part, size in measured.items():
         tolerance = (0.2 if lora_rank else 0.15) if part == 'activations with logits' else 0.05
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
+
+
+@pytest.mark.parametrize(
+    ('name', 'dtype', 'checkpointing', 'frozen_dtype'),
+    [
+        ('gpt2', 'bfloat16', 'full', 'nf4'),
+        ('gpt2', 'float32', 'none', 'nf4'),
+        ('llama', 'float32', 'full', 'bfloat16'),
+        ('llama', 'bfloat16', 'none', 'bfloat16'),
+    ],
+)
+def test_predicted_memory_beside_a_base_of_fewer_bytes_is_what_a_step_holds(
+    pretrained_of, name, dtype, checkpointing, frozen_dtype
+):
+    """A whole matrix exists while its layer computes, and is no part of what forward keeps."""
+    pretrained = pretrained_of(name, lora_rank=4, frozen_dtype=frozen_dtype)
+    config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
+    predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
+    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
+    model = model_of(pretrained, dtype, is_whole=True)
+    model.checkpoint_activations(checkpointing)
+    measured = measure_step(model, config)
+    assert measured['weights'] == predicted['weights']
+    for part, size in measured.items():
+        assert predicted[part] == pytest.approx(size, rel=0.2 if part == 'activations with logits' else 0.05), part
 
 
 def trainable(keys):
