@@ -89,6 +89,23 @@ def whole(stored, dtype):
     return dequantise(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
 
 
+def gradient_by_input(grad_y: torch.Tensor, stored: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """dL/dx = dL/dy W, of the matrix that is made whole once more."""
+    weight = whole(stored, grad_y.dtype)
+    return grad_y @ (weight.T if is_transposed else weight)
+
+
+# For torch.compile, which looks into forward and backward, sees the same matrix computed twice, and keeps it in between.
+# As an operation that it cannot look into, the second time stays what it is.
+opaque_gradient = torch.library.custom_op('nf4::gradient_by_input', gradient_by_input, mutates_args=())
+
+
+@opaque_gradient.register_fake
+def shape_of_gradient(grad_y, stored, is_transposed):
+    columns = columns_of(stored.shape[1]) if stored.dtype == torch.uint8 else stored.shape[1]
+    return grad_y.new_empty(*grad_y.shape[:-1], stored.shape[0] if is_transposed else columns)
+
+
 class FrozenLinear(torch.autograd.Function):
     """A linear layer with a frozen weight that is stored in fewer bytes than it computes with.
 
@@ -107,8 +124,8 @@ class FrozenLinear(torch.autograd.Function):
     def backward(ctx, grad_y):
         (stored,) = ctx.saved_tensors
         _, _, needs_bias, _ = ctx.needs_input_grad
-        weight = whole(stored, grad_y.dtype)  # once more: 0.5 bytes were kept since forward, and not 2 or 4
-        grad_x = grad_y @ (weight.T if ctx.is_transposed else weight)
+        gradient = opaque_gradient if torch.compiler.is_compiling() else gradient_by_input
+        grad_x = gradient(grad_y, stored, ctx.is_transposed)
         return grad_x, None, grad_y.flatten(0, -2).sum(0) if needs_bias else None, None
 
 
