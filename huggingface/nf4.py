@@ -95,8 +95,8 @@ def gradient_by_input(grad_y: torch.Tensor, stored: torch.Tensor, is_transposed:
     return grad_y @ (weight.T if is_transposed else weight)
 
 
-# For torch.compile, which looks into forward and backward, sees the same matrix computed twice, and keeps it in between.
-# As an operation that it cannot look into, the second time stays what it is.
+# torch.compile looks into forward and backward, sees the same matrix computed twice, and keeps it in between. For it the
+# second time is an operation that it cannot look into.
 opaque_gradient = torch.library.custom_op('nf4::gradient_by_input', gradient_by_input, mutates_args=())
 
 
