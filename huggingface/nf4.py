@@ -95,8 +95,8 @@ def gradient_by_input(grad_y: torch.Tensor, stored: torch.Tensor, is_transposed:
     return grad_y @ (weight.T if is_transposed else weight)
 
 
-# torch.compile looks into forward and backward, sees the same matrix computed twice, and keeps it in between. For it the
-# second time is an operation that it cannot look into.
+# torch.compile looks into forward and backward, sees the same matrix computed twice, and keeps it in between. So for it
+# the second time is an operation that it cannot look into.
 opaque_gradient = torch.library.custom_op('nf4::gradient_by_input', gradient_by_input, mutates_args=())
 
 

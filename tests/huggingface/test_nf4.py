@@ -119,6 +119,30 @@ def test_between_forward_and_backward_the_bytes_alone_are_kept():
     assert [tensor.data_ptr() for tensor in kept] == [packed.data_ptr()]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
+def test_compiled_no_whole_matrix_is_kept_either(stored):
+    """By the partitioner that every backend of torch.compile for training has."""
+    weight = some_weights(128, 192)
+    packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
+    x = torch.randn(3, 192, requires_grad=True)
+
+    def forward(x, packed):
+        return nf4.frozen_linear(x * 2, packed).square()
+
+    kept, upstream = [], torch.randn(3, 128)
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, backend='aot_eager_decomp_partition', fullgraph=True)
+    compiled(x, packed).backward(upstream)
+    first, x.grad = x.grad, None
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = compiled(x, packed)
+    y.backward(upstream)
+    assert max(tensor.nbytes for tensor in kept) == packed.nbytes  # a whole matrix has more
+    eager = torch.autograd.grad(forward(x, packed), x, upstream)[0]
+    assert torch.equal(x.grad, first) and torch.equal(eager, first)
+
+
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
