@@ -285,7 +285,10 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
         '--temperature=0',
         '--dtype=float32',
     ]
-    ours, exported = (run_script('sample.py', f'--out_dir={path}', *read) for path in (out_dir, tmp_path / 'merged'))
+    ours, exported = (
+        run_script('sample.py', key, '--chat=False', *read)
+        for key in (f'--out_dir={out_dir}', f'--model={tmp_path / "merged"}')
+    )
     assert ours.stdout == exported.stdout
     assert 'LoRA is merged into what it was trained beside' in ours.stderr
     assert 'LoRA is merged' not in run_script('sample.py', f'--out_dir={run_of("ddp", 1, "bfloat16")}', *read).stderr
