@@ -163,8 +163,9 @@ if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # mode
     )
 if config.shard == 'none':
     for parameter in raw_model.parameters():  # once, not at every use; RoPE's frequencies, buffers, stay fp32
-        parameter.data = parameter.data.to(compute_dtype)
-parameters = sum(parameter.numel() for parameter in raw_model.parameters())
+        if parameter.is_floating_point():  # not the bytes of nf4
+            parameter.data = parameter.data.to(compute_dtype)
+parameters = raw_model.parameter_counts()['total']
 
 
 def say(line):
@@ -176,6 +177,8 @@ kind = pretrained.arch if pretrained else model_config.arch
 say(f'{path or config.out_dir}: {kind}, {parameters:,} parameters, {window} tokens; {world_size} x {device.type}')
 if rounded_away:
     say(rounded_away)
+if pretrained and pretrained.frozen_rounding != 'float32':
+    say(f'LoRA is beside what it was trained beside: {pretrained.weights_folder} in {pretrained.frozen_rounding}')
 
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------

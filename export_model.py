@@ -113,7 +113,8 @@ def choose_dtype():
         # An adapter's own numbers are rounded by a 500th of themselves, not by as much as they have moved; nor does
         # what began with random weights owe anything to a difference.
         return 'float32' if is_auto else config.dtype
-    counts = rounding.count(model, rounding.base_of(state), getattr(torch, wanted))
+    seen = finetune.seen_in_training(pretrained)
+    counts = rounding.count(model, rounding.base_of(state), getattr(torch, wanted), seen)
     halves = f'--dtype={wanted} halves it'
     if model_facts.get('lora_rank'):
         halves += '; --adapter writes what LoRA has learned alone, and loses nothing'
@@ -152,6 +153,11 @@ if not config.adapter:
     weights = None
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f'{path}: {model_facts["arch"]}, {parameters:,} parameters')
+if is_fine_tuned and (merged := finetune.line_of_base(pretrained)):
+    beside = (
+        f'the adapter belongs to {state["config"]["init_from"]} rounded to {pretrained.frozen_rounding}, beside which '
+    )
+    print(f'{beside}it was trained; beside other weights its logits are others' if config.adapter else merged)
 config.dtype = choose_dtype()
 
 T = min(128, block_size or 128)

@@ -5,8 +5,9 @@ Fully sharded data parallelism by hand: what `fully_shard` does, in one file to 
     optimizer = torch.optim.AdamW(raw_model.parameters())  # they are sharded now: each rank steps its own slices
     model(x).backward()  # all-gathers the weights and reduce-scatters the gradients by itself
 
-Each parameter is a DTensor: every rank keeps a slice of its rows in fp32, the master weight. A *unit* is what is
-gathered at once: a block, or a parameter of the root (what is in no block: embedding, final norm, head).
+Each parameter is a DTensor: every rank keeps a slice of its rows in fp32, the master weight; one that is not trained
+keeps its own dtype. A *unit* is what is gathered at once: a block, or a parameter of the root (what is in no block:
+embedding, final norm, head).
 
 One block under stage 3, with its neighbours; time runs to the right, each line is a stream (on a CPU, gloo's threads):
 
@@ -20,8 +21,9 @@ Who frees it?            Nobody needs to: all blocks of one model are whole in t
                          forward is valid again as soon as block i is back in the room. The root has rooms of its own.
 Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer, until the ranks
 wait?                    have summed it. From then on in .grad of the DTensor, where clipping and optimizer find it.
-What crosses the wire?   Weights in compute_dtype: (ranks - 1) / ranks of the unit per gather. Of gradients as many
-                         numbers per reduction; they are summed in fp32, and send_gradients() says how they travel.
+What crosses the wire?   Weights in compute_dtype: (ranks - 1) / ranks of the unit per gather; bytes, as nf4 packs
+                         frozen weights, as they are. Of gradients as many numbers per reduction; they are summed in
+                         fp32, and send_gradients() says how they travel.
                          With n blocks and stage 3: 2n - 1 gathers of blocks and n reductions per backward pass.
 
 The stages of ZeRO (arXiv 1910.02054) shard the moments (1), the gradients, too (2), and the weights, too (3). For the
@@ -59,7 +61,8 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
 
     blocks: modules of the model in the order in which they run; or lists of consecutive modules, each list one unit.
     mesh: DeviceMesh of one dimension, or of two: (replicate, shard), which is HSDP.
-    compute_dtype: of the whole weights, and so of the computation; the shards are fp32 whatever the parameters were.
+    compute_dtype: of the whole weights, and so of the computation. The shards are fp32 whatever the parameters were,
+        but that one which is not trained keeps its dtype, as bfloat16; what is uint8 stays so when it is whole, too.
     zero_stage: 3, 2 or 1, see above. prefetch: blocks gathered ahead of the one at work; 0 = no overlap.
     offload: shards and their gradients in the host's memory; the optimizer then runs there.
 
@@ -113,14 +116,17 @@ def assign_parameters(model, blocks):
             name = f'{module_name}.{attribute}'.lstrip('.')
             if isinstance(parameter, DTensor):
                 raise ValueError(f'parameter {name} is sharded already: shard a model once, with one implementation')
-            if parameter.dim() == 0 or not parameter.is_floating_point():
+            is_known = parameter.is_floating_point() or (parameter.dtype == torch.uint8 and unit is not root)
+            if parameter.dim() == 0 or not is_known:
                 kind = f'{parameter.dtype} of shape {tuple(parameter.shape)}'
-                raise ValueError(f'parameter {name} is {kind}: only floating-point tensors with rows can be sharded')
+                raise ValueError(
+                    f'parameter {name} is {kind}: only floats with rows can be sharded, and in blocks uint8 with rows'
+                )
             if first_unit.setdefault(parameter, unit) is not unit:
                 raise ValueError(f'{name} is tied to a parameter of another unit: have both in one block, or in none')
             unit.setdefault(parameter, []).append((module, attribute))
 
-    largest_block = max(sum(parameter.numel() for parameter in unit) for unit in units)
+    largest_block = max(sum(parameter.numel() for parameter in unit) for unit in units)  # a byte counts as a number
     large = [{parameter: places} for parameter, places in root.items() if parameter.numel() > largest_block]
     rest = {parameter: places for parameter, places in root.items() if parameter.numel() <= largest_block}
     return units, large + ([rest] if rest else [])
@@ -129,24 +135,28 @@ def assign_parameters(model, blocks):
 class Weight:
     """One parameter: its slice on this rank, its whole in the unit's room, and its place in the flat buffers.
 
-    In a flat buffer (ranks, numbers per rank) columns offset:offset+size of row r are rank r's slice: ceil(rows/ranks)
-    rows, padded where a rank has fewer, as the last ones may, or none.
+    A flat buffer is of bytes, since what is gathered may be of two dtypes: (ranks, bytes per rank), of which columns
+    offset:offset+nbytes of row r are rank r's slice: ceil(rows/ranks) rows, `size` numbers, padded where a rank has
+    fewer, as the last ones may, or none.
     """
 
-    def __init__(self, places, parameter, mesh, offset, device):
+    def __init__(self, places, parameter, mesh, offset, device, compute_dtype):
         self.places = places  # [(module, attribute)]; several if tied
         self.shape, self.stride = parameter.shape, torch.empty(parameter.shape, device='meta').stride()
+        self.dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype  # when it is whole
+        dtype = torch.float32 if parameter.requires_grad else parameter.dtype
         placements = (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
-        self.spec = DTensorSpec(mesh, placements, TensorMeta(self.shape, self.stride, torch.float32))
+        self.spec = DTensorSpec(mesh, placements, TensorMeta(self.shape, self.stride, dtype))
         ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         rows = math.ceil(self.shape[0] / ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
         columns = self.shape[1:].numel()
         first = min(rank * rows, self.shape[0])
         end = min(first + rows, self.shape[0])
         self.offset, self.size = offset, rows * columns
+        self.nbytes = self.size * self.dtype.itemsize
         self.local_size = (end - first) * columns  # without padding
         device = 'meta' if parameter.is_meta else device
-        local = parameter.detach()[first:end].to(device, torch.float32, copy=True)
+        local = parameter.detach()[first:end].to(device, dtype, copy=True)
         self.local_shape = local.shape
         self.register(nn.Parameter(self.as_dtensor(local), requires_grad=parameter.requires_grad))
         self.sharded = self.whole = None  # the DTensor; the parameter that computes, see Unit.move_into()
@@ -190,8 +200,8 @@ class Weight:
 class Room:
     """Memory in which one unit at a time is whole: its occupant. Blocks share one under stage 3."""
 
-    def __init__(self, numbers, dtype, device):
-        self.flat, self.occupant = torch.empty(numbers, dtype=dtype, device=device), None
+    def __init__(self, nbytes, device):
+        self.flat, self.occupant = torch.empty(nbytes, dtype=torch.uint8, device=device), None
 
     def has_memory(self, wanted):
         """Give the memory back, or have it again. The tensors that lie in this room do not notice."""
@@ -211,15 +221,21 @@ class Unit:
         done for now (stage 3)  no         this unit       no: free to stay, the next unit that needs the room takes it
     """
 
-    def __init__(self, parameters, index, mesh, device):
+    def __init__(self, parameters, index, mesh, device, compute_dtype):
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
-        self.index, self.weights, self.shard_size = index, [], 0
-        # Matrices first: vectors may leave an odd offset behind them, and matmuls want weights at multiples of 16.
-        for parameter, places in sorted(parameters.items(), key=lambda item: -item[0].dim()):
-            self.weights.append(Weight(places, parameter, mesh, self.shard_size, device))
-            self.shard_size += self.weights[-1].size  # numbers per rank, with padding
+        self.index, self.weights, self.shard_bytes = index, [], 0
+
+        # Matrices first: vectors may leave an odd offset behind them, and matmuls want weights at multiples of 16. Last
+        # what is bytes already, behind which no float may begin.
+        def order(parameter):
+            return not parameter.is_floating_point(), -parameter.dim()
+
+        for parameter, places in sorted(parameters.items(), key=lambda item: order(item[0])):
+            self.weights.append(Weight(places, parameter, mesh, self.shard_bytes, device, compute_dtype))
+            self.shard_bytes += self.weights[-1].nbytes  # per rank, with padding
+        self.shard_bytes += -self.shard_bytes % compute_dtype.itemsize  # the next rank's slice begins with floats
         ranks = mesh.size(mesh.ndim - 1)
-        self.size = ranks * self.shard_size
+        self.nbytes = ranks * self.shard_bytes
         # The slices of one parameter, rank after rank, are that parameter: it can be gathered into its room as it is.
         # Not so a block, while another one computes in that room.
         self.needs_no_buffer = ranks == 1 or (index is None and len(self.weights) == 1)
@@ -231,22 +247,25 @@ class Unit:
         for weight in self.weights:
             # set_() and no view of the room: a view shares the room's version counter, and autograd would take every
             # refill for a change of what it has saved.
-            whole = room.flat.new_empty(0).set_(room.flat.untyped_storage(), offset, weight.shape, weight.stride)
-            weight.whole = nn.Parameter(whole)
-            self.places.append(room.flat[offset : offset + ranks * weight.size].view(ranks, weight.size))
-            offset += ranks * weight.size
+            place = (room.flat.untyped_storage(), offset // weight.dtype.itemsize, weight.shape, weight.stride)
+            whole = torch.empty(0, dtype=weight.dtype, device=room.flat.device).set_(*place)
+            weight.whole = nn.Parameter(whole, requires_grad=weight.dtype.is_floating_point)
+            self.places.append(room.flat[offset : offset + ranks * weight.nbytes].view(ranks, weight.nbytes))
+            offset += ranks * weight.nbytes
 
     def load_shards(self, row, pin):
         """Copy this rank's slices into `row` of a flat buffer, which casts them to the compute dtype."""
         shards = [weight.local_shard(pin).flatten() for weight in self.weights]
         if shards[0].device != row.device:  # from the host as they are, and cast on the GPU
             shards = [local.to(row.device, non_blocking=True) for local in shards]
-        places = [row[weight.offset : weight.offset + weight.local_size] for weight in self.weights]
+        places = [row[weight.offset : weight.offset + weight.nbytes].view(weight.dtype) for weight in self.weights]
+        places = [place[: weight.local_size] for weight, place in zip(self.weights, places, strict=True)]
         torch._foreach_copy_(places, shards)
 
     def fill(self, gathered):
-        """Copy a flat buffer (ranks, numbers per rank) into the room, where all slices of a weight lie together."""
-        torch.split_with_sizes_copy(gathered, [weight.size for weight in self.weights], dim=1, out=self.places)
+        """Copy a flat buffer (ranks, bytes per rank) into the room, where all slices of a weight lie together."""
+        sizes, places = [weight.nbytes for weight in self.weights], self.places
+        torch.split_with_sizes_copy(gathered[:, : sum(sizes)], sizes, dim=1, out=places)
 
     def register_whole(self):
         """Let the modules see whole weights."""
@@ -320,18 +339,19 @@ class ShardedModel(nn.Module):
 
         block_parameters, root_parameters = parameters_of_units
         home = 'cpu' if offload else self.device
-        self.blocks = [Unit(parameters, index, mesh, home) for index, parameters in enumerate(block_parameters)]
-        self.root = [Unit(parameters, None, mesh, home) for parameters in root_parameters]
-        self.largest = max(unit.size for unit in self.blocks)
-        shared = Room(self.largest, compute_dtype, self.device) if zero_stage == 3 else None
+        place = mesh, home, compute_dtype
+        self.blocks = [Unit(parameters, index, *place) for index, parameters in enumerate(block_parameters)]
+        self.root = [Unit(parameters, None, *place) for parameters in root_parameters]
+        self.largest = max(unit.nbytes for unit in self.blocks)
+        shared = Room(self.largest, self.device) if zero_stage == 3 else None
         for unit in self.blocks + self.root:
             has_own = shared is None or unit.index is None
-            unit.move_into(Room(unit.size, compute_dtype, self.device) if has_own else shared, self.ranks)
+            unit.move_into(Room(unit.nbytes, self.device) if has_own else shared, self.ranks)
 
         self.prefetch = prefetch if self.ranks > 1 else 0  # alone, a gather is a copy on this device
         self.gather_lane, self.reduce_lane = Lane(self.device), Lane(self.device)
         buffers = max(1, self.prefetch) if self.ranks > 1 else 0
-        self.free_buffers = [torch.empty(self.largest, dtype=compute_dtype, device=self.device) for _ in range(buffers)]
+        self.free_buffers = [Room(self.largest, self.device).flat for _ in range(buffers)]
         self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
         self.reduction = None  # the one in flight, see start_reduce_scatter()
         self.reduce_buffers = {}
@@ -485,7 +505,7 @@ class ShardedModel(nn.Module):
         """
         unit.room.has_memory(True)
         buffer = unit.room.flat if unit.needs_no_buffer else self.gather_buffer(unit)
-        gathered = buffer[: unit.size].view(self.ranks, unit.shard_size)
+        gathered = buffer[: unit.nbytes].view(self.ranks, unit.shard_bytes)
         with self.gather_lane.begin():
             unit.load_shards(gathered[self.rank], pin=self.offload and self.on_cuda)
             mine, handle = gathered[self.rank], None
@@ -496,13 +516,13 @@ class ShardedModel(nn.Module):
             else:  # gloo's all-gather copies more: sending to each rank with one all-to-all takes 0.6 of its time
                 to_send = mine.repeat(self.ranks)
                 handle = self.gather_lane.run(dist.all_to_all_single, gathered.flatten(), to_send, self.group)
-        self.count('gathers', (self.ranks - 1) * unit.shard_size * self.compute_dtype.itemsize)
-        self.now_alive(0 if unit.needs_no_buffer else unit.size)
+        self.count('gathers', (self.ranks - 1) * unit.shard_bytes)
+        self.now_alive(0 if unit.needs_no_buffer else unit.nbytes)
         return buffer, handle
 
     def gather_buffer(self, unit):
         if unit.index is None:
-            return torch.empty(unit.size, dtype=self.compute_dtype, device=self.device)  # once a step
+            return torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)  # once a step
         if not self.free_buffers:  # taken by a block that then did not run
             self.finish_all_gather(next(other for other in self.in_flight if other.index is not None))
         return self.free_buffers.pop()
@@ -516,14 +536,14 @@ class ShardedModel(nn.Module):
         if unit.needs_no_buffer:
             return
         if into_room:
-            unit.fill(buffer[: unit.size].view(self.ranks, unit.shard_size))
-        self.now_alive(-unit.size)
+            unit.fill(buffer[: unit.nbytes].view(self.ranks, unit.shard_bytes))
+        self.now_alive(-unit.nbytes)
         if unit.index is not None:
             self.free_buffers.append(buffer)
 
     def occupy(self, room, unit):
         """unit (or None) is now what is whole in the room."""
-        self.now_alive((unit.size if unit else 0) - (room.occupant.size if room.occupant else 0))
+        self.now_alive((unit.nbytes if unit else 0) - (room.occupant.nbytes if room.occupant else 0))
         room.occupant = unit
 
     # --- reduce -----------------------------------------------------------------------------------------------------
@@ -608,9 +628,12 @@ class ShardedModel(nn.Module):
         """Flat memory for gradients on their way: one for all blocks, and one for the root, at the end of backward."""
         if unit.index is None:
             return torch.empty(size, dtype=dtype, device=self.device)
-        if (kind, dtype) not in self.reduce_buffers:
-            self.reduce_buffers[kind, dtype] = torch.empty(self.largest, dtype=dtype, device=self.device)
-        return self.reduce_buffers[kind, dtype][:size]
+        buffer = self.reduce_buffers.get((kind, dtype))
+        if buffer is None or buffer.numel() < size:  # for the block of which most is trained
+            trained = [sum(w.size for w in unit.weights if w.whole.requires_grad) for unit in self.blocks]
+            buffer = torch.empty(self.ranks * max(trained), dtype=dtype, device=self.device)
+            self.reduce_buffers[kind, dtype] = buffer
+        return buffer[:size]
 
     # --- count ------------------------------------------------------------------------------------------------------
 
@@ -640,9 +663,9 @@ class ShardedModel(nn.Module):
         if self.module.training:
             self.counts.update({kind: 1, f'{kind}_gb': received / 1e9})
 
-    def now_alive(self, numbers):
-        """So many numbers more, or fewer, are in rooms with whole weights or in buffers that these arrive in."""
-        self.alive += numbers * self.compute_dtype.itemsize
+    def now_alive(self, nbytes):
+        """So many bytes more, or fewer, are in rooms with whole weights or in buffers that these arrive in."""
+        self.alive += nbytes
         self.peak = max(self.peak, self.alive)
 
     def reset_counts(self):

@@ -80,6 +80,7 @@ class Keys:
     lora_dropout = 0.0  # of what the two matrices see; 0.05 or 0.1 where the data is seen many times
     lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) in place of lora_alpha / lora_rank: for ranks of 64 on
     modules_to_save = []  # modules that are trained in full beside it, by ends of their names: 'embed_tokens,norm'
+    frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of what is not trained; None = as init_from
     # optimizer [result]
     optimizer: Literal[
         'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
@@ -194,6 +195,7 @@ OTHER_TRAINERS = {
     'save_interval save_total_limit': 'checkpoint_interval, keep_checkpoints',
     'load_best_model_at_end early_stopping_patience': 'keep_best and --step=best, patience',
     'lora_r use_rslora lora_target_modules': 'lora_rank, lora_rslora, lora_targets',
+    'load_in_4bit quantization_bit bnb_4bit_quant_type': 'frozen_dtype=nf4, with a lora_rank',
     'core_metric_every hellaswag': 'eval_tasks, eval_tasks_interval',
     'num_workers pin_memory': 'none: one background thread reads a memory map ahead and pins on CUDA',
     'deepspeed': 'train_deepspeed.py, deepspeed_config',

@@ -162,6 +162,8 @@ if pretrained:
     if path and (rounded_away := rounding.line_before_casting(model, state, config.dtype, compute_dtype)):
         say(rounded_away)
     finetune.cast_weights(model, compute_dtype, config.device)
+    if path and (merged := finetune.line_of_base(pretrained)):
+        say(merged)
 else:
     weights = weights or convert.weights_of_export(folder, model_config)
     with torch.device('meta'):

@@ -247,7 +247,8 @@ def write_documents(data_dir, vocab_size, tokens=2**22):
 
 
 def large(bench):
-    """Llama 1B under every strategy, beside the memory that --dry_run predicts; as one of four ranks; 8B with LoRA."""
+    """Llama 1B under every strategy, beside the memory that --dry_run predicts; as one of four ranks; 8B with LoRA
+    beside bfloat16 and nf4."""
     timed = bench.size('Llama 1B') | TIMED
     for name, (script, keys) in STRATEGIES.items():
         bench.train(f'Llama 1B {name}', script, timed | keys)
@@ -260,6 +261,8 @@ def large(bench):
     lora = dict(init_from=folder, lora_rank=16, block_size=64 if bench.tiny else 2048, batch_size=1, max_iters=10)
     lora |= dict(log_interval=5, activation_checkpointing='full', fsdp_impl='manual', vocab_size=None)
     bench.train('Llama 8B LoRA', 'train_fsdp.py', lora, limit=240)
+    del lora['fsdp_impl']
+    bench.train('Llama 8B LoRA nf4', 'train_ddp.py', lora | dict(frozen_dtype='nf4'), limit=240)
 
 
 def read_prediction(text):

@@ -100,6 +100,10 @@ class Weights:
     def shape(self, name):
         return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
 
+    def dtype(self, name):
+        """As safetensors calls it: 'BF16', 'F32', ..."""
+        return self.open(self.file_of[name]).get_slice(name).get_dtype()
+
     def check_shape(self, name, shape):
         """Raise ValueError for a tensor of another shape than the configuration says."""
         if self.shape(name) != tuple(shape):

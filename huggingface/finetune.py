@@ -13,6 +13,7 @@ Any AutoModelForCausalLM will do. Parameters keep the names that transformers gi
 and the loss are computed together in chunks (model.ChunkedCrossEntropy).
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
 Checkpoints of LoRA hold what is trained alone, with a fingerprint of the folder that the rest is read from.
+What is not trained needs no fp32 master: frozen_dtype says in what its matrices are kept, see store_frozen().
 """
 
 import contextlib
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from huggingface import rotation
+from huggingface import nf4, rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
 from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
 from runtime import processes
@@ -43,6 +44,7 @@ from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
+PACKED_AT_ONCE = 512  # rows that nf4 packs together, in float64
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
@@ -93,6 +95,7 @@ class Pretrained:
     lora_rslora: bool = False
     modules_to_save: list | tuple = ()  # ends of names of modules that are trained in full beside LoRA
     freeze: str | None = None  # regular expression
+    frozen_dtype: str | None = None  # of matrices that are not trained: 'float32', 'bfloat16', 'nf4'; None = exact
     dropout: float = 0.0
     z_loss: float = 0.0
     rope_theta: float | None = None  # of the rotary embedding; None = the folder's
@@ -143,9 +146,36 @@ class Pretrained:
         for key in ('lora_dropout', 'lora_rslora', 'modules_to_save'):
             if getattr(self, key) and not self.lora_rank:
                 raise ValueError(f'{key}={getattr(self, key)} without LoRA: give a --lora_rank, as 16, or leave it out')
+        if self.frozen_dtype == 'nf4' and not self.lora_rank:
+            raise ValueError(
+                'frozen_dtype=nf4 without LoRA, which learns beside what 4 bits have made of the weights: '
+                'give a --lora_rank, as 16, or use --frozen_dtype=bfloat16'
+            )
+        if self.frozen_dtype and not (self.lora_rank or self.freeze):
+            raise ValueError(f'frozen_dtype={self.frozen_dtype} without LoRA or --freeze: all is trained, leave it out')
+        is_frozen = bool(self.lora_rank or self.freeze)  # some of it
+        self.is_bfloat16 = is_frozen and self.holds_bfloat16()
+        if self.frozen_dtype is None and is_frozen:
+            self.frozen_dtype = 'bfloat16' if self.is_bfloat16 else 'float32'
         self.unties = bool(getattr(self.config, 'tie_word_embeddings', False)) and self.holds_another_head()
         if self.unties:
             self.config.tie_word_embeddings = text.tie_word_embeddings = False
+
+    def holds_bfloat16(self):
+        """Whether all matrices in the files are bfloat16, so that to keep them in bfloat16 changes no bit. (float16 has
+        more digits.) Where there are no files, config.json says what they were."""
+        try:
+            weights = Weights(self.weights_folder)
+        except ValueError:
+            return self.config.dtype == torch.bfloat16
+        return all(weights.dtype(name) == 'BF16' for name in weights.file_of if len(weights.shape(name)) > 1)
+
+    @property
+    def frozen_rounding(self):
+        """What frozen_dtype makes of the folder's numbers: 'nf4', 'bfloat16', or 'float32' where they stay what they
+        are. This is the part of it that a run cannot change on its way."""
+        is_exact = self.frozen_dtype is None or (self.frozen_dtype == 'bfloat16' and self.is_bfloat16)
+        return 'float32' if is_exact else self.frozen_dtype
 
     def holds_another_head(self):
         """Whether the files hold different tensors for places of the model that are one parameter by config.json.
@@ -178,7 +208,7 @@ class Pretrained:
             refuse_adapter(source)  # before its weights are looked for, which an adapter does not have
         if source and not os.path.isdir(kept) and not config['dry_run']:
             Weights(source)  # there are some
-        keys = 'block_size freeze dropout z_loss rope_theta yarn trust_remote_code'
+        keys = 'block_size freeze frozen_dtype dropout z_loss rope_theta yarn trust_remote_code'
         options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
         return cls(source or kept, weights_folder=source or init_from, **options)
 
@@ -194,6 +224,9 @@ class Pretrained:
         keys = ['block_size', 'rope_theta', 'yarn', *LORA_KEYS]
         options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
         base = state.get('base')  # of LoRA, whose checkpoints leave out what is not trained
+        rounding = saved.get('frozen_dtype', 'float32')
+        if options.get('lora_rank') and (rounding != 'float32' or not base):
+            options['frozen_dtype'] = rounding
         weights_folder = find_folder(base['init_from']) if base else None
         pretrained = cls(folder, trust_remote_code=trust_remote_code, weights_folder=weights_folder, **options)
         if base:
@@ -271,7 +304,7 @@ class Pretrained:
         text = self.config.get_text_config()
         heads, head_dim = heads_of(text)
         mlp_size = getattr(text, 'intermediate_size', None) or getattr(text, 'n_inner', None)
-        own = 'arch vocab_size block_size dropout z_loss freeze rope_theta yarn'
+        own = 'arch vocab_size block_size dropout z_loss freeze frozen_dtype rope_theta yarn'
         return {key: getattr(self, key) for key in [*own.split(), *LORA_KEYS]} | {
             'n_layer': len(model.blocks),
             'n_head': heads,
@@ -329,6 +362,8 @@ class ForTraining:
 
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
+    counts = flops = None  # parameter_counts() and flops_per_token(), where weights have become bytes since
+    is_whole = False  # its weights are the masters, which autocast casts, and what is frozen: compute_from_stored()
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
@@ -350,7 +385,8 @@ class ForTraining:
         head = self.get_output_embeddings()
         # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
         # (For meta tensors there is none: planning/activations.py does what it would do.)
-        casting = self.compute_dtype != head.weight.dtype and not x.is_meta
+        dtype = torch.float32 if self.is_whole else head.weight.dtype
+        casting = self.compute_dtype != dtype and not x.is_meta
         with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
             if not self.has_plain_head or y is None and then is None:
                 logits = super().forward(x, **options).logits
@@ -420,7 +456,11 @@ class ForTraining:
         for block in self.blocks if mode != 'none' else ():
             block.forward = functools.partial(recomputed, block.forward, mode=mode, noise=self.draws_noise)
 
-    parameter_counts, flops_per_token = GPT.parameter_counts, GPT.flops_per_token  # counted there, once
+    def parameter_counts(self):
+        return self.counts or GPT.parameter_counts(self)
+
+    def flops_per_token(self):
+        return self.flops or GPT.flops_per_token(self)
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
@@ -458,6 +498,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
     freeze(model, pretrained)
+    store_frozen(model, pretrained)
     return model
 
 
@@ -468,17 +509,24 @@ def weights_in_compute_dtype(model):
     themselves.) For forward passes without gradients."""
     places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
     kept = [module._parameters[name] for module, name in places]
-    is_cast = not isinstance(model, ForTraining) or all(p.dtype == model.compute_dtype for p in kept)
+    is_cast = not isinstance(model, ForTraining)
+    is_cast = is_cast or all(p.dtype == model.compute_dtype for p in kept if p.is_floating_point())
     if is_cast or any(isinstance(parameter, DTensor) for parameter in kept):
         yield
         return
     # One for each, for some have several places. Not parameter.data: DDP listens to what gathers its gradient.
-    cast = {parameter: nn.Parameter(parameter.detach().to(model.compute_dtype), False) for parameter in set(kept)}
+    cast = {
+        parameter: nn.Parameter(parameter.detach().to(model.compute_dtype), False)
+        for parameter in set(kept)
+        if parameter.is_floating_point()
+    }
+    was_whole, model.is_whole = model.is_whole, False
     try:
         for (module, name), parameter in zip(places, kept, strict=True):
-            module._parameters[name] = cast[parameter]
+            module._parameters[name] = cast.get(parameter, parameter)
         yield
     finally:
+        model.is_whole = was_whole
         for (module, name), parameter in zip(places, kept, strict=True):
             module._parameters[name] = parameter
 
@@ -602,6 +650,86 @@ def freeze(model, pretrained):
     model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
 
 
+def store_frozen(model, pretrained):
+    """
+    Have the matrices that are not trained take the bytes of frozen_dtype, in place of an fp32 master's 4 a number.
+
+    bfloat16: all of them, embedding and head, too; where the folder is bfloat16, that loses nothing. nf4: the linear
+    layers of the blocks, with packed rows (huggingface/nf4.py) in place of `weight`; the others as they are by default.
+    Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot pack.
+    """
+    if pretrained.frozen_dtype == 'nf4':
+        model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
+        for module in lora_modules(model, 'all'):
+            rows, columns = module.weight.shape
+            if module.weight.requires_grad:  # in modules_to_save
+                raise ValueError(
+                    f'modules_to_save={",".join(pretrained.modules_to_save)} trains {name_of(model, module)}, and '
+                    'frozen_dtype=nf4 packs all linear layers of the blocks: leave it out there, and LoRA trains it, '
+                    'or use --frozen_dtype=bfloat16'
+                )
+            if columns % nf4.BLOCK:
+                raise ValueError(
+                    f'frozen_dtype=nf4: rows of {name_of(model, module)} have {columns} weights, which are not made of '
+                    f'blocks of {nf4.BLOCK}: use --frozen_dtype=bfloat16'
+                )
+            packed = torch.empty(rows, nf4.bytes_of(columns), dtype=torch.uint8, device=module.weight.device)
+            module.weight = nn.Parameter(packed, requires_grad=False)
+            module.forward = functools.partial(forward_of_stored, module)
+    if pretrained.frozen_dtype == 'bfloat16' or (pretrained.frozen_dtype == 'nf4' and pretrained.is_bfloat16):
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.requires_grad and parameter.dim() > 1:
+                    if parameter.dtype == torch.float32 and not is_lora(f'.{name}'):
+                        module._parameters[name] = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
+        model.tie()
+
+
+def name_of(model, module):
+    return next(name for name, other in model.named_modules() if other is module)
+
+
+def forward_of_stored(module, x):
+    """Of a linear layer, or GPT-2's Conv1D, whose weight is stored in other numbers than it computes with."""
+    return nf4.frozen_linear(x, module.weight, module.bias, is_conv1d(module))
+
+
+def compute_from_stored(model):
+    """
+    Of a model that is not sharded, so that no gather casts its weights: have bfloat16 ones compute as their fp32 master
+    would, which they are to the bit.
+
+    A linear layer casts its weight when it needs it, in backward again; what an embedding has looked up is cast; for
+    any other module a copy stands in while it computes.
+    """
+    if not isinstance(model, ForTraining):
+        return
+    model.is_whole = True
+    for module in model.modules():
+        stored = [name for name, p in module._parameters.items() if p is not None and p.dtype == torch.bfloat16]
+        if not stored:
+            continue
+        if type(module).forward is nn.Linear.forward or is_conv1d(module):
+            module.forward = functools.partial(forward_of_stored, module)
+        elif type(module).forward is nn.Embedding.forward:
+            module.register_forward_hook(lambda module, args, output: output.float() if model.is_whole else output)
+        else:
+            module.register_forward_pre_hook(functools.partial(put_masters, model, stored))
+            module.register_forward_hook(functools.partial(put_stored, stored), always_call=True)
+
+
+def put_masters(model, names, module, args):
+    if model.is_whole:
+        module.stored = [module._parameters[name] for name in names]
+        for name, parameter in zip(names, module.stored, strict=True):
+            module._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+
+
+def put_stored(names, module, args, output):
+    for name, parameter in zip(names, module.__dict__.pop('stored', ()), strict=False):
+        module._parameters[name] = parameter
+
+
 def is_lora(name):
     """Whether a parameter is one of the two thin matrices."""
     return name.endswith(('.lora_A', '.lora_B'))
@@ -684,10 +812,12 @@ def merge_lora(model, weights, pretrained):
 
 @torch.no_grad()
 def load(model, pretrained, seed=0):
-    """Fill a model with the weights of its folder, as fp32, whatever they are stored in; sharded or not. Collective.
+    """Fill a model with the weights of its folder, sharded or not: as fp32, whatever they are stored in, and what is
+    not trained in its frozen_dtype. Collective.
 
-    Each rank reads the rows that it keeps. Where transformers stores weights under other names than it computes with
-    (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model and sends it on.
+    Each rank reads the rows that it keeps, and with nf4 packs these. Where transformers stores weights under other
+    names than it computes with (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model
+    and sends it on.
     LoRA begins with initial_lora_a() and with B = 0, so that it changes nothing yet.
     Raises ValueError for a tensor of another shape than the configuration says.
     """
@@ -699,16 +829,29 @@ def load(model, pretrained, seed=0):
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in tensors_to_load(model):
         local, rows = local_rows(tensors[name])
+        is_packed = local.dtype == torch.uint8
+        shape = tensors[name].shape
+        shape = (shape[0], nf4.columns_of(shape[1])) if is_packed else shape
         if name.endswith('.lora_B'):
             local.zero_()
         elif name.endswith('.lora_A'):
             local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
-            local.copy_(from_rank_0(whole.get(name), tensors[name])[rows])
+            values = from_rank_0(whole.get(name), shape, torch.float32 if is_packed else local.dtype)
+            fill_rows(local, values[rows])
         else:
-            weights.check_shape(found[name], tensors[name].shape)
+            weights.check_shape(found[name], shape)
             if local.numel():
-                local.copy_(weights.read(found[name], rows))
+                fill_rows(local, weights.read(found[name], rows))
+
+
+def fill_rows(local, values):
+    """Copy floats into what this rank holds of a tensor, or pack them, some rows at a time: that takes memory."""
+    if local.dtype == torch.uint8:
+        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
+            place.copy_(nf4.quantise(rows.to(place.device)))
+    else:
+        local.copy_(values)
 
 
 def initial_lora_a(name, shape, seed):
@@ -737,25 +880,51 @@ def whole_model(pretrained):
     return model.eval()
 
 
-def from_rank_0(tensor, like):
+def from_rank_0(tensor, shape, dtype):
     """A whole tensor of rank 0, on every rank, in host memory."""
-    whole = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.to(like.dtype).contiguous()
+    whole = torch.empty(shape, dtype=dtype) if tensor is None else tensor.to(dtype).contiguous()
     dist.broadcast(whole, src=0)
     return whole
 
 
+def seen_in_training(pretrained):
+    """A function of (name, rows of that tensor in the folder): the numbers that training had in their place. LoRA has
+    learned beside these, so it is merged into these."""
+    if pretrained.frozen_rounding == 'float32':
+        return lambda name, rows: rows
+    with torch.device('meta'):
+        model = for_training(copy.deepcopy(pretrained))  # which would change the noise in its configuration
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def seen(name, rows):
+        if dtypes.get(name) == torch.uint8:
+            return nf4.dequantise(nf4.quantise(rows))
+        return rows.bfloat16() if dtypes.get(name) == torch.bfloat16 else rows
+
+    return seen
+
+
+def line_of_base(pretrained):
+    """What to say where LoRA is merged into other numbers than its folder has; None where it is not."""
+    rounding = pretrained.frozen_rounding
+    if not pretrained.lora_rank or rounding == 'float32':
+        return None
+    return f'LoRA is merged into what it was trained beside: {pretrained.weights_folder} rounded to {rounding}'
+
+
 def base_weights(model, pretrained, weights):
-    """{name: tensor} of what `weights`, those of LoRA's checkpoint, lack of a model on meta; fp32, from its folder."""
+    """{name: tensor} of what `weights`, those of LoRA's checkpoint, lack of a model on meta; fp32, from its folder, and
+    rounded as training saw them."""
     absent = [name for name in tensors_to_load(model) if name not in weights]
     if not absent:  # of an earlier version, with all of them
         return {}
     stored = Weights(pretrained.weights_folder)
     found, lacking = stored.find(model)
+    seen, kinds = seen_in_training(pretrained), model.state_dict()
     if lacking:
         whole = whole_model(pretrained).state_dict()
-        return {name: whole[name] for name in absent}
-    kinds = model.state_dict()
-    return {name: stored.read(found[name]).to(kinds[name].dtype) for name in absent}
+        return {name: seen(name, whole[name]).to(kinds[name].dtype) for name in absent}
+    return {name: seen(name, stored.read(found[name])).to(kinds[name].dtype) for name in absent}
 
 
 def for_inference(pretrained, weights):
@@ -777,7 +946,7 @@ def for_generation(pretrained, weights, compute_dtype, device):
     """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a
     checkpoint; None = those of the folder, as they are stored."""
     whole = copy.copy(pretrained)
-    whole.lora_rank, whole.freeze = 0, None
+    whole.lora_rank, whole.freeze, whole.frozen_dtype = 0, None, None
     with torch.device('meta'):
         model = for_training(whole, compute_dtype, device)
     if weights is None:
@@ -864,7 +1033,10 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         difference = (logits.cpu() - expected).norm() / expected.norm()
         if not difference <= (1e-4 if exact else 0.1):  # wrong frequencies give about 1
             problems.append(f'logits differ from those of the folder by {difference:.2g} of their norm; {NOT_HERE}')
-        facts.append(f'logits are those of {pretrained.weights_folder} (difference {difference:.1g} of their norm)')
+        rounded = '' if pretrained.frozen_rounding == 'float32' else f' rounded to {pretrained.frozen_rounding}'
+        facts.append(
+            f'logits are those of {pretrained.weights_folder}{rounded} (difference {difference:.1g} of their norm)'
+        )
     if problems:
         raise ValueError(f'self-test: {"; ".join(problems)}')
     return f'self-test: {"; ".join(facts)}'
@@ -883,13 +1055,17 @@ def check_class_runs(pretrained, tokens):
 
 
 def reference_logits(pretrained, tokens):
-    """Logits (B, T, V) in fp32 on the host, by transformers' class as it is, with one block in memory at a time."""
-    weights = Weights(pretrained.weights_folder)
+    """Logits (B, T, V) in fp32 on the host, by transformers' class as it is, with one block in memory at a time. Its
+    weights are the folder's, rounded as frozen_dtype has them."""
+    weights, seen = Weights(pretrained.weights_folder), seen_in_training(pretrained)
     with torch.device('meta'):
         model = pretrained.empty_model()
     found, lacking = weights.find(model)
     if lacking:
-        return whole_model(pretrained)(tokens, use_cache=False).logits
+        model = whole_model(pretrained)
+        for name, parameter in model.named_parameters():
+            parameter.data = seen(name, parameter.data).float()
+        return model(tokens, use_cache=False).logits
     aliases = {alias: name for name, names in tensors_to_load(model).items() for alias in names}
     fill_buffers(model, 'cpu')
     blocks = find_blocks(model)
@@ -897,10 +1073,10 @@ def reference_logits(pretrained, tokens):
     for name, module in model.named_modules():
         if module in blocks or (module not in inside and any(True for _ in module.parameters(recurse=False))):
             empty = module.state_dict()
-            sources = {inner: found[aliases[f'{name}.{inner}']] for inner in empty}
+            sources = {inner: aliases[f'{name}.{inner}'] for inner in empty}
 
             def fetch(module, args, sources=sources):
-                tensors = {inner: weights.read(source).float() for inner, source in sources.items()}
+                tensors = {inner: seen(name, weights.read(found[name])).float() for inner, name in sources.items()}
                 module.load_state_dict(tensors, assign=True)
 
             def empty_again(module, args, output, empty=empty):

@@ -33,9 +33,10 @@ def base_of(state):
 
 
 @torch.no_grad()
-def count(model, base, dtype):
+def count(model, base, dtype, seen=lambda name, rows: rows):
     """(weights, those that differ from the base's, those that still do when both are rounded to dtype) of what this
-    rank holds of a model without LoRA; None where base is None, or has other tensors."""
+    rank holds of a model without LoRA; None where base is None, or has other tensors.
+    seen: finetune.seen_in_training(), where LoRA was merged into a base that had been rounded."""
     if base is None:
         return None
     total = moved = kept = 0
@@ -49,7 +50,7 @@ def count(model, base, dtype):
         total += local.numel()
         for first in range(0, len(local), ROWS_AT_ONCE):  # so that it takes next to no memory
             ours, begin = local[first : first + ROWS_AT_ONCE], (rows.start or 0) + first
-            theirs = base.read(found[name], slice(begin, begin + len(ours))).to(ours.device)
+            theirs = seen(name, base.read(found[name], slice(begin, begin + len(ours)))).to(ours.device)
             has_moved = ours != theirs
             moved += int(has_moved.sum())
             kept += int((has_moved & (ours.to(dtype) != theirs.to(dtype))).sum())

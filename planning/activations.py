@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from huggingface import finetune, nf4
 from planning.sizes import part_of_rank
 
 # The activations of one micro-step on one rank do not depend on these keys: plans that differ in no other share them.
@@ -79,8 +80,10 @@ def follow_micro_step(make_model, config, device, is_sharded):
         tokens = torch.zeros(config['batch_size'], config['block_size'] // sharing, dtype=torch.long, device=device)
         has_mask = config.get('packed') and sharing == 1
         inputs = [tokens, tokens] + [tokens[:, :1]] * bool(has_mask)  # x, y, starts of documents
+        if not is_sharded:
+            finetune.compute_from_stored(model)
         for parameter in model.parameters():
-            if is_sharded:
+            if is_sharded and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
                 parameter.register_post_accumulate_grad_hook(drop_gradient)
@@ -153,7 +156,11 @@ def kernels_of_cuda(autocast_to=None):
     if autocast_to:
         attention, linear, addmm = map(casting, (attention, linear, addmm))
     functions = {'rms_norm': fused_rms_norm, 'dropout': fused_dropout, 'scaled_dot_product_attention': attention}
-    with mock.patch.multiple(F, linear=linear, **functions), mock.patch.object(torch, 'addmm', addmm):
+    with (
+        mock.patch.multiple(F, linear=linear, **functions),
+        mock.patch.object(torch, 'addmm', addmm),
+        mock.patch.object(nf4, 'autocast_dtype', lambda x: autocast_to),
+    ):
         yield
 
 

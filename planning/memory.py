@@ -20,6 +20,7 @@ from planning.sizes import (
     FP32,
     count,
     counts_of,
+    gathered_bytes,
     hidden_matrices,
     keys_and_values,
     message_bytes,
@@ -27,6 +28,8 @@ from planning.sizes import (
     part_of_rank,
     root_parameters,
     small_parameters,
+    stored_bytes,
+    trained_of,
     travelling_bytes,
 )
 
@@ -41,7 +44,8 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     """
     {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
 
-    weights       fp32 masters: whole under ddp, 1/shard_size under fsdp; deepspeed: see there
+    weights       fp32 masters, and what is frozen in its frozen_dtype: whole under ddp, 1/shard_size under fsdp;
+                  deepspeed: see there
     gradients     fp32, like the weights; none of frozen weights
     accumulated   fsdp: what whole gradients need beyond that, while micro-steps add up without communication
     optimizer     fp32 moments, none of frozen weights
@@ -67,12 +71,12 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         return max(stages, key=lambda parts: totals(parts)['total on the device'])
     compute = BYTES[config['dtype']]
     counts = counts_of(model)
-    whole, trainable = counts['total'], counts['trainable']
+    trainable = counts['trainable']
     activations = activation_bytes(config, strategy)
     activation_sum = sum(size for part, size in activations.items() if not part.startswith('host'))
     if strategy == 'ddp':
         return {
-            'weights': FP32 * whole,
+            'weights': stored_bytes(model.parameters()),
             'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
             'optimizer': FP32 * moments(config, model),
             **activations,
@@ -82,13 +86,12 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         return deepspeed_states(config, model, world_size) | activations
     is_diloco = strategy == 'diloco'
     shard_size = world_size // config['num_replicas'] if is_diloco else meshes.ranks_per_shard_group(config, world_size)
-    shard = count(model.parameters(), shard_size)
-    trained = shard * trainable // whole  # as if frozen weights were spread evenly
+    trained = count(trained_of(model.parameters()), shard_size)
     micro_steps = meshes.micro_steps(config, world_size)
     host = 'host ' if config['cpu_offload'] == 'params' else ''
     host_of_moments = 'host ' if config['cpu_offload'] != 'none' else ''
     parts = {
-        f'{host}weights': FP32 * shard,
+        f'{host}weights': stored_bytes(model.parameters(), shard_size),
         f'{host}gradients': FP32 * trained,
         f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
     }
@@ -109,10 +112,11 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
     blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
-    block, root = count(model.blocks[0].parameters()), count(root_parameters(model))
-    block_reduction, root_reduction = ((compute + FP32) * size * trainable // whole for size in (block, root))
+    in_block, in_root = [*model.blocks[0].parameters()], root_parameters(model)
+    block, root = gathered_bytes(in_block, compute), gathered_bytes(in_root, compute)
+    block_reduction, root_reduction = ((compute + FP32) * count(trained_of(part)) for part in (in_block, in_root))
     parts |= {
-        'gathered': compute * (root + blocks_gathered * block),
+        'gathered': root + blocks_gathered * block,
         'reduction': max(block_reduction, root_reduction),
         **activations,
     }
@@ -221,12 +225,9 @@ def reaching_into_slices(model, world_size):
 
 
 def moments(config, model, shard_size=1):
-    """Numbers that the optimizer keeps on one rank; none of frozen weights, as if these were spread evenly."""
-    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(model.parameters(), shard_size)
-    if config['optimizer'] == 'muon':
-        numbers -= count(hidden_matrices(model), shard_size)
-    counts = counts_of(model)
-    return numbers * counts['trainable'] // counts['total']
+    """Numbers that the optimizer keeps on one rank; none of frozen weights."""
+    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(trained_of(model.parameters()), shard_size)
+    return numbers - (count(hidden_matrices(model), shard_size) if config['optimizer'] == 'muon' else 0)
 
 
 def totals(parts):

@@ -117,7 +117,9 @@ def out_of_memory_advice(config, world_size, strategy):
         f'lower block_size={config["block_size"]}': True,
     }
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
+    has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4' and strategy != 'deepspeed'
     state_helps = {  # of frozen weights there are none
+        'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
         'use train_fsdp.py on several GPUs': strategy == 'ddp',
         'set --zero_stage=3': config.get('zero_stage', 3) != 3,

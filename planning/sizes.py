@@ -56,8 +56,9 @@ def root_parameters(model):
 
 
 def hidden_matrices(model):
-    """What Muon trains."""
-    return [parameter for block in model.blocks for parameter in block.parameters() if parameter.dim() == 2]
+    """What Muon trains: matrices of blocks, but LoRA's, which are AdamW's."""
+    named = [item for block in model.blocks for item in block.named_parameters()]
+    return [p for name, p in named if p.dim() == 2 and p.requires_grad and not finetune.is_lora(name)]
 
 
 def parameters_of_stage(config, model, stage):
@@ -81,6 +82,20 @@ def small_parameters(model):
 def count(parameters, shard_size=1):
     """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
     return sum(math.ceil(p.shape[0] / shard_size) * math.prod(p.shape[1:]) for p in parameters)
+
+
+def stored_bytes(parameters, shard_size=1):
+    """Bytes of these numbers where they rest: of what is not trained, those of frozen_dtype."""
+    return sum(p.itemsize * count([p], shard_size) for p in parameters)
+
+
+def gathered_bytes(parameters, compute, shard_size=1):
+    """Bytes of these numbers on their way and when they are whole: `compute` for each; nf4 travels as it is."""
+    return sum((compute if p.is_floating_point() else p.itemsize) * count([p], shard_size) for p in parameters)
+
+
+def trained_of(parameters):
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def tokens_of_rank(config):

@@ -14,6 +14,7 @@ from planning.sizes import (
     FP32,
     count,
     counts_of,
+    gathered_bytes,
     hidden_matrices,
     keys_and_values,
     message_bytes,
@@ -22,6 +23,7 @@ from planning.sizes import (
     root_parameters,
     small_parameters,
     tokens_of_rank,
+    trained_of,
 )
 
 # Of a block in a micro-step, under tensor_parallel: 4 in forward, 4 in backward, and those that are done again.
@@ -70,9 +72,10 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
 
     replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
     ranks = world_size // replicas if strategy == 'diloco' else meshes.ranks_per_shard_group(config, world_size)
-    # Numbers on a rank, with padding.
-    block, root = count(model.blocks[0].parameters(), ranks), count(root_parameters(model), ranks)
-    trained = (n_layer * block + root) * trainable / whole
+    # On a rank, with padding: bytes of what is gathered, numbers that are trained.
+    in_block, in_root = model.blocks[0].parameters(), root_parameters(model)
+    block, root = (gathered_bytes(part, compute, ranks) for part in (in_block, in_root))
+    trained = count(trained_of(model.parameters()), ranks)
     reductions = micro_steps if config['accumulate'] == 'sharded' else 1
     is_manual, stage, unit = config['fsdp_impl'] == 'manual', config['zero_stage'], config['blocks_per_unit']
     blocks_gathered, roots_gathered = micro_steps * n_layer * (2 if stage == 3 else 1), micro_steps
@@ -83,7 +86,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         elif stage == 3:  # the last unit stays for backward, and the first one for the forward of the next micro-step
             last = n_layer % unit or unit
             blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
-    sent['all-gather'] = (ranks - 1) * compute * (blocks_gathered * block + roots_gathered * root)
+    sent['all-gather'] = (ranks - 1) * (blocks_gathered * block + roots_gathered * root)
 
     in_half = is_manual and on_gloo and (micro_steps == 1 or config['accumulate'] == 'sharded')
     reduced = (ranks - 1) * (compute if in_half else FP32) * trained * reductions
@@ -112,7 +115,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
-        hidden = count(hidden_matrices(model), ranks) * trainable / whole
+        hidden = count(hidden_matrices(model), ranks)
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
     return sent | {'sent': sum(sent.values())}
 

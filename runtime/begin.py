@@ -75,8 +75,10 @@ class Run:
                 print(*self.notes, sep='\n')
                 print(report.dry_run(vars(config), self.model_config.to_dict(), self.ranks, planned_as(self.strategy)))
             sys.exit()
+        frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         self.notes.append(
-            f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32'
+            f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
+            'optimizer state float32'
         )
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         self.found = find_checkpoint(config, self.pretrained)
@@ -184,6 +186,7 @@ def open_model_and_data(run):
     if config.native and (config.init_from == 'scratch' or run.start_from):
         given = f'native=True with init_from={config.init_from}'
         raise ValueError(f'{given}, which is no Hugging Face folder: leave native out, model.py computes it')
+    check_frozen_dtype(run)
     if config.init_from != 'scratch' and not run.start_from:
         if run.strategy == 'pipeline' and not config.native:
             raise ValueError(
@@ -216,6 +219,37 @@ def open_model_and_data(run):
         )
     run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
     run.val_data = data.open_validation(vars(config), run.train_data)
+
+
+def check_frozen_dtype(run):
+    """Raise ValueError where what is not trained cannot be kept as the key asks, or where nothing is."""
+    config, asked = run.config, run.config.frozen_dtype
+    given = f'frozen_dtype={asked}'
+    if run.strategy == 'deepspeed' and (config.lora_rank or config.freeze):  # DeepSpeed has all weights in one dtype
+        config.frozen_dtype = 'float32'
+        if asked not in (None, 'float32'):
+            raise ValueError(f'{given}: DeepSpeed keeps all weights in one dtype: use train_fsdp.py')
+    if not asked:
+        return
+    if config.init_from == 'scratch' or run.start_from:
+        raise ValueError(f'{given} with init_from={config.init_from}: nothing is frozen there, leave frozen_dtype out')
+    keys = vars(config)
+    is_cut = run.strategy == 'pipeline' or keys.get('tensor_parallel', 1) > 1
+    if config.native or is_cut:
+        cut = 'train_pipeline.py' if run.strategy == 'pipeline' else f'tensor_parallel={keys.get("tensor_parallel")}'
+        raise ValueError(
+            f"{given} with {'native=True' if config.native else cut}: only transformers' classes, under train_ddp.py, "
+            'train_fsdp.py and train_diloco.py, have LoRA and frozen parts, and they are not cut: '
+            + (
+                'leave native out, or frozen_dtype'
+                if config.native
+                else 'use train_fsdp.py without it, which shards them'
+            )
+        )
+    if asked == 'nf4' and keys.get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
+        raise ValueError(
+            f'{given}: fully_shard takes bytes from torch 2.13 on, this is {torch.__version__}: use --fsdp_impl=manual'
+        )
 
 
 def fill_in(run):
@@ -421,6 +455,8 @@ def identity_of(config, model_config, train_data):
     """What a checkpoint must have in common with the run that resumes from it."""
     may_change = ('dropout', 'lora_dropout', 'z_loss')
     shape = {key: value for key, value in model_config.to_dict().items() if key not in may_change}
+    if 'frozen_dtype' in shape:  # bfloat16 may become float32 on the way, if it is as exact
+        shape['frozen_dtype'] = model_config.frozen_rounding
     return {
         'model': shape,
         'data': train_data.plan(config.max_iters, config.global_batch_size),
@@ -458,6 +494,7 @@ def check_resume(saved, config, identity, learning_rate_at):
         )
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
+    of_earlier_versions['frozen_dtype'] = 'float32'
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
@@ -487,6 +524,8 @@ def make_model(run):
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
+            elif run.strategy == 'ddp':
+                finetune.compute_from_stored(model)
             if run.base is None:
                 model.names_of_base = ()
         else:
@@ -506,7 +545,8 @@ def make_model(run):
 @torch.no_grad()
 def initialise(model, run, device=None):
     """
-    The first weights of a run without a checkpoint, fp32: those of init_from, or a pure function of (seed, name).
+    The first weights of a run without a checkpoint, fp32 where they are trained: those of init_from, or a pure function
+    of (seed, name).
     GPT.initial_value() says what each begins with; with native it is that of huggingface.native.
 
     model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.

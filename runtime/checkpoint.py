@@ -502,12 +502,19 @@ def in_whole(model, name, tensor):
     return CutTensor(tensor, slices[name]) if name in slices and tensor.dim() else tensor
 
 
+def as_saved(tensor):
+    """fp32 in place of bfloat16, in which a frozen weight may be kept, so that any run can read it."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
     """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg. Without the weights that
     init_from has: model.names_of_base."""
     names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
     tensors = {
-        f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items() if name not in base
+        f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
+        for tensor, name in names.items()
+        if name not in base
     }
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
@@ -558,10 +565,13 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
-    targets = {f'model.{name}': in_whole(model, name, tensor.detach()) for tensor, name in names.items()}
     base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # which the model has from init_from
-    if base.isdisjoint(saved):
-        targets = {key: tensor for key, tensor in targets.items() if key not in base}
+    base = base if base.isdisjoint(saved) else ()
+    targets = {
+        f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
+        for tensor, name in names.items()
+        if f'model.{name}' not in base
+    }
     if optimizer is not None:
         zeros_like = getattr(optimizer, 'zeros_like', torch.zeros_like)  # offload.StateOnHost: in host memory
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
@@ -587,11 +597,24 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
         first = f'{key} is {kind(saved, key)} in the checkpoint and {kind(targets, key)} here'
         raise ValueError(f'checkpoint {path} does not fit this model: {first} ({len(different)} differences in all)')
     read_tensors(path, targets)
+    for tensor, name in names.items():
+        if f'model.{name}' in targets and tensor.dtype == torch.bfloat16:
+            put_back(tensor, targets[f'model.{name}'], path, name)
     if optimizer is not None:
         # load_state_dict also puts each tensor where this optimizer wants it: `step` of fused AdamW lives on the GPU.
         optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
     state = read_state(path)
     return {**state, 'step': state.get('step_of_weights', state['step'])}
+
+
+@torch.no_grad()
+def put_back(frozen, saved, path, name):
+    """Copy a frozen weight of a checkpoint, fp32, into its place in bfloat16. Raises ValueError for one that has more
+    digits: the run would go on from other numbers."""
+    frozen, saved = local_piece(frozen.detach()), local_piece(saved)
+    frozen.copy_(saved)
+    if not torch.equal(frozen.float(), saved):
+        raise ValueError(f'checkpoint {path} has {name} in more digits than bfloat16: use --frozen_dtype=float32')
 
 
 def load_weights(path, names=None):

@@ -168,7 +168,8 @@ def refuse_different_weights(named_parameters, step, last_good):
     """
     names, tensors = zip(*named_parameters, strict=True)
     # Of the bits: two sums of floats may be equal where two numbers are not.
-    mine = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors])
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+    mine = torch.stack([tensor.detach().view(bits[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors])
     everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, mine)
     everybodys = [tuple(checksums.tolist()) for checksums in everybodys]

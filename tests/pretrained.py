@@ -36,13 +36,22 @@ MORE_MODELS = {  # on 2 ranks only: classes with attention of our own, and some 
 STATE_SPACE = {
     'mamba': ('MambaConfig', {'hidden_size': 32, 'num_hidden_layers': 2, 'state_size': 4, 'pad_token_id': 0})
 }
+# Whose rows are blocks of 64 weights, as nf4 wants them; and still uneven on 3 ranks.
+SIZES_OF_64 = SIZES | {'hidden_size': 64, 'intermediate_size': 128}
+OF_64 = {
+    'llama_64': ('LlamaConfig', SIZES_OF_64),
+    'qwen2_64': ('Qwen2Config', SIZES_OF_64 | {'tie_word_embeddings': True}),
+    'gemma_64': ('GemmaConfig', SIZES_OF_64 | {'head_dim': 16}),
+    'gpt2_64': ('GPT2Config', GPT2 | {'n_embd': 64}),
+    'mixtral_64': ('MixtralConfig', SIZES_OF_64 | EXPERTS | {'sliding_window': 8}),
+}
 
 
 def save_model(folder, kind, dtype=torch.float32, **changes):
     """A model with random weights, large enough that logits differ, and a tokenizer of bytes with a chat template."""
     import transformers
 
-    name, sizes = (MODELS | MORE_MODELS | STATE_SPACE)[kind]
+    name, sizes = (MODELS | MORE_MODELS | STATE_SPACE | OF_64)[kind]
     special = {'bos_token_id': None, 'eos_token_id': 258}
     config = getattr(transformers, name)(vocab_size=VOCABULARY, initializer_range=0.1, **special, **sizes, **changes)
     torch.manual_seed(len(kind))

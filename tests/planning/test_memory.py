@@ -370,17 +370,21 @@ def pretrained_of(tmp_path_factory):
     return make
 
 
-def model_of(pretrained, dtype='float32', sharded=False):
-    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward."""
+def model_of(pretrained, dtype='float32', sharded=False, is_whole=False):
+    """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward. is_whole:
+    as train_ddp.py has it."""
     from huggingface import finetune
 
     torch.manual_seed(0)
     model = finetune.for_training(pretrained, getattr(torch, dtype), 'cpu')
+    if is_whole:
+        finetune.compute_from_stored(model)
     model.to_empty(device='cpu')
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-            parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
+            if parameter.is_floating_point():  # not the bytes of nf4
+                parameter.normal_(std=0.02)
+                parameter.data = parameter.data.to(getattr(torch, dtype)) if sharded else parameter.data
     return model
 
 
@@ -477,6 +481,31 @@ def test_predicted_memory_of_a_transformers_model_is_what_a_step_holds(
         assert predicted[part] == pytest.approx(size, rel=tolerance), (part, predicted[part] / size)
 
 
+@pytest.mark.parametrize(
+    ('name', 'dtype', 'checkpointing', 'frozen_dtype'),
+    [
+        ('gpt2', 'bfloat16', 'full', 'nf4'),
+        ('gpt2', 'float32', 'none', 'nf4'),
+        ('llama', 'float32', 'full', 'bfloat16'),
+        ('llama', 'bfloat16', 'none', 'bfloat16'),
+    ],
+)
+def test_predicted_memory_beside_a_base_of_fewer_bytes_is_what_a_step_holds(
+    pretrained_of, name, dtype, checkpointing, frozen_dtype
+):
+    """A whole matrix exists while its layer computes, and is no part of what forward keeps."""
+    pretrained = pretrained_of(name, lora_rank=4, frozen_dtype=frozen_dtype)
+    config = config_of(ModelConfig(**SIZES), dtype=dtype, activation_checkpointing=checkpointing)
+    predicted = predicted_memory(config, keys_of(pretrained), world_size=1)
+    predicted['activations with logits'] = predicted['activations'] + predicted['logits']
+    model = model_of(pretrained, dtype, is_whole=True)
+    model.checkpoint_activations(checkpointing)
+    measured = measure_step(model, config)
+    assert measured['weights'] == predicted['weights']
+    for part, size in measured.items():
+        assert predicted[part] == pytest.approx(size, rel=0.2 if part == 'activations with logits' else 0.05), part
+
+
 def trainable(keys):
     return sizes.empty_model(keys).parameter_counts()['trainable']
 
@@ -492,8 +521,10 @@ def test_frozen_weights_have_no_gradients_and_no_moments(pretrained_of):
     for accumulate in ('sharded', 'unsharded'):
         config['accumulate'] = accumulate
         all_parts, parts = (predicted_memory(config, model, 4, 'fsdp') for model in (full, frozen))
-        for part in ('gradients', 'optimizer', 'reduction'):
+        for part in ('gradients', 'optimizer'):
             assert parts[part] == pytest.approx(all_parts[part] * share, rel=0.01), part
+        in_block = [p for p in sizes.empty_model(frozen).blocks[0].parameters() if p.requires_grad]
+        assert parts['reduction'] == (2 + 4) * sum(p.numel() for p in in_block)  # all of the root but a norm is frozen
         assert all(parts[part] == all_parts[part] for part in ('weights', 'gathered'))
         assert parts['activations'] + parts['logits'] < all_parts['activations'] + all_parts['logits']
     of_lora = predicted_memory(config, lora, 1, 'ddp')
