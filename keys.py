@@ -106,6 +106,7 @@ class Keys:
     # system [per job]
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
+    matmul_dtype: Literal['float8'] | None = None  # of the blocks' matmuls; None = dtype [result, per job]
     tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout [result]
@@ -179,6 +180,7 @@ OTHER_TRAINERS = {
     'lr_scheduler': 'lr_schedule (cosine, cos_inf, wsd, linear, constant)',
     'mup mup_width_multiplier depth_multiplier': 'parametrization (mup, completep), base_width, base_depth',
     'clip max_grad_norm': 'grad_clip',
+    'float8 fp8': 'matmul_dtype=float8',
     'precision bf16 fp16 amp': 'dtype (float32, bfloat16, float16; auto); master weights and reduction are always fp32',
     'sharding': 'zero_stage=3 / zero_stage=2 / replicate_size=N / train_ddp.py',
     'context_parallel_size cp sequence_parallel_size': 'context_parallel, context_impl (train_fsdp.py)',

@@ -47,7 +47,7 @@ GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
 # What selective activation checkpointing keeps: the results that are dear to compute.
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
-SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'torch_attn._varlen_attn.default']
+SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
 SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
 
@@ -166,12 +166,18 @@ def check_yarn(yarn, block_size):
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
+def linear(x, weight, bias=None):
+    """F.linear in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 class Linear(nn.Linear):
-    """nn.Linear that computes in the dtype of its input."""
+    """nn.Linear that computes in the dtype of its input, or in 8 bits, see float8.py."""
+
+    matmul = staticmethod(linear)
 
     def forward(self, x):
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.matmul(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):

@@ -166,10 +166,10 @@ class SummedLinear(Linear):
 
     def __init__(self, linear, ranks):
         super().__init__(linear.in_features // ranks.size, linear.out_features, bias=False, device='meta')
-        self.weight, self.bias, self.ranks = linear.weight, linear.bias, ranks
+        self.weight, self.bias, self.ranks, self.matmul = linear.weight, linear.bias, ranks, linear.matmul
 
     def forward(self, x):
-        y = reduce_scatter(F.linear(x, self.weight.to(x.dtype)), self.ranks.size, self.ranks.group)
+        y = reduce_scatter(self.matmul(x, self.weight), self.ranks.size, self.ranks.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # once, after the sum
 
 

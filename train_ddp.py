@@ -97,7 +97,7 @@ train_batches = data.batches(
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. So that a resumed run adds up in the same
     # order as one that was not interrupted, let this pass without effect be the first in both.
-    tokens = torch.zeros((1, min(8, config.block_size)), dtype=torch.int64, device=device)
+    tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8 wants 16 N of them
     with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
         (model(tokens, tokens)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)

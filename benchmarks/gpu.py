@@ -290,11 +290,59 @@ def offload(bench):
     bench.train('resumed', 'train_ddp.py', keys | dict(lr_decay_iters=20), keep=True)
 
 
+LOW_PRECISION = {
+    'bf16': {},
+    'float8': {'matmul_dtype': 'float8'},
+    'moments in 8 bits': {'optimizer_dtype': 'int8'},
+    'moments in bf16': {'optimizer_dtype': 'bfloat16'},
+}
+BASES = {'fp32': {'frozen_dtype': 'float32'}, 'bf16': {'frozen_dtype': 'bfloat16'}, 'nf4': {'frozen_dtype': 'nf4'}}
+
+
+def low_precision(bench):
+    """Llama 1B in fewer bits beside bf16: tokens/s, memory. A smaller model on text: the loss. LoRA's bases."""
+    from keys import Keys
+
+    def there_are(keys):
+        return all(hasattr(Keys, key) for key in keys)
+
+    timed, small = bench.size('Llama 1B') | TIMED, bench.size('124M')
+    text = write_text(bench.out / 'data') | dict(log_interval=1, warmup_iters=10, learning_rate=6e-4)
+    text |= dict(max_iters=20 if bench.tiny else 150, global_batch_size=small['batch_size'], dtype='bfloat16')
+    for name, keys in LOW_PRECISION.items():
+        if there_are(keys):
+            bench.train(f'Llama 1B {name}', 'train_fsdp.py', timed | dict(dtype='bfloat16') | keys)
+            bench.train(f'loss {name}', 'train_fsdp.py', small | text | keys)
+    folder = bench.runs / 'llama-8b'
+    if not folder.exists():
+        bench.inner('llama-8b', 200, f'--folder={folder}')
+    lora = dict(init_from=folder, lora_rank=16, block_size=64 if bench.tiny else 2048, batch_size=1, max_iters=10)
+    lora |= dict(log_interval=5, activation_checkpointing='full', vocab_size=None)
+    for name, keys in BASES.items():
+        if there_are(keys):
+            bench.train(f'Llama 8B LoRA {name}', 'train_ddp.py', lora | keys, limit=150)
+
+
+def write_text(data_dir):
+    """The keys of a dataset of Python's own library as bytes, which it writes: text that a model learns from."""
+    import numpy as np
+
+    folder = data_dir / 'library'
+    folder.mkdir(parents=True, exist_ok=True)
+    text = b''.join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob('*.py')))
+    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    tokens[: -len(tokens) // 20].tofile(folder / 'train.bin')
+    tokens[-len(tokens) // 20 :].tofile(folder / 'val.bin')
+    (folder / 'meta.json').write_text(json.dumps({'vocab_size': 256}))
+    return dict(data_dir=data_dir, dataset='library', vocab_size=256)
+
+
 def generate(bench):
     bench.inner('generate', 150)
 
 
-STAGES = {stage.__name__: stage for stage in (start, numbers, compiled, loss, speed, large, offload, generate)}
+STAGES = (start, numbers, compiled, loss, speed, large, offload, low_precision, generate)
+STAGES = {stage.__name__: stage for stage in STAGES}
 
 # --- checks in a process of their own ---------------------------------------------------------------------------------
 
@@ -627,7 +675,7 @@ def page(bench):
     lines += ['| run | tokens/s | by wall clock | MFU | ms a step | peak GB | predicted | kernels | idle ms |']
     lines += ['|---' * 9 + '|']
     for name, result in results.items():
-        if 'tokens_per_sec' in result and not name.startswith(('exact', 'compiled', 'one-step')):
+        if 'tokens_per_sec' in result and not name.startswith(('exact', 'compiled', 'one-step', 'loss')):
             strategy = name.removeprefix('Llama-1B-')
             result['predicted'] = results.get(f'predicted-{strategy}', {}).get('GB', math.nan)
             keys = 'tokens_per_sec wall_tokens_per_sec mfu total peak_gb predicted launches idle_ms'.split()
@@ -659,6 +707,12 @@ def page(bench):
         if name.startswith('exact') and len(result.get('losses', [])) == len(reference) > 0:
             pairs = zip(result['losses'], reference, strict=True)
             lines.append(f'| {name} | {max(abs(a - b) / b for a, b in pairs):.1e} |')
+    lines += ['', '## Fewer bits', '', '| | tokens/s | peak GB | loss on text, last 10 steps |', '|---' * 4 + '|']
+    for name in LOW_PRECISION:
+        timed, trained = (results.get(f'{kind}-{name.replace(" ", "-")}', {}) for kind in ('Llama-1B', 'loss'))
+        last = trained.get('losses', [])[-10:]
+        numbers = [timed.get('tokens_per_sec'), timed.get('peak_gb'), sum(last) / len(last) if last else None]
+        lines.append(f'| {name} | {" | ".join("" if n is None else f"{n:.5g}" for n in numbers)} |')
     lines += ['', '## The other checks', '', '| check | found |', '|---|---|']
     for name, result in results.items():
         if 'losses' not in result and 'error' not in result:

@@ -51,9 +51,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     elif 'activations' not in memory:
         held['activations'] = 'not known: this model does not run without data'
     held |= {part: f'{size / 1e9:.3f}' for part, size in totals(memory).items()}
-    run_in_words = (
-        f'{strategy}, {counted(world_size, "rank")}, {config["dtype"]}, device={config["device"].partition(":")[0]}'
-    )
+    dtypes = config['dtype'] + (f' and {config["matmul_dtype"]}' if config.get('matmul_dtype') else '')
+    run_in_words = f'{strategy}, {counted(world_size, "rank")}, {dtypes}, device={config["device"].partition(":")[0]}'
     lines += section(f'memory per rank at the peak of a step, in GB ({run_in_words})', held)
     if stages:
         sent = columns([stage_traffic(config, part, world_size, stage) for stage in stages])

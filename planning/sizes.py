@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+import float8
 import meshes
 import tensor_manual
 from huggingface import finetune
@@ -37,6 +38,8 @@ def part_of_rank(config, device='meta'):
     """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
     model = empty_model(config, device)
     model.compute_dtype = getattr(torch, config['dtype'])
+    if config.get('matmul_dtype'):
+        float8.convert(model)
     if (ranks := config.get('tensor_parallel', 1)) > 1:
         tensor_manual.Split(model, tensor_manual.Ranks(0, ranks, group=''))
     return model

@@ -22,12 +22,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import data
+import float8
 import meshes
 from evaluation import in_run
 from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from optim import learning_rate_at
 from planning import report, rules
+from planning.sizes import part_of_rank
 from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
 from text.encoding import compare_with_transformers
 from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
@@ -393,6 +395,8 @@ def check_layout(run):
         meshes.ranks_per_shard_group(vars(config), run.world_size)
     if vars(config).get('tensor_parallel', 1) > 1:
         meshes.check_tensor_parallel(config, run.model_config)
+    if config.matmul_dtype:
+        run.notes += float8.check(vars(config), part_of_rank(vars(config)), run.strategy)
 
 
 def make_process_group(config, device):
@@ -532,6 +536,8 @@ def make_model(run):
             model = GPT(run.model_config, run.compute_dtype)
     if config.native and run.found is None:
         model.initial_value = native.Weights(run.pretrained, run.model_config).initial_value
+    if config.matmul_dtype:
+        float8.convert(model)
     offload.checkpoint_activations(model, config.activation_checkpointing)
     if config.compile:
         for block in model.blocks:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+import float8
 from huggingface import finetune, native
 from runtime import checkpoint, health, processes, stopping
 from runtime.best import Best
@@ -76,7 +77,9 @@ class Watch:
             as_loaded = run.found is None if as_loaded is None else as_loaded
             with self.watchdog.allow('start', checkpoint.SLOWEST_SAVE_S):
                 is_packed = run.train_data.is_packed or run.val_data.is_packed
-                self.say(finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device))
+                with float8.paused(raw_model) if run.config.matmul_dtype else contextlib.nullcontext():
+                    line = finetune.self_test(model, raw_model, run.pretrained, as_loaded, is_packed, run.device)
+                self.say(line)
 
     # --- before the loop ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
+import float8
 import fsdp_manual
 from model import GPT, ModelConfig
 from runtime import begin
@@ -51,15 +52,18 @@ def outer_step(theta, delta, momentum):
 MODELS = [('gpt2', 'none'), ('enoki', 'none'), ('qwen3', 'none'), ('llama', 'selective'), ('enoki', 'full')]
 CASES = [(strategy, *model) for strategy in ('ddp', 'fsdp', 'manual') for model in MODELS]
 CASES += [(strategy, 'llama', 'selective') for strategy in ('fsdp diloco', 'manual diloco')]
+CASES += [(strategy, 'llama float8', mode) for strategy in ('ddp', 'fsdp', 'manual') for mode in ('none', 'selective')]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('strategy', 'arch', 'mode'), CASES)
 def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
-    model = GPT(ModelConfig(arch=arch, **SHAPE), torch.bfloat16)
+    model = GPT(ModelConfig(arch=arch.split()[0], **SHAPE), torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
+    if 'float8' in arch:
+        float8.convert(model)
     model.checkpoint_activations(mode)
     counter = CompileCounterWithBackend('eager')
     for block in model.blocks:
@@ -94,7 +98,7 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
     monkeypatch.setattr(torch, 'compile', lambda function, **keys: compile(function, backend=counter, **keys))
     tokens, losses = torch.randint(64, (2, 8)), []
     for compiles in (False, True):
-        keys = SimpleNamespace(compile=compiles, activation_checkpointing='none', native=False)
+        keys = SimpleNamespace(compile=compiles, activation_checkpointing='none', native=False, matmul_dtype=None)
         shape = ModelConfig(arch='llama', **SHAPE)
         run = SimpleNamespace(
             config=keys, pretrained=None, model_config=shape, compute_dtype=torch.bfloat16, on_cuda=on_cuda

@@ -1352,7 +1352,12 @@ def test_verify_looks_at_the_weights_that_train_also_where_others_have_taken_the
             yield (torch.full((8,), 1.0 + step),)
 
         config = SimpleNamespace(
-            global_batch_size=1, batch_size=1, num_replicas=1, accumulate='unsharded', dtype='float32'
+            global_batch_size=1,
+            batch_size=1,
+            num_replicas=1,
+            accumulate='unsharded',
+            dtype='float32',
+            matmul_dtype=None,
         )
         passed = diloco_check.verify(model, parameters, batches_from, lambda step: 1, make_outer, config, said.append)
     finally:

@@ -11,6 +11,7 @@ import torch
 from launch import run_script
 from outputs import column, metrics, weights_of
 
+import float8
 from evaluation import sampling
 from model import GPT, ModelConfig
 
@@ -88,6 +89,27 @@ def test_compiled_in_half_precision_the_loss_is_near_and_nothing_is_compiled_twi
         reasons = re.findall(r'__recompiles\].* - \d+/\d+: (.*)', result.stdout + result.stderr)
         assert len(reasons) <= 2 and all('grad_mode' in reason for reason in reasons), reasons
         assert largest_difference(tmp_path / name, runs / 'ddp') <= 1e-2
+
+
+def test_matmuls_in_8_bits_are_those_of_a_cpu_also_compiled():
+    if DEVICE == 'cuda' and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip('this GPU has no matmuls of 8 bits')
+    torch.manual_seed(0)
+    x, weight, dy = torch.randn(4, 48, 80), torch.randn(112, 80), torch.randn(4, 48, 112)
+    found = {}
+    for name, device in (('cpu', 'cpu'), ('gpu', DEVICE), ('compiled', DEVICE), ('inf', DEVICE)):
+        multiply = torch.compile(float8.linear_in_8_bits) if name in ('compiled', 'inf') else float8.linear_in_8_bits
+        inputs = [tensor.bfloat16().to(device, copy=True) for tensor in (x, weight)]
+        if name == 'inf':  # compiled casts clamp what is finite
+            inputs[0][0, 0, 0] = torch.inf
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        y = multiply(*inputs, dtype=torch.bfloat16)
+        y.backward(dy.bfloat16().to(device))
+        found[name] = [tensor.float().cpu() for tensor in (y, *(tensor.grad for tensor in inputs))]
+    for name in ('gpu', 'compiled'):
+        for ours, of_cpu in zip(found[name], found['cpu'], strict=True):
+            assert (ours - of_cpu).norm() <= 0.01 * of_cpu.norm()  # two roundings to bf16, and 14 bits of a sum
+    assert not found['inf'][0].isfinite().any() and not found['inf'][2].isfinite().any()
 
 
 def test_documents_in_one_row_compute_what_they_do_alone():

@@ -13,7 +13,8 @@ TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
 SCRIPTS |= {'evaluate.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
-TENSOR = {'tensor_manual.py'}  # a lesson, too, but lower: planning/ cuts a model with it, to see what a rank has
+# Lessons, too, but lower: planning/ changes a model with them, to see what a rank has and keeps.
+TENSOR = {'tensor_manual.py', 'float8.py'}
 SHARED = {'data.py', 'optim.py', 'meshes.py'}
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room. Of some rooms one

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import deepspeed_engine
+import float8
 import optim
 from model import GPT, ModelConfig
 from planning import activations, memory, report, sizes, traffic
@@ -124,6 +125,8 @@ def measure(shape, config):
     """{part: bytes} of a micro-step on one process that does not shard."""
     torch.manual_seed(0)
     model = GPT(shape, getattr(torch, config['dtype']))
+    if config.get('matmul_dtype'):
+        float8.convert(model)
     model.checkpoint_activations(config['activation_checkpointing'])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -168,11 +171,14 @@ def measure_step(model, config):
         ('llama with biases, tied', 'float32', 'selective', 1000),
         ('qwen3', 'bfloat16', 'selective', 1000),
         ('qwen3 gated', 'float32', 'none', 1000),
+        ('gpt2', 'bfloat16 float8', 'none', 1000),
+        pytest.param('qwen3', 'bfloat16 float8', 'selective', 1000, marks=pytest.mark.slow),
     ],
 )
 def test_predicted_memory_is_what_a_step_holds(name, dtype, checkpointing, vocab_size):
     shape = shape_of(name, vocab_size=vocab_size)
-    config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing)
+    dtype, _, matmul_dtype = dtype.partition(' ')
+    config = config_of(shape, dtype=dtype, activation_checkpointing=checkpointing, matmul_dtype=matmul_dtype or None)
     predicted = predicted_memory(config, shape.to_dict(), world_size=1)
     predicted['activations with logits'] = predicted['activations'] + predicted['logits']
     measured = measure(shape, config)
@@ -206,16 +212,19 @@ def test_offloaded_inputs_of_blocks_are_counted_on_the_host():
     assert offload['host activations'] == 5 * size and full['activations'] - offload['activations'] == 4 * size
 
 
-def test_on_cuda_a_block_keeps_what_its_kernels_save():
+@pytest.mark.parametrize('matmul_dtype', [None, 'float8'])
+def test_on_cuda_a_block_keeps_what_its_kernels_save(matmul_dtype):
     def kept_of(n_layer):
         shape = shape_of('llama with grouped queries', n_layer=n_layer)
-        config = config_of(shape, dtype='bfloat16', device='cuda:0') | shape.to_dict()
+        config = config_of(shape, dtype='bfloat16', device='cuda:0', matmul_dtype=matmul_dtype) | shape.to_dict()
         return activations.activation_bytes(config, 'fsdp')['activations']
 
     C, H, Q, K, hidden = 128, 4, 128, 64, 384  # Q = n_head x head_dim, K = n_kv_head x head_dim
     norms = 2 * (2 * C + 2 * C + 8)  # input and result; per token two fp32 numbers at most
     attention = 2 * (Q + 2 * K) + 2 * (Q + K) + 2 * Q + 4 * H + 2 * Q  # qkv, rotated, output, logsumexp, its copy
     mlp = 4 * 2 * hidden  # gate, silu(gate), up and product
+    if matmul_dtype:  # a byte in place of two for the inputs of qkv, proj and down; gate and up have a copy each
+        norms, attention, mlp = norms - C, attention - Q, mlp - hidden
     tokens = 4 * 128
     assert kept_of(5) - kept_of(4) == pytest.approx(tokens * (norms + attention + mlp), rel=0.01)
 
