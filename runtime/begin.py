@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import data
 import meshes
+import optim
 from evaluation import in_run
 from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
-from optim import learning_rate_at
 from planning import report, rules
 from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
 from text.encoding import compare_with_transformers
@@ -76,7 +76,8 @@ class Run:
                 print(report.dry_run(vars(config), self.model_config.to_dict(), self.ranks, planned_as(self.strategy)))
             sys.exit()
         self.notes.append(
-            f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, optimizer state float32'
+            f'dtypes: weights float32, compute {config.dtype}, gradient reduction float32, '
+            f'optimizer state {config.optimizer_dtype}'
         )
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         self.found = find_checkpoint(config, self.pretrained)
@@ -98,7 +99,7 @@ class Run:
 
     def check_resume(self, state):
         """Refuse to go on as another run; notes what changes from here on."""
-        self.notes += check_resume(state, self.config, self.identity, learning_rate_at)
+        self.notes += check_resume(state, self.config, self.identity, optim.learning_rate_at)
 
 
 def begin(config, explicit, strategy, ranks=None):
@@ -232,6 +233,7 @@ def fill_in(run):
     fill_rates(run)
     plan_data(run)
     fill_model(run)
+    check_optimizer(run.config)
     check_layout(run)
     best.check_keys(vars(run.config))
 
@@ -348,6 +350,16 @@ def fill_model(run):
     vars(config).update(run.model_config.to_dict())
     if config.native:  # what was asked for, from which all of this follows again: Pretrained.from_run()
         config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
+
+
+def check_optimizer(config):
+    """Raise ValueError where the optimizer has no moments that could rest in optimizer_dtype."""
+    if config.optimizer_dtype != 'float32' and config.optimizer not in optim.UPDATES:
+        why = 'has no moments' if config.optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
+        raise ValueError(
+            f'optimizer_dtype={config.optimizer_dtype} with optimizer={config.optimizer}, which {why}: '
+            'use --optimizer=adamw, or leave optimizer_dtype out'
+        )
 
 
 def check_layout(run):
