@@ -32,9 +32,9 @@ of fewer than 4096 numbers are too few to matter.
 
 bfloat16 has 8 bits of the fraction. A second moment falls by at most (1 - beta2) of itself in a step, with 0.999 at
 most a quarter of the way to the next number of bfloat16. Rounding to the nearest would take that back each time, and
-such moments only grow, to 1.24 in place of 0.95 in an example of tests/test_moments.py. So they are rounded up or down by
-chance, in proportion to the distances, and are right in the mean. The chance is a function of (seed, parameter, moment,
-step, index in the whole parameter): the same on any number of ranks, and in a run that was resumed.
+such moments only grow, to 1.24 in place of 0.95 in an example of tests/test_moments.py. So they are rounded up or down
+by chance, in proportion to the distances, and are right in the mean. The chance is a function of (seed, parameter,
+moment, step, index in the whole parameter): the same on any number of ranks, and in a run that was resumed.
 """
 
 import functools
@@ -69,16 +69,21 @@ def levels(signed, device):
     return values.float().to(device), ((values[1:] + values[:-1]) / 2).float().to(device)
 
 
-def quantise(numbers, signed):
+def table_of(name, device):
+    """levels() for the moment called so."""
+    return levels(name not in UNSIGNED, device)
+
+
+def quantise(numbers, table):
     """(..., width) fp32 -> codes, uint8 of the same shape, and scales, fp32 (...): each number to the nearest value."""
     scales = numbers.abs().amax(-1)
     ratios = numbers / scales.clamp_min(TINY).unsqueeze(-1)
-    return torch.bucketize(ratios, levels(signed, numbers.device)[1], out_int32=True).to(torch.uint8), scales
+    return torch.bucketize(ratios, table[1], out_int32=True).to(torch.uint8), scales
 
 
-def dequantise(codes, scales, signed):
+def dequantise(codes, scales, table):
     """The inverse; quantise() of what it returns gives the same codes and scales."""
-    return levels(signed, codes.device)[0][codes.int()] * scales.unsqueeze(-1)
+    return table[0][codes.int()] * scales.unsqueeze(-1)
 
 
 def stretches(columns):
@@ -174,7 +179,7 @@ def in_fp32(slots, name):
     lines, codes, scales = as_lines(found), as_lines(value), as_lines(local(slots[name + SCALES]))
     for columns, blocks, width in stretches(codes.shape[1]):
         some = codes[:, columns].unflatten(1, (-1, width))
-        lines[:, columns] = dequantise(some, scales[:, blocks], name not in UNSIGNED).flatten(1)
+        lines[:, columns] = dequantise(some, scales[:, blocks], table_of(name, value.device)).flatten(1)
     return found
 
 
@@ -189,7 +194,7 @@ def from_fp32(form, parameter, name, value):
         return slots
     lines, codes, scales = as_lines(value), as_lines(local(slots[name])), as_lines(local(slots[name + SCALES]))
     for columns, blocks, width in stretches(codes.shape[1]):
-        some, scales[:, blocks] = quantise(lines[:, columns].unflatten(1, (-1, width)), name not in UNSIGNED)
+        some, scales[:, blocks] = quantise(lines[:, columns].unflatten(1, (-1, width)), table_of(name, value.device))
         codes[:, columns] = some.flatten(1)
     return slots
 
@@ -204,7 +209,7 @@ class Part:
         self.form, self.names, self.theta = form, names, local(parameter)
         suffixes = ('', SCALES) if form.dtype == 'int8' else ('',)
         self.tensors = [[local(state[name + suffix]) for suffix in suffixes] for name in names]
-        self.signed = tuple(name not in UNSIGNED for name in names)
+        self.tables = [table_of(name, self.theta.device) if form.dtype == 'int8' else None for name in names]
         self.first = first_of_lines(parameter, form.part) if form.dtype == 'bfloat16' else None
 
     def keys(self, t):
@@ -227,29 +232,28 @@ class Part:
                 yield width, theta[lines, some], g[lines, some], cut, first
 
 
-def update(kernel, scalars, width, signed, keys, skip, theta, g, moments, first):
+def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first):
     """One step of optim.py's kernel on what Part.pieces() yields, in place.
 
-    signed: of each moment. keys: of Part.keys(). skip: None, or a flag on the device: where it is 1, nothing changes.
+    tables: of the codes of each moment, or None. keys: of Part.keys(). skip: None, or a flag on the device: where it is
+    1, nothing changes.
     """
     before = None if skip is None else theta.clone()
     theta_blocks, g = theta.unflatten(1, (-1, width)), g.unflatten(1, (-1, width))  # (lines, blocks, width)
-    kinds = [*zip(moments, signed, strict=True)]
-    numbers = [
-        dequantise(moment[0].unflatten(1, (-1, width)), moment[1], is_signed) if len(moment) == 2
-        else moment[0].unflatten(1, (-1, width)).float()
-        for moment, is_signed in kinds
-    ]  # fmt: skip
+    numbers = []
+    for tensors, table in zip(moments, tables, strict=True):
+        blocks = tensors[0].unflatten(1, (-1, width))
+        numbers.append(blocks.float() if table is None else dequantise(blocks, tensors[1], table))
     kernel(theta_blocks, g, *numbers, **scalars)
     if first is not None:
         index = first[:, None] + torch.arange(theta.shape[1], device=theta.device)
-    for place, ((moment, is_signed), value) in enumerate(zip(kinds, numbers, strict=True)):
-        if len(moment) == 2:
-            codes, scales = quantise(value, is_signed)
-            found = codes.flatten(1), scales
+    for tensors, table, key, value in zip(moments, tables, keys, numbers, strict=True):
+        if table is None:
+            found = [round_by_chance(value.flatten(1), chance(index, key))]
         else:
-            found = (round_by_chance(value.flatten(1), chance(index, keys[place])),)
-        for tensor, new in zip(moment, found, strict=True):
+            codes, scales = quantise(value, table)
+            found = [codes.flatten(1), scales]
+        for tensor, new in zip(tensors, found, strict=True):
             tensor.copy_(new if skip is None else torch.where(skip == 1, tensor, new))
     if skip is not None:
         theta.copy_(torch.where(skip == 1, before, theta))

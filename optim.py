@@ -521,6 +521,10 @@ def run_on_lists(kernel, scalars, rows):
         kernel(*map(Each, zip(*batch, strict=True)), **scalars)
 
 
+def on_lists(kernel, *tensors, **scalars):
+    kernel(*(Each([tensor]) for tensor in tensors), **scalars)
+
+
 def run_compiled(kernel, scalars, rows, skip):
     device = rows[0][0].device
     values = torch.tensor([*scalars.values()], pin_memory=device.type == 'cuda').to(device, non_blocking=True)
@@ -551,11 +555,13 @@ def compiled(kernel, names):
 
 def run_parts_in_pieces(kernel, scalars, t, parts, skip):
     """No more than a piece of the moments is in fp32 at a time."""
-    most = CHUNK if parts[0][1].is_cpu else PIECE
-    scalars = dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
+    if parts[0][1].is_cpu:
+        most, scalars = CHUNK, dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
+    else:  # lists of one: of a GPU no kernel takes scalars that are tensors of the host
+        most, kernel = PIECE, functools.partial(on_lists, kernel)
     for part, g in parts:
         for width, *piece in part.pieces(g, most):
-            moments.update(kernel, scalars, width, part.signed, part.keys(t), skip, *piece)
+            moments.update(kernel, scalars, width, part.tables, part.keys(t), skip, *piece)
 
 
 def run_parts_compiled(kernel, scalars, t, parts, skip):
@@ -567,14 +573,14 @@ def run_parts_compiled(kernel, scalars, t, parts, skip):
         values, keys = (x.pin_memory().to(device, non_blocking=True) for x in (values, keys))
     for (part, g), part_keys in zip(parts, keys, strict=True):
         for width, *piece in part.pieces(g, g.numel()):
-            compiled_in_fewer_bits(kernel, names, width, part.signed)(skip, values, part_keys, *piece)
+            compiled_in_fewer_bits(kernel, names, width)(skip, values, part_keys, part.tables, *piece)
 
 
 @functools.cache
-def compiled_in_fewer_bits(kernel, names, width, signed):
-    def update(skip, values, keys, *piece):
+def compiled_in_fewer_bits(kernel, names, width):
+    def update(skip, values, keys, tables, *piece):
         scalars = dict(zip(names, values.unbind(), strict=True))
-        moments.update(kernel, scalars, width, signed, keys.unbind(), skip, *piece)
+        moments.update(kernel, scalars, width, tables, keys.unbind(), skip, *piece)
 
     return torch.compile(update, dynamic=True)
 

@@ -227,7 +227,7 @@ def moment_bytes(config, model, shard_size=1, parameters=None):
     if dtype == 'float32':
         return FP32 * moments(config, model, shard_size, parameters)
     parameters = parameters or list(model.parameters())
-    eligible = in_8_bits(model) if dtype == 'int8' else parameters
+    eligible = in_8_bits(model) if dtype == 'int8' else {*parameters}
     shapes = {p: (math.ceil(p.shape[0] / shard_size), *p.shape[1:]) for p in parameters if p.requires_grad}
     per_moment = sum(bytes_held(shape, dtype if p in eligible else 'float32') for p, shape in shapes.items())
     return OPTIMIZER_MOMENTS[config['optimizer']] * per_moment

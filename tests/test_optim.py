@@ -149,10 +149,11 @@ def full_values(model):
     return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in full.items()}
 
 
-def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8):
+def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8, at_rest=None):
     """The parameter `name` after all steps: the published equations, in float64, one after the other.
 
-    rate, decays: factors of the learning rate and of the weight decay.
+    rate, decays: factors of the learning rate and of the weight decay. at_rest(t, slot, moment): what becomes of a
+    moment after step t, if it rests in fewer bits.
     """
     theta, gradients = theta.double(), gradients.double()
     lr_max, b1, b2, kappa, delta, ts = (
@@ -160,7 +161,7 @@ def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8):
     )
     wd = KEYS['weight_decay'] * decays if name in DECAYED else 0.0
     m, v, tau, slow = (torch.zeros_like(theta) for _ in range(4))
-    for t in range(1, STEPS + 1):
+    for t in range(1, len(gradients) + 1):
         g, lr = gradients[t - 1], RATES[t - 1] * rate
         if optimizer == 'muon' and name in HIDDEN:
             m = 0.95 * m + 0.05 * g
@@ -203,6 +204,11 @@ def reference(optimizer, name, theta, gradients, rate=1, decays=1, eps=1e-8):
                 T = (tau * t).clamp(min=1)
                 A = (T ** (1 - kappa) * m.abs() * n / p).clamp(max=2)
                 theta = theta * decay - lr * (g * n + m.sign() * (p * A + m.abs() * n))
+        if at_rest:
+            m, v, tau, slow = (
+                at_rest(t, slot, moment)
+                for slot, moment in (('exp_avg', m), ('exp_avg_sq', v), ('tau', tau), ('exp_avg_slow', slow))
+            )
     return theta
 
 
