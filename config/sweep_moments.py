@@ -7,7 +7,7 @@
 strategies = ['single']
 at_once = 2
 recipes = {
-    f'{optimizer} {dtype}': {'optimizer': optimizer, 'optimizer_dtype': dtype}
+    f'{optimizer}_{dtype}': {'optimizer': optimizer, 'optimizer_dtype': dtype}
     for optimizer in ('adamw', 'adana')
     for dtype in ('float32', 'bfloat16', 'int8')
 }
