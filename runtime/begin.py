@@ -272,7 +272,8 @@ def fill_compile(run):
     devices = {config.device}
     offload = vars(config).get('cpu_offload', 'none')
     updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
-    if updates_on_host and config.optimizer not in ('adamw', 'sgd'):  # those two are never compiled
+    is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # and never compiled
+    if updates_on_host and not is_fused:
         devices.add('cpu')
     if config.compile and not all(map(processes.has_compiler, devices)):
         config.compile = False
