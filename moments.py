@@ -283,4 +283,18 @@ def as_lines(tensor):
 
 
 def local(tensor):
+    """What this rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def in_parts(items, size_of, most):
+    """Lists of consecutive items whose sizes add up to `most` or less, or of one item."""
+    part, size = [], 0
+    for item in items:
+        if part and size + size_of(item) > most:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moments
+from moments import in_parts, local
 
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
@@ -591,24 +592,6 @@ class SGD(torch.optim.SGD):
     def step(self, skip=False):
         if not skip:
             super().step()
-
-
-def in_parts(items, size_of, most):
-    """Lists of consecutive items whose sizes add up to `most` or less, or of one item."""
-    part, size = [], 0
-    for item in items:
-        if part and size + size_of(item) > most:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += size_of(item)
-    if part:
-        yield part
-
-
-def local(tensor):
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Each:

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import moments
-from optim import in_parts
 from runtime import processes
 from runtime.best import step_of_best
 from runtime.checkpoint_parts import (
@@ -632,7 +631,7 @@ def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes
         ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         return 4 * parameter.numel() // ranks
 
-    parts = [*in_parts(keys, bytes_of, part_bytes)]
+    parts = [*moments.in_parts(keys, bytes_of, part_bytes)]
     most = [None] * dist.get_world_size()  # reading is collective, and stages of a pipeline have other parameters
     dist.all_gather_object(most, len(parts))
     for part in parts + [[]] * (max(most) - len(parts)):

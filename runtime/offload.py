@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from optim import in_parts, local
+from moments import in_parts, local
 
 
 class StateOnHost:

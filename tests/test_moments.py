@@ -385,6 +385,28 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(name, dtype, 
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.parametrize('dtype', FEWER)
+def test_where_the_device_says_so_nothing_changes(dtype):
+    """What torch.compile makes one pass of."""
+    start, gradients = values_of_net(2)
+    model, optimizer = build('adana', dtype, start)
+    take_steps(model, optimizer, gradients, [0])
+    state, parameter = optimizer.state[model.long.weight], model.long.weight.detach()
+    part = moments.Part(optimizer.forms[model.long.weight], parameter, state, ('exp_avg', 'exp_avg_sq'))
+    scalars = optim.adana_scalars(optimizer.param_groups[0], 2)
+    scalars = {key: torch.tensor(value) for key, value in scalars.items()}
+
+    def step(g, skip):
+        before = [x.clone() for x in (parameter, *state.values())]
+        for width, *piece_of_it in part.pieces(g, 2000):
+            moments.update(optim.adana, scalars, width, part.tables, part.keys(2), skip, *piece_of_it)
+        return [torch.equal(x, old) for x, old in zip((parameter, *state.values()), before, strict=True)]
+
+    assert all(step(torch.full_like(parameter, math.nan), torch.tensor(1.0)))
+    changed = [not same for same in step(gradients['long.weight'][1], torch.tensor(0.0))]
+    assert changed == [True, False, *([True] * (len(changed) - 2))]  # `step` is counted elsewhere
+
+
 def test_a_parameter_that_had_no_gradient_has_the_noise_of_step_1_when_it_has_one():
     start, gradients = values_of_net(2)
     model, optimizer = build('adana', 'bfloat16', start)
