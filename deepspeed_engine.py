@@ -83,6 +83,10 @@ def refuse_unsupported(config):
         raise ValueError(f'zero_stage={stage}: expected 1, 2 or 3')
     for is_asked, what in (
         (config['optimizer'] == 'muon', 'optimizer=muon: it needs whole matrices, ZeRO updates flat slices; use adamw'),
+        (
+            config['optimizer_dtype'] != 'float32',
+            f'optimizer_dtype={config["optimizer_dtype"]}: its flat slices know no rows; leave it out',
+        ),
         (config['compile'] and stage == 3, 'compile=True with zero_stage=3: use --compile=False or --zero_stage=2'),
         (config['cpu_offload'] == 'params' and stage != 3, f'cpu_offload=params with zero_stage={stage}: it needs 3'),
         (fp16 and config['device'] == 'cpu', 'dtype=float16 on a CPU: use --dtype=bfloat16'),

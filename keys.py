@@ -85,6 +85,7 @@ class Keys:
     optimizer: Literal[
         'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
     ] = 'adamw'  # docs/optimizers.md compares them
+    optimizer_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'  # of its moments: 4, 2 or 1 bytes a number each
     learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
     max_iters = 10000  # optimizer steps
     num_epochs: float | None = None  # passes over the training data: sets max_iters [result, per job]

@@ -220,6 +220,11 @@ def check_tensor_parallel(config, model_config):
         raise ValueError(
             f'{given} with optimizer=muon, which orthogonalises whole matrices: use adamw, or leave it at 1'
         )
+    if config.optimizer_dtype == 'int8':
+        raise ValueError(
+            f'{given} with optimizer_dtype=int8, whose blocks are not cut: use --optimizer_dtype=bfloat16, '
+            'or leave it at 1'
+        )
     sizes = {key: getattr(config, key) for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     units = dict.fromkeys(sizes, ranks)  # what a key has to be a multiple of
     names = {key: f'{key}={size}' for key, size in sizes.items()}

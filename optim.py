@@ -16,8 +16,10 @@ Optimizers and learning-rate schedules.
 
 Everything here runs on plain tensors and on sharded ones (DTensor) alike: a parameter keeps its name, its group and its
 update whatever strategy trains it. All but muon are elementwise, so a rank updates its shards without communication.
+Moments are fp32, or rest in fewer bits between the steps (moments.py).
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable
@@ -28,6 +30,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import moments
+from moments import in_parts, local
+
 SCHEDULES = ('cosine', 'cos_inf', 'wsd', 'linear', 'constant')
 WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% enough to match cosine
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
@@ -37,6 +42,7 @@ MUON_MOMENTUM = 0.95
 # cache. 19M parameters, fp32, 2 threads, in ms: chunks of 32768 28, 65536 22, 131072 18, 262144 54.
 CHUNK = 2**17
 FOREACH = 2**26  # on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 GB for ADANA
+PIECE = 2**23  # there, of moments in fewer bits, whose rounding takes some 60 bytes a number meanwhile: 0.5 GB
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -44,7 +50,7 @@ FOREACH = 2**26  # on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 G
 
 def make_optimizer(
     model, optimizer, learning_rate, beta1, beta2, weight_decay,
-    kappa=0.85, delta=8.0, wd_ts=None, max_iters=None, compile=False,
+    kappa=0.85, delta=8.0, wd_ts=None, max_iters=None, compile=False, dtype='float32', seed=0,
 ):  # fmt: skip
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
@@ -56,6 +62,7 @@ def make_optimizer(
         the run); needed by the DANA family and adamw-decay unless weight_decay is 0.
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
     compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
+    dtype: in which moments rest between the steps, 'bfloat16' or 'int8' (moments.py). seed: of bfloat16's rounding.
 
     'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below.
     Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
@@ -73,6 +80,7 @@ def make_optimizer(
         ('delta', delta, 0 < delta < math.inf, 'a number above 0'),
         ('wd_ts', wd_ts, wd_ts >= 1 if wd_ts is not None else not (decaying and weight_decay), 'a number of steps'),
         ('max_iters', max_iters, max_iters is None or max_iters >= 1, 'a number of steps'),
+        ('optimizer_dtype', dtype, dtype == 'float32' or optimizer in UPDATES, f'float32 with optimizer={optimizer}'),
     ):
         if not is_good:
             raise ValueError(f'{name}={value}: expected {expected}')
@@ -91,7 +99,8 @@ def make_optimizer(
     constants |= {'wd_ts': wd_ts if decaying and wd_ts else math.inf, 'warmup': max_iters or 0, 'update': optimizer}
     if optimizer == 'muon':
         return Muon(groups, hidden, constants, compile)
-    return AdamW(groups, constants, False) if optimizer == 'adamw' else Elementwise(groups, constants, compile)
+    forms = moments.forms_of(model, dtype, seed)
+    return (AdamW if optimizer == 'adamw' else Elementwise)(groups, constants, compile, forms)
 
 
 def parameter_groups(model, weight_decay):
@@ -138,19 +147,24 @@ def assert_each_in_one_group(model, groups):
 
 def from_config(model, config, device):
     """make_optimizer() with the keys of a script's config. device: where the update computes."""
+    dtype = config.optimizer_dtype
     return make_optimizer(
         model, config.optimizer, config.learning_rate, config.beta1, config.beta2, config.weight_decay,
         config.kappa, config.delta, config.wd_ts, config.max_iters,
-        compile=config.compile and compiling_repays(config.max_iters, model.parameters(), device),
+        compile=config.compile and compiling_repays(config.max_iters, model.parameters(), device, dtype),
+        dtype=dtype, seed=config.seed,
     )  # fmt: skip
 
 
-def compiling_repays(steps, parameters, device):
+def compiling_repays(steps, parameters, device, dtype='float32'):
     """Whether make_optimizer(compile=True) saves time over so many steps with this rank's part of the parameters."""
     # torch.compile takes up to 20 s. It saves, with ADANA on 19M parameters and 2 CPU threads, 18 - 7 = 11 ms a step
     # (measured), 0.6 ns a number; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03 ns (estimated).
     held = sum(local(parameter).numel() for parameter in parameters)
-    return steps * held * (0.6e-9 if device.type == 'cpu' else 0.03e-9) > 20
+    # Moments in fewer bits are read and written by some 40 operations, 8 bytes a number each or more (estimated).
+    if dtype == 'float32':
+        return steps * held * (0.6e-9 if device.type == 'cpu' else 0.03e-9) > 20
+    return steps * held * (60e-9 if device.type == 'cpu' else 0.15e-9) > 20
 
 
 # --- elementwise updates ----------------------------------------------------------------------------------------------
@@ -318,9 +332,10 @@ OPTIMIZERS = (*UPDATES, 'muon', 'sgd')
 class Elementwise(torch.optim.Optimizer):
     """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter."""
 
-    def __init__(self, groups, constants, compile):
+    def __init__(self, groups, constants, compile, forms=None):
         self.unsettled = None  # a step that the device may have skipped: (its flag on the way to the host, an event)
         super().__init__(groups, constants)
+        self.forms = forms or {}  # {parameter: moments.Form} of those whose moments are not fp32
         self.compile = compile
         # Only a kernel that takes the flag as an argument can leave its tensors alone where the device says so. The
         # lists of tensors that a GPU updates without torch.compile cannot: there step() waits for the flag.
@@ -330,6 +345,18 @@ class Elementwise(torch.optim.Optimizer):
     def __setstate__(self, state):  # load_state_dict() calls it, with other tensors
         super().__setstate__({key: value for key, value in state.items() if key != 'state'})
         self.state, self.unsettled, self.held = state['state'], None, {}
+
+    def load_state_dict(self, saved):
+        """torch's, but that would make numbers of moments in fewer bits, in the dtype of the parameter."""
+        if not self.forms:
+            return super().load_state_dict(saved)
+        parameters = [parameter for group in self.param_groups for parameter in group['params']]
+        state = {parameters[index]: dict(slots) for index, slots in saved['state'].items()}
+        groups = [
+            {**given, 'params': group['params']}
+            for group, given in zip(self.param_groups, saved['param_groups'], strict=True)
+        ]
+        self.__setstate__({'state': collections.defaultdict(dict, state), 'param_groups': groups})
 
     @property
     def state(self):
@@ -376,9 +403,12 @@ class Elementwise(torch.optim.Optimizer):
         """One step of the parameters of a group that have a gradient. skip: None, or a flag on the device."""
         held = self.held.get(number)
         if held is None or not held.is_of(group['params']):  # DeepSpeed steps a part of the parameters at a time
-            held = self.held[number] = Held(group['params'], self.state, UPDATES[group['update']].moments)
-        for t, rows in held.begin_step().items():
-            self.run(group, t, rows, skip)
+            held = self.held[number] = Held(group['params'], self.state, UPDATES[group['update']].moments, self.forms)
+        for t, (rows, parts) in held.begin_step().items():
+            if rows:
+                self.run(group, t, rows, skip)
+            if parts:
+                self.run_in_fewer_bits(group, t, parts, skip)
 
     def run(self, group, t, rows, skip):
         """Step t of rows of (theta, g, *moments), this rank's part of each."""
@@ -390,6 +420,12 @@ class Elementwise(torch.optim.Optimizer):
         else:
             run_on_lists(kernel, scalars_at(group, t), rows)
 
+    def run_in_fewer_bits(self, group, t, parts, skip):
+        """Step t of parameters whose moments are not fp32: [(moments.Part, g), ...]."""
+        _, scalars_at, kernel = UPDATES[group['update']]
+        way = run_parts_compiled if self.compile else run_parts_in_pieces
+        way(kernel, scalars_at(group, t), t, parts, skip)
+
 
 class AdamW(Elementwise):
     """AdamW by PyTorch's fused kernel, which is a few launches for all parameters, sharded or not.
@@ -398,9 +434,9 @@ class AdamW(Elementwise):
     time (benchmarks/optimizer_step.py --dispatch).
     """
 
-    def __init__(self, groups, constants, compile):
-        super().__init__(groups, constants, compile)
-        self.skips_on_device = True  # the kernel takes found_inf, as GradScaler's
+    def __init__(self, groups, constants, compile, forms):
+        super().__init__(groups, constants, compile, forms)
+        self.skips_on_device = compile or not forms  # the kernel takes found_inf, as GradScaler's
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -420,23 +456,25 @@ class Held:
     adding 1 to each of 290 alone takes 0.2 ms.
     """
 
-    def __init__(self, parameters, state, moments):
+    def __init__(self, parameters, state, moments, forms):
         """state: of the optimizer, {parameter: {'step': ..., moment: ...}}; moments: their names."""
-        self.parameters, self.state, self.moments = list(parameters), state, moments
+        self.parameters, self.state, self.moments, self.forms = list(parameters), state, moments, forms
         self.ids = list(map(id, parameters))
         self.steps = torch.zeros(len(parameters))
         for parameter, step in zip(parameters, self.steps, strict=True):
             if parameter_state := state.get(parameter):
                 parameter_state['step'] = step.copy_(parameter_state['step'])
+        self.in_fewer_bits = {index for index, parameter in enumerate(self.parameters) if parameter in forms}
         self.counted = None  # what the last step has added to `steps`: 1 where there was a gradient, else 0
-        self.local = {}  # index of a parameter that had a gradient -> its part here (theta, *moments), None if empty
+        # Index of a parameter that had a gradient -> its part here, (theta, *moments) or a moments.Part; None if empty.
+        self.local = {}
 
     def is_of(self, parameters):
         return self.ids == list(map(id, parameters))
 
     def begin_step(self):
-        """Count the step of all parameters that have a gradient. Returns {t: [(theta, g, *moments), ...]}, since one
-        that was not used from the beginning is behind the others in t."""
+        """Count the step of all parameters that have a gradient. Returns {t: ([(theta, g, *moments), ...], and of those
+        in fewer bits [(moments.Part, g), ...])}, since one that was not used from the beginning is behind in t."""
         gradients = [parameter.grad for parameter in self.parameters]
         self.counted = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
         self.steps += self.counted
@@ -446,24 +484,30 @@ class Held:
                 continue
             if index not in self.local:
                 self.local[index] = self.look_up(index)
-            if self.local[index]:
-                theta, *moments = self.local[index]
-                rows.setdefault(t, []).append((theta, local(gradient).contiguous(), *moments))
+            if part := self.local[index]:
+                of_t, g = rows.setdefault(t, ([], [])), local(gradient).contiguous()
+                if index in self.in_fewer_bits:
+                    of_t[1].append((part, g))
+                else:
+                    of_t[0].append((part[0], g, *part[1:]))
         return rows
 
     def look_up(self, index):
-        """(theta, *moments) of this rank; makes the state before a parameter's first step."""
+        """(theta, *moments) of this rank, or a moments.Part; makes the state before a parameter's first step."""
         parameter = self.parameters[index]
-        state = self.state[parameter]
+        state, form = self.state[parameter], self.forms.get(parameter)
         if not state:
             state['step'] = self.steps[index]
-            state.update({name: torch.zeros_like(parameter) for name in self.moments})
+            for name in self.moments:
+                state.update(moments.zeros(form, parameter, name) if form else {name: torch.zeros_like(parameter)})
         if not local(parameter).numel():  # of a small parameter some ranks hold nothing
             return None
+        if form:
+            return moments.Part(form, parameter, state, self.moments)
         return local(parameter), *(local(state[name]) for name in self.moments)
 
 
-# The three ways in which a kernel runs. scalars: {name: number}; rows: [(theta, g, *moments), ...] of plain tensors.
+# The ways in which a kernel runs. scalars: {name: number}; rows: [(theta, g, *moments), ...] of plain tensors.
 
 
 def run_in_chunks(kernel, scalars, rows):
@@ -476,6 +520,10 @@ def run_in_chunks(kernel, scalars, rows):
 def run_on_lists(kernel, scalars, rows):
     for batch in in_parts(rows, lambda tensors: tensors[0].numel(), FOREACH):
         kernel(*map(Each, zip(*batch, strict=True)), **scalars)
+
+
+def on_lists(kernel, *tensors, **scalars):
+    kernel(*(Each([tensor]) for tensor in tensors), **scalars)
 
 
 def run_compiled(kernel, scalars, rows, skip):
@@ -503,30 +551,47 @@ def compiled(kernel, names):
     return torch.compile(update, dynamic=True)
 
 
+# The same for moments in fewer bits. parts: [(moments.Part, g), ...]; t: the step, of which the rounding is a function.
+
+
+def run_parts_in_pieces(kernel, scalars, t, parts, skip):
+    """No more than a piece of the moments is in fp32 at a time."""
+    if parts[0][1].is_cpu:
+        most, scalars = CHUNK, dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
+    else:  # lists of one: of a GPU no kernel takes scalars that are tensors of the host
+        most, kernel = PIECE, functools.partial(on_lists, kernel)
+    for part, g in parts:
+        for width, *piece in part.pieces(g, most):
+            moments.update(kernel, scalars, width, part.tables, part.keys(t), skip, *piece)
+
+
+def run_parts_compiled(kernel, scalars, t, parts, skip):
+    """What is in fp32 stays in registers, so a piece may be the whole."""
+    device, names = parts[0][1].device, tuple(scalars)
+    # All that changes from step to step arrives in two copies.
+    values, keys = torch.tensor([*scalars.values()]), torch.tensor([part.keys(t) for part, _ in parts])
+    if device.type == 'cuda':
+        values, keys = (x.pin_memory().to(device, non_blocking=True) for x in (values, keys))
+    for (part, g), part_keys in zip(parts, keys, strict=True):
+        for width, *piece in part.pieces(g, g.numel()):
+            compiled_in_fewer_bits(kernel, names, width)(skip, values, part_keys, part.tables, *piece)
+
+
+@functools.cache
+def compiled_in_fewer_bits(kernel, names, width):
+    def update(skip, values, keys, tables, *piece):
+        scalars = dict(zip(names, values.unbind(), strict=True))
+        moments.update(kernel, scalars, width, tables, keys.unbind(), skip, *piece)
+
+    return torch.compile(update, dynamic=True)
+
+
 class SGD(torch.optim.SGD):
     """torch's, with a step() that can be skipped. Its kernel takes no flag, so the host waits for one."""
 
     def step(self, skip=False):
         if not skip:
             super().step()
-
-
-def in_parts(items, size_of, most):
-    """Lists of consecutive items whose sizes add up to `most` or less, or of one item."""
-    part, size = [], 0
-    for item in items:
-        if part and size + size_of(item) > most:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += size_of(item)
-    if part:
-        yield part
-
-
-def local(tensor):
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Each:

@@ -13,6 +13,7 @@ import math
 
 import meshes
 import optim
+from moments import bytes_held, in_8_bits
 from planning.activations import activation_bytes
 from planning.sizes import (
     BYTES,
@@ -48,7 +49,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
                   deepspeed: see there
     gradients     fp32, like the weights; none of frozen weights
     accumulated   fsdp: what whole gradients need beyond that, while micro-steps add up without communication
-    optimizer     fp32 moments, none of frozen weights
+    optimizer     moments, none of frozen weights; by optimizer_dtype fp32 or fewer bits, with their scales
     outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
     gathered      fsdp: whole weights in the compute dtype; pipeline: those of its blocks, for half a precision
     reduction     fsdp: gradients on their way into the reduce-scatter
@@ -78,7 +79,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         return {
             'weights': stored_bytes(model.parameters()),
             'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
-            'optimizer': FP32 * moments(config, model),
+            'optimizer': moment_bytes(config, model),
             **activations,
         }
 
@@ -93,7 +94,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     parts = {
         f'{host}weights': stored_bytes(model.parameters(), shard_size),
         f'{host}gradients': FP32 * trained,
-        f'{host_of_moments}optimizer': FP32 * moments(config, model, shard_size),
+        f'{host_of_moments}optimizer': moment_bytes(config, model, shard_size),
     }
     if is_diloco:
         dtype = config['exchange_dtype']
@@ -143,7 +144,7 @@ def stage_memory(config, model, world_size, stage):
     stage_ranks = meshes.ranks_of_stage(config, world_size)
     copies, micro_steps = meshes.ranks_for_batches(config, stage_ranks), meshes.micro_steps(config, stage_ranks)
     in_blocks, at_ends = parameters_of_stage(config, model, stage)
-    hidden = sum(p.numel() for p in in_blocks if p.dim() == 2) if config['optimizer'] == 'muon' else 0
+    moments_held = moment_bytes(config, model, parameters=[*in_blocks, *at_ends])
     in_blocks, at_ends = count(in_blocks), count(at_ends)
     held = in_blocks + at_ends
     # The bytes of one block are the difference between a model of two blocks and one of one block. (With 'offload' the
@@ -162,7 +163,7 @@ def stage_memory(config, model, world_size, stage):
     parts = {
         'weights': FP32 * held,
         'gradients': FP32 * held,
-        'optimizer': FP32 * (OPTIMIZER_MOMENTS[config['optimizer']] * held - hidden),
+        'optimizer': moments_held,
         'gathered': in_blocks * BYTES[config['dtype']] * (config['dtype'] != 'float32'),
         'activations': activations,
         'logits': logits,
@@ -224,10 +225,26 @@ def reaching_into_slices(model, world_size):
     return numbers
 
 
-def moments(config, model, shard_size=1):
+def moment_bytes(config, model, shard_size=1, parameters=None):
+    """What the optimizer keeps on one rank, of all parameters of the model or of these."""
+    dtype = config.get('optimizer_dtype', 'float32')
+    if dtype == 'float32':
+        return FP32 * moments(config, model, shard_size, parameters)
+    parameters = parameters or list(model.parameters())
+    eligible = in_8_bits(model) if dtype == 'int8' else {*parameters}
+    shapes = {p: (math.ceil(p.shape[0] / shard_size), *p.shape[1:]) for p in parameters if p.requires_grad}
+    per_moment = sum(bytes_held(shape, dtype if p in eligible else 'float32') for p, shape in shapes.items())
+    return OPTIMIZER_MOMENTS[config['optimizer']] * per_moment
+
+
+def moments(config, model, shard_size=1, parameters=None):
     """Numbers that the optimizer keeps on one rank; none of frozen weights."""
-    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(trained_of(model.parameters()), shard_size)
-    return numbers - (count(hidden_matrices(model), shard_size) if config['optimizer'] == 'muon' else 0)
+    parameters = trained_of(model.parameters() if parameters is None else parameters)
+    numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(parameters, shard_size)
+    if config['optimizer'] == 'muon':
+        hidden = set(hidden_matrices(model))
+        numbers -= count((p for p in parameters if p in hidden), shard_size)
+    return numbers
 
 
 def totals(parts):

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import data
 import float8
 import meshes
+import optim
 from evaluation import in_run
 from huggingface import finetune, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
-from optim import learning_rate_at
 from planning import report, rules
 from planning.sizes import part_of_rank
 from runtime import batches, best, checkpoint, errors, health, offload, processes, stopping
@@ -80,7 +80,7 @@ class Run:
         frozen = f' ({config.frozen_dtype} where they are not trained)' if config.frozen_dtype else ''
         self.notes.append(
             f'dtypes: weights float32{frozen}, compute {config.dtype}, gradient reduction float32, '
-            'optimizer state float32'
+            f'optimizer state {config.optimizer_dtype}'
         )
         make_process_group(config, self.device)  # NCCL between GPUs, gloo on the host
         self.found = find_checkpoint(config, self.pretrained)
@@ -102,7 +102,7 @@ class Run:
 
     def check_resume(self, state):
         """Refuse to go on as another run; notes what changes from here on."""
-        self.notes += check_resume(state, self.config, self.identity, learning_rate_at)
+        self.notes += check_resume(state, self.config, self.identity, optim.learning_rate_at)
 
 
 def begin(config, explicit, strategy, ranks=None):
@@ -268,6 +268,7 @@ def fill_in(run):
     fill_rates(run)
     plan_data(run)
     fill_model(run)
+    check_optimizer(run.config)
     check_layout(run)
     best.check_keys(vars(run.config))
 
@@ -306,7 +307,8 @@ def fill_compile(run):
     devices = {config.device}
     offload = vars(config).get('cpu_offload', 'none')
     updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
-    if updates_on_host and config.optimizer not in ('adamw', 'sgd'):  # those two are never compiled
+    is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # and never compiled
+    if updates_on_host and not is_fused:
         devices.add('cpu')
     if config.compile and not all(map(processes.has_compiler, devices)):
         config.compile = False
@@ -384,6 +386,16 @@ def fill_model(run):
     vars(config).update(run.model_config.to_dict())
     if config.native:  # what was asked for, from which all of this follows again: Pretrained.from_run()
         config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
+
+
+def check_optimizer(config):
+    """Raise ValueError where the optimizer has no moments that could rest in optimizer_dtype."""
+    if config.optimizer_dtype != 'float32' and config.optimizer not in optim.UPDATES:
+        why = 'has no moments' if config.optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
+        raise ValueError(
+            f'optimizer_dtype={config.optimizer_dtype} with optimizer={config.optimizer}, which {why}: '
+            'use --optimizer=adamw, or leave optimizer_dtype out'
+        )
 
 
 def check_layout(run):

@@ -23,6 +23,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,9 +32,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+import moments
 from runtime import processes
 from runtime.best import step_of_best
-from runtime.checkpoint_parts import CutTensor, LoadPlanner, SavePlanner, local_piece
+from runtime.checkpoint_parts import (
+    CutTensor,
+    LoadPlanner,
+    MadeLater,
+    SavePlanner,
+    layout_of,
+    local_piece,
+    value_of_piece,
+)
 from runtime.files import rename_durably, sha256_of, write_file
 
 NFS_LEASE_S = 120  # after which a server has dropped the locks of a client that is gone; Linux's own: 90
@@ -361,7 +371,7 @@ class Saver:
             piece = local_piece(tensor)
             if key not in self.copies:  # pinned memory, if from a GPU: its copies are faster and need no waiting for
                 self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)
-            self.copies[key].copy_(piece, non_blocking=True)
+            self.copies[key].copy_(value_of_piece(tensor), non_blocking=True)
         if any(local_piece(tensor).is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
@@ -409,7 +419,7 @@ class Saver:
     def _write_files(self, folder, tensors, state):
         """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what replicas hold (HSDP)."""
         staged = self.thread is not None
-        planner = SavePlanner(self.copies if staged else {key: local_piece(value) for key, value in tensors.items()})
+        planner = SavePlanner(self.copies if staged else None)
         # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when
         # staged: in this new thread it would open a context on GPU 0, whatever GPU this rank has.
         writer = FileWriter(folder, thread_count=1, per_thread_copy_ahead=0 if staged else 10_000_000)
@@ -460,6 +470,7 @@ class FileWriter(dcp.FileSystemWriter):
 
 def name_of_copies(key, tensor):
     """A name that this rank's piece has on every rank that holds the same one; None if no other rank may."""
+    tensor = layout_of(tensor)
     if isinstance(tensor, CutTensor):
         return f'{key} {[tuple(begin) for begin in tensor.rows]}'
     if not isinstance(tensor, DTensor):
@@ -509,7 +520,7 @@ def as_saved(tensor):
 
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
     """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg. Without the weights that
-    init_from has: model.names_of_base."""
+    init_from has: model.names_of_base. Moments that rest in fewer bits are made fp32 when they are written."""
     names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
     tensors = {
         f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
@@ -518,10 +529,15 @@ def tensors_to_save(model, optimizer, optimizer_key='optim'):
     }
     for parameter, slots in optimizer.state.items():
         name = names[parameter]
-        tensors.update(
-            {f'{optimizer_key}.{name}.{slot}': in_whole(model, name, value) for slot, value in slots.items()}
-        )
-    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | CutTensor)]
+        for slot, value in slots.items():
+            if slot.endswith(moments.SCALES):
+                continue
+            if value.dtype in (torch.uint8, torch.bfloat16):
+                like, make = in_whole(model, name, parameter.detach()), partial(moments.in_fp32, slots, slot)
+                tensors[f'{optimizer_key}.{name}.{slot}'] = MadeLater(like, make)
+            else:
+                tensors[f'{optimizer_key}.{name}.{slot}'] = in_whole(model, name, value)
+    others = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | CutTensor | MadeLater)]
     assert not others, f'only tensors can be saved (anything else would be pickled), not {others[:3]}'
     return tensors
 
@@ -577,15 +593,19 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
         index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
         optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
+        in_fewer_bits = {}  # key -> (index, slot) of moments that do not rest in fp32
         for key, tensor in saved.items():
             prefix, _, slot = key.rpartition('.')
             if prefix in index_of:
                 index = index_of[prefix]
-                if tensor.dim():
+                if tensor.dim() and parameters[index] in getattr(optimizer, 'forms', ()):
+                    value, in_fewer_bits[key] = parameters[index].detach(), (index, slot)  # for its shape
+                elif tensor.dim():
                     value = zeros_like(parameters[index], dtype=tensor.dtype)  # a moment is sharded like its parameter
                 else:
                     value = torch.zeros((), dtype=tensor.dtype)  # `step`
-                optimizer_state.setdefault(index, {})[slot] = value
+                if key not in in_fewer_bits:
+                    optimizer_state.setdefault(index, {})[slot] = value
                 targets[key] = in_whole(model, names[parameters[index]], value)
 
     def kind(tensors, key):
@@ -596,11 +616,15 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
         key = different[0]
         first = f'{key} is {kind(saved, key)} in the checkpoint and {kind(targets, key)} here'
         raise ValueError(f'checkpoint {path} does not fit this model: {first} ({len(different)} differences in all)')
+    if optimizer is not None:
+        targets = {key: target for key, target in targets.items() if key not in in_fewer_bits}
     read_tensors(path, targets)
     for tensor, name in names.items():
         if f'model.{name}' in targets and tensor.dtype == torch.bfloat16:
             put_back(tensor, targets[f'model.{name}'], path, name)
     if optimizer is not None:
+        if getattr(optimizer, 'forms', None):
+            read_in_fewer_bits(path, model, optimizer, in_fewer_bits, optimizer_state)
         # load_state_dict also puts each tensor where this optimizer wants it: `step` of fused AdamW lives on the GPU.
         optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
     state = read_state(path)
@@ -615,6 +639,33 @@ def put_back(frozen, saved, path, name):
     frozen.copy_(saved)
     if not torch.equal(frozen.float(), saved):
         raise ValueError(f'checkpoint {path} has {name} in more digits than bfloat16: use --frozen_dtype=float32')
+
+
+def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes=2**28):
+    """Add to optimizer_state, {index of a parameter: slots}, the moments that keys names, {key: (index, slot)}.
+
+    A checkpoint has them in fp32, for which there is no room at once: so many bytes of a rank are read, then rounded.
+    """
+    at_rest = getattr(optimizer, 'at_rest', lambda tensor: tensor)  # offload.StateOnHost: in host memory
+    names, parameters = names_of_tensors(model), [p for group in optimizer.param_groups for p in group['params']]
+
+    def bytes_of(key):
+        parameter = parameters[keys[key][0]]
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        return 4 * parameter.numel() // ranks
+
+    parts = [*moments.in_parts(keys, bytes_of, part_bytes)]
+    most = [None] * dist.get_world_size()  # reading is collective, and stages of a pipeline have other parameters
+    dist.all_gather_object(most, len(parts))
+    for part in parts + [[]] * (max(most) - len(parts)):
+        values = {key: torch.zeros_like(parameters[keys[key][0]], requires_grad=False) for key in part}
+        read_tensors(
+            path, {key: in_whole(model, names[parameters[keys[key][0]]], value) for key, value in values.items()}
+        )
+        for key, value in values.items():
+            index, slot = keys[key]
+            found = moments.from_fp32(optimizer.forms[parameters[index]], parameters[index], slot, moments.local(value))
+            optimizer_state.setdefault(index, {}).update({name: at_rest(x) for name, x in found.items()})
 
 
 def load_weights(path, names=None):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -43,16 +44,29 @@ class CutTensor:
         return [WriteItem(MetadataIndex(key, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in data]
 
 
-class SavePlanner(dcp.DefaultSavePlanner):
-    """Plans with the shapes and placements of the live tensors, but writes `pieces`, perhaps copies in host memory."""
+class MadeLater:
+    """A tensor that is made when it is copied or written, one after the other: there is no room for all of them."""
 
-    def __init__(self, pieces):
+    def __init__(self, like, make):
+        """like: a tensor, DTensor or CutTensor of the same shape, dtype and layout. make(): this rank's part."""
+        self.like, self.make = like, make
+
+    def __create_write_items__(self, key, _):
+        return _create_write_items(key, self.like)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Plans with the shapes and placements of the live tensors, but writes `copies` in host memory, if there are."""
+
+    def __init__(self, copies=None):
         super().__init__()
-        self.pieces = pieces
+        self.copies = copies
 
     def lookup_object(self, index):
-        tensor, piece = self.state_dict[index.fqn], self.pieces[index.fqn]
-        return piece[tensor.rows[index.offset]] if isinstance(tensor, CutTensor) else piece
+        tensor = self.state_dict[index.fqn]
+        piece = value_of_piece(tensor) if self.copies is None else self.copies[index.fqn]
+        like = layout_of(tensor)
+        return piece[like.rows[index.offset]] if isinstance(like, CutTensor) else piece
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -70,7 +84,18 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         )
 
 
+def layout_of(tensor):
+    return tensor.like if isinstance(tensor, MadeLater) else tensor
+
+
 def local_piece(tensor):
+    """What this rank has of it; of what is made later, one of the same shape and dtype."""
+    tensor = layout_of(tensor)
     if isinstance(tensor, CutTensor):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def value_of_piece(tensor):
+    """What this rank has of it, made now if it is to be made."""
+    return tensor.make() if isinstance(tensor, MadeLater) else local_piece(tensor)

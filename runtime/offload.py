@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from optim import in_parts, local
+from moments import in_parts, local
 
 
 class StateOnHost:
@@ -31,6 +31,7 @@ class StateOnHost:
         self.param_groups, self.zero_grad, self.state_dict = (
             optimizer.param_groups, optimizer.zero_grad, optimizer.state_dict
         )  # fmt: skip
+        self.forms = getattr(optimizer, 'forms', {})
         on_cuda = torch.cuda.is_available()
         self.to_gpu, self.to_host = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
         self.host = {}  # tensor of the state -> page-locked memory, used again in every step
@@ -50,6 +51,12 @@ class StateOnHost:
         moment = DTensor(host, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else host
         self.host[local(moment)] = host.detach()
         return moment
+
+    def at_rest(self, tensor):
+        """The same in host memory, of a moment in fewer bits that a checkpoint had."""
+        host = self.zeros_like(tensor, tensor.dtype)
+        local(host).copy_(local(tensor))
+        return host
 
     def load_state_dict(self, saved):
         """As that of an optimizer before its first step, which would move the moments to their parameters."""

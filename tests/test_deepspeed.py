@@ -371,7 +371,7 @@ def test_gradients_on_the_host_are_waited_for(monkeypatch):
 
 KEYS = {'zero_stage': 2, 'optimizer': 'adamw', 'cpu_offload': 'none', 'compile': False, 'init_from': 'scratch'}
 KEYS |= {'device': 'cpu', 'dtype': 'bfloat16', 'global_batch_size': 16, 'batch_size': 2, 'grad_clip': 1.0}
-KEYS |= {'lr_schedule': 'cosine'}
+KEYS |= {'lr_schedule': 'cosine', 'optimizer_dtype': 'float32'}
 
 
 @pytest.mark.parametrize(
@@ -379,6 +379,7 @@ KEYS |= {'lr_schedule': 'cosine'}
     [
         ({'zero_stage': 0}, 'zero_stage=0: .*1, 2 or 3'),
         ({'optimizer': 'muon'}, 'optimizer=muon: '),
+        ({'optimizer_dtype': 'int8'}, 'optimizer_dtype=int8: .* leave it out'),
         ({'zero_stage': 3, 'compile': True}, 'use --compile=False'),
         ({'cpu_offload': 'params'}, 'cpu_offload=params with zero_stage=2'),
         ({'dtype': 'float16'}, 'use --dtype=bfloat16'),

@@ -526,11 +526,12 @@ def test_the_script_refuses_in_one_line_before_there_is_a_process_group(tmp_path
         (dict(tensor_parallel=128, n_head=128, n_kv_head=128, mlp_hidden_dim=128, block_size=128, vocab_size=64),
          ' 64: .*--vocab_size=128, .*tensor_parallel=2 or 4 or 8'),
         (dict(optimizer='muon'), 'muon.* adamw'),
+        (dict(optimizer_dtype='int8'), 'int8.* --optimizer_dtype=bfloat16'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes, message):
     keys = ModelConfig(**{**LLAMA, **{key: value for key, value in changes.items() if key in SIZES or 'n_' in key}})
-    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw'}
+    config = {'tensor_parallel': 4, 'context_parallel': 1, 'optimizer': 'adamw', 'optimizer_dtype': 'float32'}
     config |= {**keys.to_dict(), **changes}
     with pytest.raises(ValueError, match=message):
         meshes.check_tensor_parallel(types.SimpleNamespace(**config), keys)

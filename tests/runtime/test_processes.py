@@ -202,21 +202,23 @@ def test_a_run_without_a_compiler_says_so_and_goes_on(data_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'strategy, optimizer, cpu_offload, needs_cxx',
+    'strategy, optimizer, dtype, cpu_offload, needs_cxx',
     [
-        ('fsdp', 'adana', 'none', False),
-        ('fsdp', 'adana', 'optimizer', False),  # its moments travel to the GPU, which updates
-        ('fsdp', 'adana', 'params', True),
-        ('fsdp', 'adamw', 'params', False),  # PyTorch's fused kernel
-        ('deepspeed', 'adana', 'optimizer', True),
+        ('fsdp', 'adana', 'float32', 'none', False),
+        ('fsdp', 'adana', 'float32', 'optimizer', False),  # its moments travel to the GPU, which updates
+        ('fsdp', 'adana', 'float32', 'params', True),
+        ('fsdp', 'adamw', 'float32', 'params', False),  # PyTorch's fused kernel
+        ('fsdp', 'adamw', 'int8', 'params', True),
+        ('deepspeed', 'adana', 'float32', 'optimizer', True),
     ],
 )
 def test_an_update_that_is_compiled_for_the_host_needs_a_compiler_for_it(
-    monkeypatch, tmp_path, strategy, optimizer, cpu_offload, needs_cxx
+    monkeypatch, tmp_path, strategy, optimizer, dtype, cpu_offload, needs_cxx
 ):
     monkeypatch.setenv('CC', sys.executable)  # some program
     monkeypatch.setenv('CXX', 'no-such-compiler')
     config = SimpleNamespace(device='cuda:0', compile=True, optimizer=optimizer, cpu_offload=cpu_offload)
+    config.optimizer_dtype = dtype
     run = SimpleNamespace(config=config, strategy=strategy, notes=[])
     begin.fill_compile(run)
     assert config.compile is not needs_cxx and any('CXX' in note for note in run.notes) == needs_cxx
