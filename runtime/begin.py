@@ -236,18 +236,12 @@ def check_frozen_dtype(run):
     if config.init_from == 'scratch' or run.start_from:
         raise ValueError(f'{given} with init_from={config.init_from}: nothing is frozen there, leave frozen_dtype out')
     keys = vars(config)
-    is_cut = run.strategy == 'pipeline' or keys.get('tensor_parallel', 1) > 1
-    if config.native or is_cut:
-        cut = 'train_pipeline.py' if run.strategy == 'pipeline' else f'tensor_parallel={keys.get("tensor_parallel")}'
-        raise ValueError(
-            f"{given} with {'native=True' if config.native else cut}: only transformers' classes, under train_ddp.py, "
-            'train_fsdp.py and train_diloco.py, have LoRA and frozen parts, and they are not cut: '
-            + (
-                'leave native out, or frozen_dtype'
-                if config.native
-                else 'use train_fsdp.py without it, which shards them'
-            )
-        )
+    only = "only transformers' classes have LoRA and frozen parts"
+    if config.native:
+        raise ValueError(f'{given} with native=True: {only}: leave native out, or frozen_dtype')
+    if run.strategy == 'pipeline' or keys.get('tensor_parallel', 1) > 1:
+        cut = 'train_pipeline.py' if run.strategy == 'pipeline' else f'tensor_parallel={keys["tensor_parallel"]}'
+        raise ValueError(f'{given} with {cut}: {only}, and they are not cut: use train_fsdp.py without it, which shards')
     if asked == 'nf4' and keys.get('fsdp_impl') == 'torch' and torch.__version__ < (2, 13):
         raise ValueError(
             f'{given}: fully_shard takes bytes from torch 2.13 on, this is {torch.__version__}: use --fsdp_impl=manual'

@@ -94,7 +94,7 @@ def test_lora_and_frozen_parts_without_a_model_of_transformers_are_refused(train
     line = error_line(train(data_dir, tmp_path / 'out', key))
     assert key.strip('-').split('=')[0] in line and 'init_from=scratch' in line and '--init_from' in line
     assert not (tmp_path / 'out').exists()
-    config = SimpleNamespace(init_from='out/mine', native=False, lora_rank=8, freeze=None)
+    config = SimpleNamespace(init_from='out/mine', native=False, lora_rank=8, freeze=None, frozen_dtype=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(begin, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
         with pytest.raises(ValueError, match='lora_rank=8 .* `python export_model.py --out_dir=out/mine`'):

@@ -230,7 +230,7 @@ def logits_of_ours(folder, tokens):
 
     keys = {'init_from': str(folder), 'out_dir': f'{folder}-out', 'dry_run': False, 'block_size': 12, 'freeze': None}
     keys |= {'lora_rank': 0, 'lora_alpha': 16.0, 'lora_targets': 'all', 'dropout': 0.0, 'z_loss': 0.0}
-    keys |= {'lora_dropout': 0.0, 'lora_rslora': False, 'modules_to_save': []}
+    keys |= {'lora_dropout': 0.0, 'lora_rslora': False, 'modules_to_save': [], 'frozen_dtype': None}
     keys |= {'rope_theta': None, 'yarn': [], 'trust_remote_code': False}
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     try:
