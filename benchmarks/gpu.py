@@ -301,26 +301,19 @@ BASES = {'fp32': {'frozen_dtype': 'float32'}, 'bf16': {'frozen_dtype': 'bfloat16
 
 def low_precision(bench):
     """Llama 1B in fewer bits beside bf16: tokens/s, memory. A smaller model on text: the loss. LoRA's bases."""
-    from keys import Keys
-
-    def there_are(keys):
-        return all(hasattr(Keys, key) for key in keys)
-
     timed, small = bench.size('Llama 1B') | TIMED, bench.size('124M')
     text = write_text(bench.out / 'data') | dict(log_interval=1, warmup_iters=10, learning_rate=6e-4)
     text |= dict(max_iters=20 if bench.tiny else 150, global_batch_size=small['batch_size'], dtype='bfloat16')
     for name, keys in LOW_PRECISION.items():
-        if there_are(keys):
-            bench.train(f'Llama 1B {name}', 'train_fsdp.py', timed | dict(dtype='bfloat16') | keys)
-            bench.train(f'loss {name}', 'train_fsdp.py', small | text | keys)
+        bench.train(f'Llama 1B {name}', 'train_fsdp.py', timed | dict(dtype='bfloat16') | keys)
+        bench.train(f'loss {name}', 'train_fsdp.py', small | text | keys)
     folder = bench.runs / 'llama-8b'
     if not folder.exists():
         bench.inner('llama-8b', 200, f'--folder={folder}')
     lora = dict(init_from=folder, lora_rank=16, block_size=64 if bench.tiny else 2048, batch_size=1, max_iters=10)
     lora |= dict(log_interval=5, activation_checkpointing='full', vocab_size=None)
     for name, keys in BASES.items():
-        if there_are(keys):
-            bench.train(f'Llama 8B LoRA {name}', 'train_ddp.py', lora | keys, limit=150)
+        bench.train(f'Llama 8B LoRA {name}', 'train_ddp.py', lora | keys, limit=150)
 
 
 def write_text(data_dir):

@@ -7,6 +7,7 @@ Sizes are in GB of 1e9 bytes. `config` is as in sizes.py.
 """
 
 import meshes
+from optim import UPDATES
 from planning.memory import memory_bytes, moments, stage_memory, totals
 from planning.rules import rule_rows
 from planning.sizes import FP32, counts_of, empty_model, part_of_rank
@@ -117,12 +118,15 @@ def out_of_memory_advice(config, world_size, strategy):
     }
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
     has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4' and strategy != 'deepspeed'
+    has_fp32_moments = config['optimizer'] in UPDATES and config.get('optimizer_dtype', 'float32') == 'float32'
+    fewer_bits = 'bfloat16' if config.get('tensor_parallel', 1) > 1 else 'int8'  # whose blocks a cut would divide
     state_helps = {  # of frozen weights there are none
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
         'use train_fsdp.py on several GPUs': strategy == 'ddp',
         'set --zero_stage=3': config.get('zero_stage', 3) != 3,
         'set --accumulate=sharded': config.get('accumulate', 'sharded') != 'sharded',
+        f'set --optimizer_dtype={fewer_bits}': largest == 'optimizer' and has_fp32_moments and strategy != 'deepspeed',
         'set --cpu_offload=params': config.get('cpu_offload') == 'none',
     }
     helps = batch_helps | state_helps if largest in ('activations', 'logits') else state_helps | batch_helps

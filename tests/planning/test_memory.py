@@ -770,6 +770,13 @@ def test_out_of_memory_advice_names_the_need_and_first_the_keys_that_help_most()
     advice = report.out_of_memory_advice(config | wide.to_dict(), 4, 'fsdp')
     assert re.search('accumulated: .*--accumulate=sharded.*--cpu_offload=params.*block_size', advice)
 
+    config = config_of(wide, batch_size=1, dtype='bfloat16', activation_checkpointing='full')
+    assert re.search(
+        'optimizer: .*--optimizer_dtype=int8', report.out_of_memory_advice(config | wide.to_dict(), 1, 'ddp')
+    )
+    for keys in ({'optimizer': 'muon'}, {'optimizer_dtype': 'int8'}):
+        assert 'optimizer_dtype' not in report.out_of_memory_advice(config | wide.to_dict() | keys, 1, 'ddp'), keys
+
 
 def test_out_of_memory_advice_for_deepspeed_names_its_own_keys():
     shape = shape_of('gpt2', n_embd=2048, block_size=16)
