@@ -166,7 +166,8 @@ def our_results(out_dir, paths, folder, num_fewshot=0, batch_size=32, limit=None
     keys = {'tasks': ','.join(paths), 'num_fewshot': num_fewshot, 'batch_size': batch_size, 'samples': folder}
     keys |= {'results': f'{folder}/results.jsonl', 'dtype': 'float32', 'device': 'cpu', 'limit': limit}
     keys['apply_chat_template'] = chat
-    run_script('evaluate.py', f'--out_dir={out_dir}', *(f'--{key}={value}' for key, value in keys.items()))
+    options = [f'--{key}={value}' for key, value in keys.items()]
+    run_script('evaluate.py', f'--out_dir={out_dir}', *options, timeout=7200)
     scores = [json.loads(line) for line in Path(folder, 'results.jsonl').read_text().splitlines()]
     for path, task_scores in zip(paths, scores, strict=True):
         rows = [json.loads(line) for line in Path(folder, f'{Path(path).stem}.jsonl').read_text().splitlines()]
