@@ -87,14 +87,16 @@ def cell(device, host):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--models', default=','.join(SHAPES), help='of ' + ', '.join(SHAPES))
-    models = parser.parse_args().models.split(',')
+    parser.add_argument('--gpus', type=int, choices=WAYS, help='this table alone')
+    arguments = parser.parse_args()
+    models = arguments.models.split(',')
     with tempfile.TemporaryDirectory() as folder:
         for name in models:
             Path(folder, name).mkdir()
             Path(folder, name, 'config.json').write_text(json.dumps(ALL_LLAMAS | SHAPES[name]))
-        for gpus, ways in WAYS.items():
+        for gpus in [arguments.gpus] if arguments.gpus else WAYS:
             print(f'\n| {gpus} GPU{"s" * (gpus > 1)} | {" | ".join(models)} |\n|---|{"---|" * len(models)}')
-            for way in ways:
+            for way in WAYS[gpus]:
                 cells = [cell(*bytes_of(way, Path(folder, name), gpus)) for name in models]
                 print(f'| `{way}` | {" | ".join(cells)} |', flush=True)
 
