@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import data
-from huggingface import convert, finetune, native, rounding
+from huggingface import convert, finetune, lora, native, rounding
 from model import GPT, ModelConfig
 from runtime import checkpoint, errors, files
 from text.tokenizer import END_OF_TEXT, SAMPLE_TEXT, ByteTokenizer, TiktokenTokenizer, tokenizer_of
@@ -164,8 +164,8 @@ T = min(128, block_size or 128)
 some_tokens = torch.randint(vocab_size, (2, T), generator=torch.Generator().manual_seed(1337))
 trained_logits = logits_of(model)
 if config.adapter:
-    adapter = {name: tensor for name, tensor in weights.items() if finetune.is_lora(name)}
-    in_full = finetune.modules_to_save(model, pretrained.modules_to_save)
+    adapter = {name: tensor for name, tensor in weights.items() if lora.is_lora(name)}
+    in_full = lora.modules_to_save(model, pretrained.modules_to_save)
     for module in in_full:
         own = model.get_submodule(module).state_dict()
         adapter |= {f'{module}.{name}': tensor for name, tensor in own.items()}
@@ -239,7 +239,7 @@ def write_fine_tuned(folder):
 
 def peft_name(name):
     """What peft calls a tensor of the adapter."""
-    return f'base_model.model.{name}' + ('.weight' if finetune.is_lora(name) else '')
+    return f'base_model.model.{name}' + ('.weight' if lora.is_lora(name) else '')
 
 
 def write_adapter(folder):
@@ -261,7 +261,7 @@ def write_adapter(folder):
         'use_rslora': pretrained.lora_rslora,
         'modules_to_save': in_full or None,
         'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
-        'fan_in_fan_out': any(finetune.is_conv1d(model.get_submodule(name)) for name in modules),
+        'fan_in_fan_out': any(lora.is_conv1d(model.get_submodule(name)) for name in modules),
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
     tensors = {peft_name(name): tensor.clone() for name, tensor in adapter.items()}  # safetensors takes nothing tied

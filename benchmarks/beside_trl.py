@@ -133,10 +133,10 @@ def write_work(arguments, part, path):
 
     import data
     from benchmarks.packing import chats_of
-    from huggingface import finetune
+    from huggingface import finetune, lora
 
-    lora = {'lora_rank': RANK, 'lora_alpha': float(RANK)} if part == 'lora' else {}
-    pretrained = finetune.Pretrained(arguments.init_from, block_size=arguments.block_size, **lora)
+    lora_keys = {'lora_rank': RANK, 'lora_alpha': float(RANK)} if part == 'lora' else {}
+    pretrained = finetune.Pretrained(arguments.init_from, block_size=arguments.block_size, **lora_keys)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
     shapes = {name: p.shape for name, p in model.named_parameters() if name.endswith('.lora_A')}
@@ -150,7 +150,7 @@ def write_work(arguments, part, path):
     torch.save(
         {
             'steps': steps,
-            'lora_A': {name: finetune.initial_lora_a(name, shape, SEED) for name, shape in shapes.items()},
+            'lora_A': {name: lora.initial_lora_a(name, shape, SEED) for name, shape in shapes.items()},
         },
         path,
     )

@@ -11,9 +11,8 @@ A model of `transformers` as the train scripts want it: with the methods of mode
 
 Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
 and the loss are computed together in chunks (model.ChunkedCrossEntropy).
-LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen.
-Checkpoints of LoRA hold what is trained alone, with a fingerprint of the folder that the rest is read from.
-What is not trained needs no fp32 master: frozen_dtype says in what its matrices are kept, see store_frozen().
+lora.py says what is trained, and in what the rest is stored. Checkpoints of LoRA hold what is trained alone, with a
+fingerprint of the folder that the rest is read from.
 """
 
 import contextlib
@@ -36,15 +35,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from huggingface import nf4, rotation
+from huggingface import lora, nf4, rotation
 from huggingface.files import Weights, find_folder, local_rows, tensors_to_load
-from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, generator_of, layout_of_documents, recomputed
+from model import GPT, ChunkedCrossEntropy, MaskedLayout, cross_entropy, layout_of_documents, recomputed
 from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import refuse_lfs_pointer
 
 KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
-PACKED_AT_ONCE = 512  # rows that nf4 packs together, in float64
 LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
 # What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
@@ -363,7 +361,7 @@ class ForTraining:
     cross_entropy = staticmethod(cross_entropy)
     ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
     counts = flops = None  # parameter_counts() and flops_per_token(), where weights have become bytes since
-    is_whole = False  # its weights are the masters, which autocast casts, and what is frozen: compute_from_stored()
+    is_whole = False  # its weights are the masters, and what is frozen: see lora.compute_from_stored()
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
         """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
@@ -497,8 +495,8 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     model.has_plain_head &= model.base_model is not model  # it is where a class names none
     model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
-    freeze(model, pretrained)
-    store_frozen(model, pretrained)
+    lora.freeze(model, pretrained)
+    lora.store_frozen(model, pretrained)
     return model
 
 
@@ -612,201 +610,6 @@ def fill_buffers(model, device):
                 raise ValueError(f'transformers has no rule to fill {name} of {type(module).__name__}: not supported')
 
 
-# --- LoRA and frozen parts --------------------------------------------------------------------------------------------
-
-
-def add_lora(module, args, output):
-    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A dropout(x)."""
-    x = F.dropout(args[0], module.lora_dropout, module.training) if module.lora_dropout else args[0]
-    return output + F.linear(F.linear(x, module.lora_A), module.lora_B) * module.lora_scale
-
-
-def freeze(model, pretrained):
-    """Add LoRA, and mark what is not trained: with LoRA all but that, and what pretrained.freeze matches."""
-    if pretrained.lora_rank:
-        model.requires_grad_(False)
-        for module in lora_modules(model, pretrained.lora_targets):
-            inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
-            device = module.weight.device
-            module.lora_A = nn.Parameter(torch.empty(pretrained.lora_rank, inputs, device=device))
-            module.lora_B = nn.Parameter(torch.empty(outputs, pretrained.lora_rank, device=device))
-            module.lora_scale, module.lora_dropout = scale_of_lora(pretrained), pretrained.lora_dropout
-            module.register_forward_hook(add_lora)
-        for name in modules_to_save(model, pretrained.modules_to_save):
-            model.get_submodule(name).requires_grad_(True)
-    if pretrained.freeze:
-        parameters = dict(model.named_parameters())
-        try:
-            frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
-        except re.error as error:
-            raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
-        if not frozen:
-            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
-        for name in frozen:
-            parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
-    tensors = model.state_dict(keep_vars=True).items() if pretrained.lora_rank else ()
-    model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
-
-
-def store_frozen(model, pretrained):
-    """
-    Have the matrices that are not trained take the bytes of frozen_dtype, in place of an fp32 master's 4 a number.
-
-    bfloat16: all of them, embedding and head, too; where the folder is bfloat16, that loses nothing. nf4: the linear
-    layers of the blocks, with packed rows (huggingface/nf4.py) in place of `weight`; the others as they are by default.
-    Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot pack.
-    """
-    if pretrained.frozen_dtype == 'nf4':
-        model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
-        for module in lora_modules(model, 'all'):
-            rows, columns = module.weight.shape
-            if module.weight.requires_grad:  # in modules_to_save
-                raise ValueError(
-                    f'modules_to_save={",".join(pretrained.modules_to_save)} trains {name_of(model, module)}, and '
-                    'frozen_dtype=nf4 packs all linear layers of the blocks: leave it out there, and LoRA trains it, '
-                    'or use --frozen_dtype=bfloat16'
-                )
-            if columns % nf4.BLOCK:
-                raise ValueError(
-                    f'frozen_dtype=nf4: rows of {name_of(model, module)} have {columns} weights, which are not made of '
-                    f'blocks of {nf4.BLOCK}: use --frozen_dtype=bfloat16'
-                )
-            packed = torch.empty(rows, nf4.bytes_of(columns), dtype=torch.uint8, device=module.weight.device)
-            module.weight = nn.Parameter(packed, requires_grad=False)
-            module.forward = functools.partial(forward_of_stored, module)
-    if pretrained.frozen_dtype == 'bfloat16' or (pretrained.frozen_dtype == 'nf4' and pretrained.is_bfloat16):
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and not parameter.requires_grad and parameter.dim() > 1:
-                    if parameter.dtype == torch.float32 and not is_lora(f'.{name}'):
-                        module._parameters[name] = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
-        model.tie()
-
-
-def name_of(model, module):
-    return next(name for name, other in model.named_modules() if other is module)
-
-
-def forward_of_stored(module, x):
-    """Of a linear layer, or GPT-2's Conv1D, whose weight is stored in other numbers than it computes with."""
-    return nf4.frozen_linear(x, module.weight, module.bias, is_conv1d(module))
-
-
-def compute_from_stored(model):
-    """
-    Of a model that is not sharded, so that no gather casts its weights: have bfloat16 ones compute as their fp32 master
-    would, which they are to the bit.
-
-    A linear layer casts its weight when it needs it, in backward again; what an embedding has looked up is cast; for
-    any other module a copy stands in while it computes.
-    """
-    if not isinstance(model, ForTraining):
-        return
-    model.is_whole = True
-    for module in model.modules():
-        stored = [name for name, p in module._parameters.items() if p is not None and p.dtype == torch.bfloat16]
-        if not stored:
-            continue
-        if type(module).forward is nn.Linear.forward or is_conv1d(module):
-            module.forward = functools.partial(forward_of_stored, module)
-        elif type(module).forward is nn.Embedding.forward:
-            module.register_forward_hook(lambda module, args, output: output.float() if model.is_whole else output)
-        else:
-            module.register_forward_pre_hook(functools.partial(put_masters, model, stored))
-            module.register_forward_hook(functools.partial(put_stored, stored), always_call=True)
-
-
-def put_masters(model, names, module, args):
-    if model.is_whole:
-        module.stored = [module._parameters[name] for name in names]
-        for name, parameter in zip(names, module.stored, strict=True):
-            module._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
-
-
-def put_stored(names, module, args, output):
-    for name, parameter in zip(names, module.__dict__.pop('stored', ()), strict=False):
-        module._parameters[name] = parameter
-
-
-def is_lora(name):
-    """Whether a parameter is one of the two thin matrices."""
-    return name.endswith(('.lora_A', '.lora_B'))
-
-
-def scale_of_lora(pretrained):
-    """What B A x is multiplied by. With lora_rslora (arXiv 2312.03732) it shrinks with the root of the rank, so that
-    high ranks learn as much as low ones."""
-    rank = pretrained.lora_rank
-    return pretrained.lora_alpha / (math.sqrt(rank) if pretrained.lora_rslora else rank)
-
-
-def modules_to_save(model, ends):
-    """
-    Names of the modules whose names end so, and of those that share a parameter with one of them: what is tied stays
-    tied. Raises ValueError for an end that no name has, and for a module that LoRA is in.
-    """
-    names, chosen = [name for name, _ in model.named_modules(remove_duplicate=False) if name], []
-    for end in ends:
-        found = [name for name in names if f'.{name}'.endswith(f'.{end}')]
-        if not found:
-            own = {name.rpartition('.')[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-            known = ', '.join(name for name in names if name in own and not re.search(r'\.\d+\.', name))
-            raise ValueError(
-                f'modules_to_save={",".join(ends)}: no module is called {end!r}; outside of the blocks: {known}'
-            )
-        chosen += found
-    parameters = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
-    for name in chosen:
-        if any(is_lora(f'.{inner}') for inner, _ in model.get_submodule(name).named_parameters()):
-            raise ValueError(
-                f'modules_to_save={",".join(ends)}: {name} has LoRA, too; leave it out there or in lora_targets'
-            )
-    for name in names:
-        own = model.get_submodule(name)._parameters.values()
-        if any(parameter in parameters for parameter in own if parameter is not None):
-            if not any(f'{name}.'.startswith(f'{other}.') for other in chosen):
-                chosen.append(name)
-    return list(dict.fromkeys(chosen))
-
-
-def lora_modules(model, targets):
-    """The linear layers of the blocks that lora_targets means. Raises ValueError for a target that is not there."""
-    linear = {}
-    for block in model.blocks:
-        for name, module in block.named_modules():
-            if isinstance(module, nn.Linear) or is_conv1d(module):
-                linear.setdefault(name, []).append(module)
-    if targets == 'all':
-        return [module for modules in linear.values() for module in modules]
-    chosen = []
-    for target in targets.split(','):
-        found = [name for name in linear if f'.{name}'.endswith(f'.{target.strip()}')]
-        if not found:
-            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(linear))}')
-        chosen += found
-    return [module for name in dict.fromkeys(chosen) for module in linear[name]]
-
-
-def is_conv1d(module):
-    """GPT-2's linear layer, with its weight as (in, out)."""
-    return type(module).__name__ == 'Conv1D'
-
-
-def merge_lora(model, weights, pretrained):
-    """Weights without lora_A and lora_B: W + scale B A in place of W. model: of the class, for its layers."""
-    merged = {name: tensor for name, tensor in weights.items() if not is_lora(name)}
-    for name in weights:
-        if name.endswith('.lora_A'):
-            module = name.removesuffix('.lora_A')
-            update = weights[f'{module}.lora_B'] @ weights[name] * scale_of_lora(pretrained)
-            if is_conv1d(model.get_submodule(module)):
-                update = update.T
-            merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
-    return merged
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -818,7 +621,7 @@ def load(model, pretrained, seed=0):
     Each rank reads the rows that it keeps, and with nf4 packs these. Where transformers stores weights under other
     names than it computes with (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model
     and sends it on.
-    LoRA begins with initial_lora_a() and with B = 0, so that it changes nothing yet.
+    LoRA begins with lora.initial_lora_a() and with B = 0, so that it changes nothing yet.
     Raises ValueError for a tensor of another shape than the configuration says.
     """
     weights = Weights(pretrained.weights_folder)
@@ -835,28 +638,14 @@ def load(model, pretrained, seed=0):
         if name.endswith('.lora_B'):
             local.zero_()
         elif name.endswith('.lora_A'):
-            local.copy_(initial_lora_a(name, tensors[name].shape, seed)[rows])
+            local.copy_(lora.initial_lora_a(name, tensors[name].shape, seed)[rows])
         elif lacking:
             values = from_rank_0(whole.get(name), shape, torch.float32 if is_packed else local.dtype)
-            fill_rows(local, values[rows])
+            lora.fill_rows(local, values[rows])
         else:
             weights.check_shape(found[name], shape)
             if local.numel():
-                fill_rows(local, weights.read(found[name], rows))
-
-
-def fill_rows(local, values):
-    """Copy floats into what this rank holds of a tensor, or pack them, some rows at a time: that takes memory."""
-    if local.dtype == torch.uint8:
-        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
-            place.copy_(nf4.quantise(rows.to(place.device)))
-    else:
-        local.copy_(values)
-
-
-def initial_lora_a(name, shape, seed):
-    """Uniform within 1 / sqrt(in), a function of (seed, name). shape: (rank, in)."""
-    return (2 * torch.rand(shape, generator=generator_of(seed, name)) - 1) * shape[1] ** -0.5
+                lora.fill_rows(local, weights.read(found[name], rows))
 
 
 def whole_model(pretrained):
@@ -934,7 +723,7 @@ def for_inference(pretrained, weights):
         model = pretrained.empty_model()
     if pretrained.lora_rank:
         weights = {**base_weights(model, pretrained, weights), **weights}
-    missing, unexpected = model.load_state_dict(merge_lora(model, weights, pretrained), strict=False, assign=True)
+    missing, unexpected = model.load_state_dict(lora.merge_lora(model, weights, pretrained), strict=False, assign=True)
     assert not unexpected, f'{unexpected[:3]} of the checkpoint are not in {type(model).__name__}'
     model.tie_weights()
     assert not any(parameter.is_meta for parameter in model.parameters()), f'the checkpoint lacks {missing[:3]}'
@@ -952,7 +741,7 @@ def for_generation(pretrained, weights, compute_dtype, device):
     if weights is None:
         weights = weights_of_folder(pretrained, model)
     elif pretrained.lora_rank:
-        weights = merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
+        weights = lora.merge_lora(model, {**base_weights(model, pretrained, weights), **weights}, pretrained)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     assert not unexpected, f'{unexpected[:3]} of the weights are not in {type(model).__name__}'
     model.tie()

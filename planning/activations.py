@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from huggingface import finetune, nf4
+from huggingface import lora, nf4
 from planning.sizes import part_of_rank
 
 # The activations of one micro-step on one rank do not depend on these keys: plans that differ in no other share them.
@@ -81,7 +81,7 @@ def follow_micro_step(make_model, config, device, is_sharded):
         has_mask = config.get('packed') and sharing == 1
         inputs = [tokens, tokens] + [tokens[:, :1]] * bool(has_mask)  # x, y, starts of documents
         if not is_sharded:
-            finetune.compute_from_stored(model)
+            lora.compute_from_stored(model)
         for parameter in model.parameters():
             if is_sharded and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)

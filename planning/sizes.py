@@ -16,7 +16,7 @@ import torch
 import float8
 import meshes
 import tensor_manual
-from huggingface import finetune
+from huggingface import finetune, lora
 from model import GPT, ModelConfig
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
@@ -61,7 +61,7 @@ def root_parameters(model):
 def hidden_matrices(model):
     """What Muon trains: matrices of blocks, but LoRA's, which are AdamW's."""
     named = [item for block in model.blocks for item in block.named_parameters()]
-    return [p for name, p in named if p.dim() == 2 and p.requires_grad and not finetune.is_lora(name)]
+    return [p for name, p in named if p.dim() == 2 and p.requires_grad and not lora.is_lora(name)]
 
 
 def parameters_of_stage(config, model, stage):

@@ -26,7 +26,7 @@ import float8
 import meshes
 import optim
 from evaluation import in_run
-from huggingface import finetune, native
+from huggingface import finetune, lora, native
 from model import GPT, ModelConfig, pointwise_cross_entropy
 from planning import report, rules
 from planning.sizes import part_of_rank
@@ -535,7 +535,7 @@ def make_model(run):
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
             elif run.strategy == 'ddp':
-                finetune.compute_from_stored(model)
+                lora.compute_from_stored(model)
             if run.base is None:
                 model.names_of_base = ()
         else:

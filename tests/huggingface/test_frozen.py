@@ -14,7 +14,7 @@ from precision import assert_same_run
 from pretrained import save_model
 from short import slow_but
 
-from huggingface import finetune, nf4
+from huggingface import finetune, lora, nf4
 from planning import memory, sizes
 from runtime import checkpoint, processes
 
@@ -157,7 +157,7 @@ def test_however_a_run_computes_nf4_is_the_same(models, run_of, tmp_path, name, 
 def test_nf4_takes_half_a_byte_and_two_bytes_for_each_64_weights(run_of):
     config = checkpoint.read_state(folder_of(run_of('ddp', 1, 'nf4'), STEPS))['config'] | {'dry_run': True}
     packed, plain = sizes.empty_model(config), sizes.empty_model(config | {'frozen_dtype': 'float32'})
-    weights = sum(m.weight.numel() for m in finetune.lora_modules(plain, 'all'))
+    weights = sum(m.weight.numel() for m in lora.lora_modules(plain, 'all'))
     assert sum(p.nbytes for p in packed.parameters() if p.dtype == torch.uint8) == weights * (1 / 2 + 2 / 64)
 
 
@@ -264,7 +264,7 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
     assert pretrained.frozen_dtype == 'nf4'
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
-        finetune.compute_from_stored(model)
+        lora.compute_from_stored(model)
     model.to_empty(device='cpu')
     finetune.load(model, pretrained)
     model.load_state_dict(weights, strict=False)

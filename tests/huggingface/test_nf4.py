@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pretrained import save_model
 from torch import nn
 
-from huggingface import finetune, nf4
+from huggingface import finetune, lora, nf4
 
 LEVELS = torch.tensor(nf4.LEVELS, dtype=torch.float64)
 
@@ -158,7 +158,7 @@ def training_model(folder, **keys):
     pretrained = finetune.Pretrained(str(folder), lora_rank=2, **keys)
     with torch.device('meta'):
         model = finetune.for_training(pretrained)
-        finetune.compute_from_stored(model)
+        lora.compute_from_stored(model)
     model.to_empty(device='cpu')
     finetune.load(model, pretrained)
     return pretrained, model
@@ -172,7 +172,7 @@ def test_a_model_computes_what_its_class_does_with_the_weights_that_it_stands_fo
     pretrained, model = training_model(tmp_path, frozen_dtype=frozen_dtype)
     held = {parameter.dtype for parameter in model.parameters()}
     assert (torch.uint8 in held) == (frozen_dtype == 'nf4') and pretrained.frozen_rounding == frozen_dtype
-    weights = {name: p for name, p in model.state_dict().items() if finetune.is_lora(name)}
+    weights = {name: p for name, p in model.state_dict().items() if lora.is_lora(name)}
     plain = finetune.for_inference(pretrained, weights)  # B = 0, so this is the rounded base
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     expected = plain(tokens).logits

@@ -382,12 +382,12 @@ def pretrained_of(tmp_path_factory):
 def model_of(pretrained, dtype='float32', sharded=False, is_whole=False):
     """As a train script makes it on a CPU. sharded: with the weights in dtype, as FSDP hands them to forward. is_whole:
     as train_ddp.py has it."""
-    from huggingface import finetune
+    from huggingface import finetune, lora
 
     torch.manual_seed(0)
     model = finetune.for_training(pretrained, getattr(torch, dtype), 'cpu')
     if is_whole:
-        finetune.compute_from_stored(model)
+        lora.compute_from_stored(model)
     model.to_empty(device='cpu')
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,232 @@
+"""
+What a fine-tuning run trains of a model of transformers, and in what the rest is stored.
+
+LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen. B
+begins as 0, so that it changes nothing yet.
+
+A weight that is trained needs an fp32 master, because its steps are small beside it. A frozen one takes no steps, so
+frozen_dtype stores its matrix in bfloat16 or in 4 bits (nf4.py): see store_frozen(). Under FSDP a gather casts what is
+stored to the dtype of computation, and compute_from_stored() does that for a model that is not sharded.
+"""
+
+import functools
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from huggingface import nf4
+from model import generator_of
+
+PACKED_AT_ONCE = 512  # rows that nf4 packs together, in float64
+
+# --- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+def freeze(model, pretrained):
+    """Add LoRA, and mark what is not trained: with LoRA all but that, and what pretrained.freeze matches."""
+    if pretrained.lora_rank:
+        model.requires_grad_(False)
+        for module in lora_modules(model, pretrained.lora_targets):
+            inputs, outputs = module.weight.shape if is_conv1d(module) else reversed(module.weight.shape)
+            device = module.weight.device
+            module.lora_A = nn.Parameter(torch.empty(pretrained.lora_rank, inputs, device=device))
+            module.lora_B = nn.Parameter(torch.empty(outputs, pretrained.lora_rank, device=device))
+            module.lora_scale, module.lora_dropout = scale_of_lora(pretrained), pretrained.lora_dropout
+            module.register_forward_hook(add_lora)
+        for name in modules_to_save(model, pretrained.modules_to_save):
+            model.get_submodule(name).requires_grad_(True)
+    if pretrained.freeze:
+        parameters = dict(model.named_parameters())
+        try:
+            frozen = [name for name in parameters if re.search(pretrained.freeze, name)]
+        except re.error as error:
+            raise ValueError(f'freeze={pretrained.freeze!r} is no regular expression: {error}') from error
+        if not frozen:
+            raise ValueError(f'freeze={pretrained.freeze!r} matches no parameter, as {min(parameters)}')
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f'freeze={pretrained.freeze!r} leaves nothing to train')
+    tensors = model.state_dict(keep_vars=True).items() if pretrained.lora_rank else ()
+    model.names_of_base = {name for name, tensor in tensors if not tensor.requires_grad and not is_lora(name)}
+
+
+def add_lora(module, args, output):
+    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A dropout(x)."""
+    x = F.dropout(args[0], module.lora_dropout, module.training) if module.lora_dropout else args[0]
+    return output + F.linear(F.linear(x, module.lora_A), module.lora_B) * module.lora_scale
+
+
+def is_lora(name):
+    """Whether a parameter is one of the two thin matrices."""
+    return name.endswith(('.lora_A', '.lora_B'))
+
+
+def scale_of_lora(pretrained):
+    """What B A x is multiplied by. With lora_rslora (arXiv 2312.03732) it shrinks with the root of the rank, so that
+    high ranks learn as much as low ones."""
+    rank = pretrained.lora_rank
+    return pretrained.lora_alpha / (math.sqrt(rank) if pretrained.lora_rslora else rank)
+
+
+def initial_lora_a(name, shape, seed):
+    """Uniform within 1 / sqrt(in), a function of (seed, name). shape: (rank, in)."""
+    return (2 * torch.rand(shape, generator=generator_of(seed, name)) - 1) * shape[1] ** -0.5
+
+
+def lora_modules(model, targets):
+    """The linear layers of the blocks that lora_targets means. Raises ValueError for a target that is not there."""
+    linear = {}
+    for block in model.blocks:
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear) or is_conv1d(module):
+                linear.setdefault(name, []).append(module)
+    if targets == 'all':
+        return [module for modules in linear.values() for module in modules]
+    chosen = []
+    for target in targets.split(','):
+        found = [name for name in linear if f'.{name}'.endswith(f'.{target.strip()}')]
+        if not found:
+            raise ValueError(f'lora_targets={targets!r}: no {target!r} among {", ".join(sorted(linear))}')
+        chosen += found
+    return [module for name in dict.fromkeys(chosen) for module in linear[name]]
+
+
+def is_conv1d(module):
+    """GPT-2's linear layer, with its weight as (in, out)."""
+    return type(module).__name__ == 'Conv1D'
+
+
+def modules_to_save(model, ends):
+    """
+    Names of the modules whose names end so, and of those that share a parameter with one of them: what is tied stays
+    tied. Raises ValueError for an end that no name has, and for a module that LoRA is in.
+    """
+    names, chosen = [name for name, _ in model.named_modules(remove_duplicate=False) if name], []
+    for end in ends:
+        found = [name for name in names if f'.{name}'.endswith(f'.{end}')]
+        if not found:
+            own = {name.rpartition('.')[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+            known = ', '.join(name for name in names if name in own and not re.search(r'\.\d+\.', name))
+            raise ValueError(
+                f'modules_to_save={",".join(ends)}: no module is called {end!r}; outside of the blocks: {known}'
+            )
+        chosen += found
+    parameters = {parameter for name in chosen for parameter in model.get_submodule(name).parameters()}
+    for name in chosen:
+        if any(is_lora(f'.{inner}') for inner, _ in model.get_submodule(name).named_parameters()):
+            raise ValueError(
+                f'modules_to_save={",".join(ends)}: {name} has LoRA, too; leave it out there or in lora_targets'
+            )
+    for name in names:
+        own = model.get_submodule(name)._parameters.values()
+        if any(parameter in parameters for parameter in own if parameter is not None):
+            if not any(f'{name}.'.startswith(f'{other}.') for other in chosen):
+                chosen.append(name)
+    return list(dict.fromkeys(chosen))
+
+
+def merge_lora(model, weights, pretrained):
+    """Weights without lora_A and lora_B: W + scale B A in place of W. model: of the class, for its layers."""
+    merged = {name: tensor for name, tensor in weights.items() if not is_lora(name)}
+    for name in weights:
+        if name.endswith('.lora_A'):
+            module = name.removesuffix('.lora_A')
+            update = weights[f'{module}.lora_B'] @ weights[name] * scale_of_lora(pretrained)
+            if is_conv1d(model.get_submodule(module)):
+                update = update.T
+            merged[f'{module}.weight'] = weights[f'{module}.weight'] + update
+    return merged
+
+
+# --- what is not trained ----------------------------------------------------------------------------------------------
+
+
+def store_frozen(model, pretrained):
+    """
+    Have the matrices that are not trained take the bytes of frozen_dtype, in place of an fp32 master's 4 a number.
+
+    bfloat16: all of them, embedding and head, too; where the folder is bfloat16, that loses nothing. nf4: the linear
+    layers of the blocks, with packed rows (huggingface/nf4.py) in place of `weight`; the others as they are by default.
+    Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot pack.
+    """
+    if pretrained.frozen_dtype == 'nf4':
+        model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
+        for module in lora_modules(model, 'all'):
+            rows, columns = module.weight.shape
+            if module.weight.requires_grad:  # in modules_to_save
+                raise ValueError(
+                    f'modules_to_save={",".join(pretrained.modules_to_save)} trains {name_of(model, module)}, and '
+                    'frozen_dtype=nf4 packs all linear layers of the blocks: leave it out there, and LoRA trains it, '
+                    'or use --frozen_dtype=bfloat16'
+                )
+            if columns % nf4.BLOCK:
+                raise ValueError(
+                    f'frozen_dtype=nf4: rows of {name_of(model, module)} have {columns} weights, which are not made of '
+                    f'blocks of {nf4.BLOCK}: use --frozen_dtype=bfloat16'
+                )
+            packed = torch.empty(rows, nf4.bytes_of(columns), dtype=torch.uint8, device=module.weight.device)
+            module.weight = nn.Parameter(packed, requires_grad=False)
+            module.forward = functools.partial(forward_of_stored, module)
+    if pretrained.frozen_dtype == 'bfloat16' or (pretrained.frozen_dtype == 'nf4' and pretrained.is_bfloat16):
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.requires_grad and parameter.dim() > 1:
+                    if parameter.dtype == torch.float32 and not is_lora(f'.{name}'):
+                        module._parameters[name] = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
+        model.tie()
+
+
+def name_of(model, module):
+    return next(name for name, other in model.named_modules() if other is module)
+
+
+def fill_rows(local, values):
+    """Copy floats into what this rank holds of a tensor, or pack them, some rows at a time: that takes memory."""
+    if local.dtype == torch.uint8:
+        for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
+            place.copy_(nf4.quantise(rows.to(place.device)))
+    else:
+        local.copy_(values)
+
+
+def compute_from_stored(model):
+    """
+    Of a model that is not sharded, so that no gather casts its weights: have bfloat16 ones compute as their fp32 master
+    would, which they are to the bit.
+
+    A linear layer casts its weight when it needs it, in backward again; what an embedding has looked up is cast; for
+    any other module a copy stands in while it computes.
+    """
+    model.is_whole = True
+    for module in model.modules():
+        stored = [name for name, p in module._parameters.items() if p is not None and p.dtype == torch.bfloat16]
+        if not stored:
+            continue
+        if type(module).forward is nn.Linear.forward or is_conv1d(module):
+            module.forward = functools.partial(forward_of_stored, module)
+        elif type(module).forward is nn.Embedding.forward:
+            module.register_forward_hook(lambda module, args, output: output.float() if model.is_whole else output)
+        else:
+            module.register_forward_pre_hook(functools.partial(put_masters, model, stored))
+            module.register_forward_hook(functools.partial(put_stored, stored), always_call=True)
+
+
+def forward_of_stored(module, x):
+    """Of a linear layer, or GPT-2's Conv1D, whose weight is stored in other numbers than it computes with."""
+    return nf4.frozen_linear(x, module.weight, module.bias, is_conv1d(module))
+
+
+def put_masters(model, names, module, args):
+    if model.is_whole:
+        module.stored = [module._parameters[name] for name in names]
+        for name, parameter in zip(names, module.stored, strict=True):
+            module._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+
+
+def put_stored(names, module, args, output):
+    for name, parameter in zip(names, module.__dict__.pop('stored', ()), strict=False):
+        module._parameters[name] = parameter
