@@ -11,13 +11,13 @@ from short import slow_but
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
-from float8 import E4M3, E5M2
 from huggingface import finetune
 from model import GPT, Linear, ModelConfig
 from planning.sizes import part_of_rank
 
 SHAPE = dict(n_layer=2, n_head=3, n_embd=48, mlp_hidden_dim=80, vocab_size=257, block_size=24)  # of 16, not of 32
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = {torch.float32: torch.finfo(torch.float32).eps, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 
 

@@ -79,12 +79,12 @@ def test_rows_packed_alone_are_those_of_the_whole_and_packing_again_changes_no_b
         nf4.bytes_of(100)
 
 
-@pytest.mark.parametrize('is_transposed', [False, True])
+@pytest.mark.parametrize(('is_transposed', 'rows'), [(False, 128), (True, 128), (True, 192)])  # and a square one
 @pytest.mark.parametrize('autocast', [False, True])
 @pytest.mark.parametrize('stored', ['nf4', 'bfloat16'])
-def test_output_and_gradients_are_those_of_the_dequantised_matrix_to_the_bit(stored, autocast, is_transposed):
+def test_output_and_gradients_are_those_of_the_dequantised_matrix_to_the_bit(stored, autocast, is_transposed, rows):
     """As of a Linear or Conv1D with LoRA, whose two matrices get gradients, too."""
-    weight, generator = some_weights(128, 192), torch.Generator().manual_seed(1)
+    weight, generator = some_weights(rows, 192), torch.Generator().manual_seed(1)
     packed = nf4.quantise(weight) if stored == 'nf4' else weight.bfloat16()
     plain = nf4.whole(packed, torch.float32)
     inputs, outputs = plain.shape if is_transposed else plain.T.shape
