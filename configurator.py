@@ -76,7 +76,10 @@ def configure(Config, pass_on=None):
     known = knobs if pass_on is None else {key: knob for key, (_, knob) in others(script).items()} | knobs
     values = {key: getattr(Config, key) for key in knobs}
     if '--help' in sys.argv[1:] or '-h' in sys.argv[1:]:
-        print(help_text(knobs, values, module.__doc__))
+        try:
+            print(help_text(knobs, values, module.__doc__), flush=True)
+        except BrokenPipeError:  # `| head` has seen enough
+            os._exit(0)  # sys.exit() would try to write the rest, and complain
         sys.exit(0)
     explicit, skipped = {}, {}
     try:
@@ -283,8 +286,13 @@ def split_arguments(arguments, knobs):
         elif words is not None:
             words.append(argument)
         else:
-            after_flag = previous.startswith('--') and '=' not in previous
-            meant = f'{previous}={argument}' if after_flag else f'--{key}={text}' if key in knobs else ''
+            flag, has_value, _ = previous.partition('=')
+            if flag.startswith('--') and not has_value:
+                meant = f'{previous}={argument}'
+            elif flag[2:] in knobs and 'list' in knobs[flag[2:]].types:  # --tasks=a.jsonl b.jsonl
+                meant = f'{previous.rstrip(",")},{argument}'
+            else:
+                meant = f'--{key}={text}' if key in knobs else ''
             hint = f'; did you mean {meant} ?' if meant else ''
             raise Mistake(f'{argument!r} is neither a config file (*.py) nor --key=value{hint}')
         previous = argument

@@ -83,7 +83,7 @@ from evaluation.known_tasks import make_tasks
 from runtime import errors
 from runtime.files import write_file
 from text import encoding, sources
-from text.chat_rows import FORMATS_IN_WORDS, conversation_of
+from text.chat_rows import AS_TEXT, FORMATS_IN_WORDS, conversation_of
 from text.conversations import template_of
 from text.documents import HEAD_BYTES, cut_up, documents_of, in_words, left_out_of, units_of
 from text.engine import Mismatch
@@ -255,7 +255,7 @@ def refuse_rows(notes):
     reasons = left_out_of(notes)
     problem = f'{facts["name"]}: all {reasons.total():,} rows are left out: {in_words(reasons)}'
     if source.chat:
-        problem += f'; understood are {FORMATS_IN_WORDS}; --chat=False learns all strings as text'
+        problem += f'; {AS_TEXT}'
     raise ValueError(problem)
 
 

@@ -289,6 +289,8 @@ class Pretrained:
             problem = f'{self.folder}: transformers cannot make a model of its config.json: {reason}'
             raise ValueError(f'{problem}: mend that value there, or update transformers') from error
         model.tie_weights()  # transformers 5.0 does not, on meta
+        if has_uneven_experts(model):
+            model.set_experts_implementation('eager')  # one after the other
         return model
 
     def to_dict(self):
@@ -341,6 +343,13 @@ def refuse_scalars(model):
     if scalars:
         advice = 'train it with train_ddp.py, evaluate it with --shard=none'
         raise ValueError(f'parameter {scalars[0]} has no dimensions, so it cannot be sharded: {advice}')
+
+
+def has_uneven_experts(model):
+    """Whether a mixture's experts have sizes that torch's grouped_mm, with which transformers computes all of them at
+    once, does not take: it wants rows of a multiple of 16 bytes, which are 8 numbers in half precision."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 3 and '.experts.' in name]  # (experts, out, in)
+    return any(size % 8 for matrix in matrices for size in matrix.shape[1:])
 
 
 def heads_of(config):
@@ -610,6 +619,33 @@ def fill_buffers(model, device):
                 raise ValueError(f'transformers has no rule to fill {name} of {type(module).__name__}: not supported')
 
 
+def cautions(model, pretrained):
+    """Lines for the log on a model of for_training(), where it is computed or trained in another way than expected."""
+    lines = []
+    if has_uneven_experts(model):
+        lines.append(
+            'experts are computed one after the other, more slowly than all at once: the sizes of their matrices are '
+            "no multiples of 8, as torch's grouped_mm wants them"
+        )
+    if pretrained.lora_rank and pretrained.lora_targets == 'all':
+        adapted, others = 0, {}  # numbers in weights that have LoRA, and {name in the block: numbers} of those without
+        for block in model.blocks:
+            weights = {name: p for name, p in block.named_parameters() if p.dim() > 1 and not p.requires_grad}
+            for name, weight in weights.items():
+                if hasattr(block.get_submodule(name.rpartition('.')[0]), 'lora_A'):
+                    adapted += weight.numel()
+                else:
+                    others[name] = others.get(name, 0) + weight.numel()
+        if others:
+            share = sum(others.values()) / (adapted + sum(others.values()))
+            modules = dict.fromkeys(name.rpartition('.')[0] for name in others)
+            lines.append(
+                f'WARNING: LoRA is beside linear layers alone, and {", ".join(others)} are none: {share:.0%} of the '
+                f"blocks' weights stay as they are; --modules_to_save={','.join(modules)} trains those in full"
+            )
+    return lines
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -666,6 +702,8 @@ def whole_model(pretrained):
             f'{folder} lacks {lacking}, and {len(info["missing_keys"]) - 1} more weights: '
             f'`python download_model.py --model={folder}` lists them; copy or download it again'
         )
+    if has_uneven_experts(model):
+        model.set_experts_implementation('eager')
     return model.eval()
 
 

@@ -12,14 +12,33 @@ their configuration and tokenizer, as for every model that is fine-tuned, and ch
 """
 
 import math
+from pathlib import Path
 
 import torch
 
 from huggingface import convert, files, finetune, rotation
 from model import GPT, ModelConfig
+from runtime.files import read_json
 
 # Architectures of transformers, and which of model.py's computes the same, under the conditions below.
-SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
+SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
+# What others have that model.py does not.
+HAVE = {
+    'cohere': 'logits that are scaled, and attention and MLP side by side',
+    'falcon': 'attention and MLP side by side',
+    'gemma': 'embeddings that are scaled, and norms that multiply by 1 + weight',
+    'gemma2': 'norms behind attention and MLP, too, and soft caps',
+    'gemma3_text': 'norms behind attention and MLP, too, and layers that rotate in two ways',
+    'gpt_neox': 'attention and MLP side by side, and heads that rotate in part',
+    'mamba': 'a state space in place of attention',
+    'olmo2': 'norms behind attention and MLP, and none before them',
+    'phi3': 'one matrix for queries, keys and values, and one for gate and up',
+    'smollm3': 'layers without positions',
+    'stablelm': 'LayerNorm beside a gated MLP, and heads that rotate in part',
+    'starcoder2': 'rotary positions beside an MLP without a gate',
+}
+EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
+INSTEAD = "leave native out, and transformers' class computes it, under train_ddp.py, train_fsdp.py and others"
 # What model.py takes for granted: a key of the configuration, the values that mean the same here.
 GPT2_TAKES = {
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
@@ -28,24 +47,39 @@ GPT2_TAKES = {
     'add_cross_attention': (False,),
 }
 LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn')}
+LLAMA_TAKES |= dict.fromkeys(('embedding_multiplier', 'residual_multiplier', 'logits_scaling'), (1,))  # Granite's
 YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
 YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
 LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
+def refuse_other_families(folder):
+    """Raise ValueError where the folder's config.json alone shows that model.py cannot compute it, and by what."""
+    try:
+        config = read_json(Path(folder, 'config.json'))
+        kind = config['model_type']
+    except (OSError, ValueError, LookupError, TypeError):  # a name in the hub's cache, or damaged: it is read again
+        return
+    if kind in SAME_AS:
+        return
+    experts = next((f'a mixture of experts ({key}={config[key]})' for key in EXPERTS if config.get(key)), None)
+    have = experts or HAVE.get(kind, 'an architecture of its own')
+    raise ValueError(
+        f'native=True: {folder} (model_type={kind}) has {have}; model.py computes {", ".join(SAME_AS)} alone: {INSTEAD}'
+    )
+
+
 def model_config_of(pretrained):
     """The ModelConfig of a finetune.Pretrained. Raises ValueError with the property that model.py does not have."""
+    refuse_other_families(pretrained.folder)
     config, given = pretrained.config, f'native=True: {pretrained.folder} (model_type={pretrained.arch})'
-    advice = "leave native out, and transformers' class computes it, under train_ddp.py, train_fsdp.py and others"
 
     def take(found, taken):
         for key, values in taken.items():
             if key in found and found[key] not in values:
                 wanted = ' or '.join(repr(value) for value in values if value is not None) or 'none'
-                raise ValueError(f'{given} has {key}={found[key]!r}, model.py computes with {wanted}: {advice}')
+                raise ValueError(f'{given} has {key}={found[key]!r}, model.py computes with {wanted}: {INSTEAD}')
 
-    if pretrained.arch not in SAME_AS:
-        raise ValueError(f'{given}: model.py computes {", ".join(SAME_AS)} alone: {advice}')
     found, arch = config.to_dict() | rotation.of(config), SAME_AS[pretrained.arch]
     names = convert.GPT2_KEYS if arch == 'gpt2' else convert.LLAMA_KEYS
     keys = {ours: getattr(config, theirs, None) for ours, theirs in names.items()}
@@ -56,8 +90,10 @@ def model_config_of(pretrained):
         return ModelConfig(**keys, bias=True, positions=config.max_position_embeddings)
 
     take(found, LLAMA_TAKES)
+    if pretrained.arch == 'granite':
+        take(found, {'attention_multiplier': (finetune.heads_of(config)[1] ** -0.5,)})
     if not rotation.of(config):
-        raise ValueError(f'{given} has layers that rotate in several ways: {advice}')
+        raise ValueError(f'{given} has layers that rotate in several ways: {INSTEAD}')
     if found['rope_type'] == 'yarn':
         take(found, YARN_TAKES)
         keys['yarn'] = [found['factor'], found['original_max_position_embeddings']]
@@ -72,7 +108,7 @@ def model_config_of(pretrained):
     if window < pretrained.block_size:
         raise ValueError(
             f'{given} sees {window} tokens back, and model.py all of block_size={pretrained.block_size}: '
-            f'use --block_size={window} or less, or {advice}'
+            f'use --block_size={window} or less, or {INSTEAD}'
         )
     return ModelConfig(**keys)
 

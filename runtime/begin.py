@@ -195,7 +195,11 @@ def open_model_and_data(run):
                 f"init_from={config.init_from}: transformers' class is not cut into stages: use --native=True, "
                 'and model.py computes it, or train_fsdp.py'
             )
+        if config.native:
+            native.refuse_other_families(config.init_from)
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
+        if config.native:
+            native.model_config_of(run.pretrained)  # a property that model.py has not is found before data is opened
         config.vocab_size = run.pretrained.vocab_size
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
         if config.dataset != 'synthetic':
@@ -532,6 +536,7 @@ def make_model(run):
     with torch.device('meta'):
         if run.pretrained and not config.native:
             model = finetune.for_training(run.pretrained, run.compute_dtype, run.device)
+            run.notes += finetune.cautions(model, run.pretrained)
             if run.strategy in ('fsdp', 'diloco', 'pool'):
                 finetune.refuse_scalars(model)
             elif run.strategy == 'ddp':

@@ -296,6 +296,8 @@ def test_a_list_takes_the_words_after_its_bare_flag(run, error):
     assert run('--layers', 'a,b')['layers'] == ['a', 'b']
     assert '--layers needs a value' in error('--layers')
     assert "'c' is neither" in error('--layers=a', 'c')
+    assert 'did you mean --layers=a,b,c ?' in error('--layers=a,b', 'c')
+    assert 'did you mean --layers=a,c ?' in error('--layers=a,', 'c')
 
 
 @pytest.mark.parametrize(
@@ -511,6 +513,14 @@ def test_help_of_a_train_script_explains_every_key(script):
     assert len(keys) > 40
     assert all(len(words) == 3 for words in keys), 'a key without a comment'
     assert {'--out_dir', '--batch_size', '--seed'} <= {words[0].split('=')[0] for words in keys}
+
+
+def test_help_into_a_pipe_that_closes_early_says_nothing_more():
+    help_of = subprocess.Popen(
+        [sys.executable, REPO / 'train_ddp.py', '--help'], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    help_of.stdout.close()  # before a line is written, so that the first write fails
+    assert (help_of.stderr.read(), help_of.wait()) == (b'', 0)
 
 
 def test_configurator_needs_nothing_but_the_standard_library():

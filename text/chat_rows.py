@@ -39,10 +39,13 @@ TREE = ('parent_id', 'role')  # of a message that is a row by itself (OpenAssist
 BESIDE = (*CONTEXTS, *SYSTEMS, *CHOICES, *PREFERENCES, 'history', 'label', 'tools', 'functions', 'chat_template_kwargs')
 CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that is read
 
+OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
 FORMATS_IN_WORDS = (
     'messages, conversations, prompt and completion, instruction and output, question and answer, or any others by '
-    '--chat_fields=QUESTION,ANSWER'
+    f'{OTHER_FIELDS}'
 )
+KEYS_OF_MESSAGES = 'rename its keys to role and content, or from and value'
+AS_TEXT = '--chat=False learns all strings as text'
 NO_CONVERSATIONS = f'no conversations ({FORMATS_IN_WORDS})'
 PREFERENCE_PAIRS = (
     'rows that are preference pairs (chosen and rejected), for which there is no loss here: '
@@ -105,8 +108,13 @@ def conversation_of(row, fields=()):
 def row_of(value):
     """A row as an object, where it is a list of messages by itself, as in [[question, answer], [question, answer]];
     any other value as it is."""
+    return {'messages': value} if _are_messages(value) else value
+
+
+def _are_messages(value):
+    """Whether that is a list of messages, by their keys."""
     is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
-    return {'messages': value} if is_list and all({'content', 'value'} & set(message) for message in value) else value
+    return bool(is_list) and all({'content', 'value'} & set(message) for message in value)
 
 
 def fields_read(names, fields=()):
@@ -135,7 +143,12 @@ def reason_against_text(row):
         return 'rows that are conversations, among texts: --chat=True reads those'
     if all(row.get(name) for name in PREFERENCES):
         return PREFERENCE_PAIRS
-    return PARTS_OF_TREES if all(name in row for name in TREE) and isinstance(row.get('text'), str) else None
+    if isinstance(row.get('text'), str):
+        return PARTS_OF_TREES if all(name in row for name in TREE) else None
+    lists = {name: _parsed(value) for name, value in row.items()}
+    lists = {name: value for name, value in lists.items() if _are_messages(value)}
+    name = next((name for name in lists if all(_role_of(message) in ROLES for message in lists[name])), None)
+    return name and f'rows whose {name} is a list of messages: --chat_fields={name} reads it, {AS_TEXT}'
 
 
 def _pair_in(row):
@@ -240,7 +253,7 @@ def _message_of(message, number):
         message = {'role': message.pop('from'), 'content': message.pop('value', None), **message}
     name, role = message.get('role'), _role_of(message)
     if role is None:
-        raise ValueError(f'rows with a message that has no role (it has: {fields})')
+        raise ValueError(f'rows with a message that has no role (it has: {fields}): {KEYS_OF_MESSAGES}')
     if role not in ROLES:
         raise ValueError(f'rows with the unknown role {role[:30]!r}')
     message['role'] = role
@@ -259,7 +272,7 @@ def _message_of(message, number):
         raise ValueError('rows whose tool_calls are no list')
     calls = [_call_of(call) for call in calls or others]
     if not isinstance(content, str) and (content is not None or not calls):
-        raise ValueError(f'rows with a message that has no content (it has: {fields})')
+        raise ValueError(f'rows with a message that has no content (it has: {fields}): {KEYS_OF_MESSAGES}')
     if message.get('weight', 1) not in (0, 1):
         raise ValueError('rows with a weight that is neither 0 nor 1')
     # In the order of OpenAI's format: the hash of a conversation chooses its split.

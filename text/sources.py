@@ -28,6 +28,7 @@ from runtime.files import LFS_POINTER, sha256_of, write_file
 from text.chat_rows import (
     CHAT_FIELDS,
     NO_CONVERSATIONS,
+    OTHER_FIELDS,
     PARTS_OF_TREES,
     PREFERENCE_PAIRS,
     TREE,
@@ -296,7 +297,7 @@ def _lack_of(text_field, fields):
         return None
     return (
         f'has no field {missing!r}, choose with --text_field; it has: {_listed(fields)}; '
-        '--chat_fields=QUESTION,ANSWER reads conversations'
+        f'{OTHER_FIELDS} reads conversations'
     )
 
 
@@ -313,7 +314,7 @@ def _how_read(source, names, rows, said_text):
         return None
     return (
         f"rows without a field 'text': of those all strings are learned, here of {_listed(without)}. "
-        '--text_field=NAME takes one field, --chat_fields=QUESTION,ANSWER reads conversations'
+        f'--text_field=NAME takes one field, {OTHER_FIELDS} reads conversations'
     )
 
 
@@ -535,7 +536,7 @@ def _are_conversations(rows_of):
 
     Raises ValueError where they should be read neither as these nor as text, or where some are the one and some the
     other."""
-    chats, texts, both = {}, {}, False
+    chats, texts, others, both = {}, {}, {}, False
     for path, rows in rows_of.items():
         for row in rows:
             has_text = isinstance(row.get('text'), str)
@@ -543,8 +544,12 @@ def _are_conversations(rows_of):
                 chats[path], both = row, both or has_text
             elif (reason := reason_against_text(row)) in (PREFERENCE_PAIRS, PARTS_OF_TREES):
                 raise ValueError(f'{path}: {reason}')
+            elif reason:
+                others[path] = reason
             elif has_text:
                 texts[path] = row
+    if others and not chats and not texts:
+        raise ValueError('{}: {}'.format(*next(iter(others.items()))))
     if both:
         print("rows have a field 'text' beside a conversation, and it is read: --chat=True takes the conversation")
     elif chats and texts:

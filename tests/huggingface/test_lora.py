@@ -54,7 +54,7 @@ def refusal(*arguments, nproc=1):
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp('models')
-    for kind in ('llama', 'llama_tied', 'gpt2'):
+    for kind in ('llama', 'llama_tied', 'gpt2', 'qwen3_moe'):
         save_model(folder / kind, kind)
     return folder
 
@@ -262,3 +262,15 @@ def test_rslora_cannot_be_turned_on_on_the_way(models, whole, tmp_path):
     out_dir = as_of_step_2(whole, tmp_path / 'out')
     line = refusal('ddp', *keys_of(models / 'llama', out_dir, f'--max_iters={STEPS}', '--lora_rslora'))
     assert 'the checkpoint has model.lora_rslora=False, you ask for True' in line
+
+
+def test_a_mixtures_experts_without_lora_are_named_in_the_log(models, tmp_path):
+    folder = models / 'qwen3_moe'
+    start('ddp', *keys_of(folder, tmp_path / 'out', '--max_iters=1'))
+    (line,) = [line for line in (tmp_path / 'out' / 'train.log').read_text().splitlines() if 'WARNING: LoRA' in line]
+    assert 'mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.gate.weight are none: ' in line
+    attention, others = 40 * 16 * (4 + 2 + 2 + 4), 4 * 40 + 4 * 3 * 16 * 40
+    assert f"{others / (attention + others):.0%} of the blocks' weights" in line
+    advice = line.split('--')[1].split()[0]  # what it advises is possible
+    start('ddp', *keys_of(folder, tmp_path / 'more', '--max_iters=1', f'--{advice}'))
+    assert 'WARNING: LoRA' not in (tmp_path / 'more' / 'train.log').read_text()

@@ -28,6 +28,7 @@ FOLDERS = {
     'yarn': ('llama', {'rope_parameters': YARN}),
     'mistral': ('mistral', {'sliding_window': None}),
     'mistral, long window': ('mistral', {'sliding_window': 64}),
+    'granite, plain': ('granite', {'logits_scaling': 1.0, 'attention_multiplier': 10**-0.5}),
     'qwen2': ('qwen2', {}),
     'qwen3': ('qwen3', {}),
     'gpt2': ('gpt2', {}),
@@ -55,8 +56,10 @@ def folder_of(tmp_path, monkeypatch):
     """A function that saves the model of FOLDERS with this name, and returns its folder."""
     import pretrained
 
-    sizes = {kind: (config, dict(sizes)) for kind, (config, sizes) in pretrained.MODELS.items()}
+    models = pretrained.MODELS | pretrained.MORE_MODELS
+    sizes = {kind: (config, dict(sizes)) for kind, (config, sizes) in models.items()}
     monkeypatch.setattr(pretrained, 'MODELS', sizes)
+    monkeypatch.setattr(pretrained, 'MORE_MODELS', {})
 
     def make(name):
         kind, changes = FOLDERS[name]
@@ -124,7 +127,11 @@ def test_the_self_test_notices_a_wrong_rotation_and_a_wrong_layout(folder_of, mo
 
 
 CANNOT = {
-    'olmo2': ('olmo2', {}, 'model_type=olmo2'),
+    'olmo2': ('olmo2', {}, '(model_type=olmo2) has norms behind attention and MLP, and none before them'),
+    'experts': ('mixtral', {}, 'a mixture of experts (num_local_experts=4)'),
+    'logits': ('granite', {}, 'logits_scaling=4.0, model.py computes with 1'),
+    'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
+    'state space': ('mamba', {}, 'has a state space in place of attention'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),

@@ -3,9 +3,10 @@
 import json
 import shutil
 
+import pretrained as models
 import pytest
 import torch
-from pretrained import save_model
+from pretrained import EXPERTS, SIZES, save_model
 from safetensors.torch import load_file, save_file
 
 from huggingface import finetune
@@ -84,3 +85,20 @@ def test_weights_that_transformers_cannot_load_are_one_line(folders, tmp_path):
     with pytest.raises(ValueError, match='cannot load its weights') as refused:
         finetune.whole_model(finetune.Pretrained(str(folder)))
     assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('size', [36, 35])  # 72 bytes in bfloat16; not even in float32 a multiple of 16
+def test_experts_of_any_size_are_computed_in_half_precision_too(size, tmp_path, monkeypatch):
+    sizes = SIZES | EXPERTS | {'head_dim': 16, 'moe_intermediate_size': size}
+    monkeypatch.setitem(models.MORE_MODELS, 'uneven', ('Qwen3MoeConfig', sizes))
+    pretrained = finetune.Pretrained(save_model(tmp_path, 'uneven'))
+    model = finetune.for_generation(pretrained, None, torch.bfloat16, 'cpu')
+    finetune.cast_weights(model, torch.bfloat16, 'cpu')
+    x = torch.arange(24)[None]
+    with torch.no_grad():
+        expected = finetune.reference_logits(pretrained, x)
+        assert (model(x).float() - expected).norm() < 0.1 * expected.norm()
+    model(x, x.roll(-1, 1))[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert 'experts are computed one after the other' in finetune.cautions(model, pretrained)[0]
+    assert not finetune.has_uneven_experts(model_of(save_model(tmp_path / 'even', 'qwen3_moe')))

@@ -278,6 +278,32 @@ def test_a_conversation_among_texts_is_left_out_and_counted(tmp_path):
     assert sources.find_source(str(tmp_path / 'both.jsonl'), chat=True).chat
 
 
+@pytest.mark.parametrize(
+    'turns', [QA, json.dumps(QA), [{'from': 'human', 'value': 'q'}, {'from': 'gpt', 'value': 'a'}]]
+)
+def test_a_list_of_messages_in_an_unknown_field_is_not_learned_as_text(tmp_path, turns):
+    rows = write_rows(tmp_path / 'rows.jsonl', [{'id': 'x', 'turns': turns}] * 3)
+    with pytest.raises(
+        ValueError, match='rows.jsonl: rows whose turns is a list of messages: --chat_fields=turns reads'
+    ):
+        sources.find_source(str(rows))
+    assert sources.find_source(str(rows), chat=True, chat_fields=['turns']).chat
+    assert not sources.find_source(str(rows), chat=False).chat
+
+    # Among others such a row is left out, and a list of anything else is text.
+    write_rows(rows, [{'text': 'a'}, {'turns': turns}, {'cast': [{'role': 'king', 'value': 'Lear'}]}])
+    texts, notes = texts_of(sources.find_source(str(rows)))
+    assert texts == ['a', 'king\nLear']
+    assert [count for note, count in notes.items() if '--chat_fields=turns' in note] == [1]
+
+
+def test_messages_with_other_keys_are_refused_with_those_that_are_read():
+    with pytest.raises(
+        ValueError, match=r'it has: speaker, utterance\): rename its keys to role and content, or from and'
+    ):
+        chat_rows.conversation_of({'messages': [{'speaker': 'user', 'utterance': 'q'}]})
+
+
 def test_columns_of_every_arrow_type_are_seen_as_conversations(tmp_path):
     table = pyarrow.Table.from_pylist([ROWS['gsm8k']] * 3)
     views = table.cast(pyarrow.schema([(name, pyarrow.string_view()) for name in table.column_names]))
