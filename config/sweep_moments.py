@@ -1,5 +1,5 @@
 # What moments in fewer bits do to the loss: quickstart's model at equal tokens, two optimizers, three dtypes, 3 seeds.
-# 18 runs of 800 steps, each as long as quickstart in one process: some 2 hours on 2 CPU cores.
+# 18 runs of 800 steps, each as long as quickstart in one process: 75 minutes on 2 CPU cores.
 #
 #   python prepare_data.py
 #   python compare.py config/sweep_moments.py
