@@ -98,7 +98,7 @@ def test_lora_and_frozen_parts_without_a_model_of_transformers_are_refused(train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(begin, 'run_to_start_from', lambda config, explicit: 'a checkpoint')
         with pytest.raises(ValueError, match='lora_rank=8 .* `python export_model.py --out_dir=out/mine`'):
-            begin.open_model_and_data(SimpleNamespace(config=config, explicit={}, pretrained=None))
+            begin.open_model_and_data(SimpleNamespace(config=config, explicit={}, pretrained=None, strategy='ddp'))
 
 
 def test_half_set_launcher_variables(data_dir, tmp_path):
