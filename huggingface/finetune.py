@@ -632,8 +632,9 @@ def cautions(model, pretrained):
         for block in model.blocks:
             weights = {name: p for name, p in block.named_parameters() if p.dim() > 1 and not p.requires_grad}
             for name, weight in weights.items():
-                if hasattr(block.get_submodule(name.rpartition('.')[0]), 'lora_A'):
-                    adapted += weight.numel()
+                module = block.get_submodule(name.rpartition('.')[0])
+                if hasattr(module, 'lora_A'):  # (rank, in) and (out, rank): the weight itself may be packed bytes
+                    adapted += module.lora_A.shape[1] * module.lora_B.shape[0]
                 else:
                     others[name] = others.get(name, 0) + weight.numel()
         if others:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import TINY_RUN, run_ranks, run_script
+from launch import TINY_RUN, refusals, run_ranks, run_script
 from outputs import column, complete, tensors_of
 from precision import assert_same_run
 from pretrained import save_model
@@ -38,21 +38,20 @@ SCRIPTS = {
 }
 
 
-def start(name, *arguments, nproc=1, check=True):
+def start(name, *arguments, nproc=1):
     if name == 'torch' and '--frozen_dtype=nf4' in arguments and torch.__version__ < (2, 13):
         pytest.skip('fully_shard takes bytes from torch 2.13 on')
     script, *more = SCRIPTS.get(name, [name])
     ranks = run_ranks([[script, *arguments, *more]] * nproc)
-    for rank in ranks if check else ():
+    for rank in ranks:
         assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
     return ranks
 
 
-def refusal(*arguments, nproc=1):
+def refusal(name, *arguments, nproc=1):
     """The one line with which every rank refuses."""
-    lines = {rank.stderr.partition('] ')[2] for rank in start(*arguments, nproc=nproc, check=False)}
-    (line,) = lines
-    assert line.startswith('error: ') and line.count('\n') == 1, line
+    script, *more = SCRIPTS.get(name, [name])
+    (line,) = set(refusals([[script, *arguments, *more]] * nproc))
     return line
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import TINY_RUN, run_function, run_ranks, run_script, start_and_stop_behind
+from launch import TINY_RUN, refusals, run_function, run_ranks, run_script, start_and_stop_behind
 from outputs import column, complete, tensors_of
 from precision import assert_same_run
 from pretrained import save_model
@@ -35,19 +35,18 @@ SCRIPTS = {
 }
 
 
-def start(name, *arguments, nproc=1, check=True):
+def start(name, *arguments, nproc=1):
     script, *more = SCRIPTS.get(name, [name])
     ranks = run_ranks([[script, *arguments, *more]] * nproc)
-    for rank in ranks if check else ():
+    for rank in ranks:
         assert rank.returncode == 0, f'{script} {arguments}\n{rank.stdout}\n{rank.stderr}'
     return ranks
 
 
-def refusal(*arguments, nproc=1):
+def refusal(name, *arguments, nproc=1):
     """The one line with which every rank refuses."""
-    lines = {rank.stderr.partition('] ')[2] for rank in start(*arguments, nproc=nproc, check=False)}
-    (line,) = lines
-    assert line.startswith('error: ') and line.count('\n') == 1, line
+    script, *more = SCRIPTS.get(name, [name])
+    (line,) = set(refusals([[script, *arguments, *more]] * nproc))
     return line
 
 
