@@ -33,6 +33,8 @@ RUNS = {  # name: (script, its arguments, the class that transformers has for it
     'nanogpt': ('train_fsdp.py', ['--arch=gpt2', '--bias=False'], 'GPTForCausalLM'),
     'completep': ('train_fsdp.py', ['--arch=llama', *COMPLETEP], 'LlamaForCausalLM'),
     'enoki_completep': ('train_fsdp.py', ['--arch=enoki', *COMPLETEP], 'GPTForCausalLM'),
+    'experts': ('train_fsdp.py', ['--arch=qwen3', '--n_experts=4'], 'Qwen3MoeForCausalLM'),
+    'biased_experts': ('train_fsdp.py', ['--arch=qwen3', '--n_experts=4', '--router_bias=0.01'], 'GPTForCausalLM'),
     'gated': ('train_fsdp.py', ['--arch=qwen3', '--attention_gate'], 'GPTForCausalLM'),
 }
 TRAIN = ['--dataset=tiny', '--max_iters=3', '--global_batch_size=4', '--dtype=float32']

@@ -31,6 +31,7 @@ FOLDERS = {
     'granite, plain': ('granite', {'logits_scaling': 1.0, 'attention_multiplier': 10**-0.5}),
     'qwen2': ('qwen2', {}),
     'qwen3': ('qwen3', {}),
+    'qwen3_moe': ('qwen3_moe', {'norm_topk_prob': True}),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
 }
