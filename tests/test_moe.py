@@ -54,7 +54,7 @@ SHAPES = [
     {},
     {'n_experts': 4, 'experts_per_token': 1, 'n_kv_head': 2},
     {'n_experts': 16, 'experts_per_token': 4, 'expert_hidden_dim': 24, 'head_dim': 16},
-    {'n_experts': 3, 'experts_per_token': 3, 'expert_hidden_dim': 17, 'tie_embeddings': True},
+    {'n_experts': 3, 'experts_per_token': 3, 'expert_hidden_dim': 20, 'tie_embeddings': True},
     {'n_experts': 64, 'experts_per_token': 8, 'expert_hidden_dim': 8, 'n_layer': 3},
 ]
 
@@ -363,7 +363,7 @@ def runs(data_dir, tmp_path_factory, has_slow_tests):
     'name', slow_but(SHORT, [name for name in LAYOUTS if name not in ('one', 'no balance', 'biased')])
 )
 def test_no_layout_changes_a_number(runs, name):
-    """A loss of the ranks' own balance would: with it the losses of two ranks are apart by more than 1e-4."""
+    """Since the load that a loss knows is that of all ranks, and of all micro-steps, of the step before."""
     alone = 'biased' if 'biased' in name else 'one'
     for key in ('loss', 'grad_norm', 'val_loss', 'router/violation', 'router/worst_entropy'):
         found, expected = column(runs / name, key), column(runs / alone, key)
