@@ -7,8 +7,8 @@ A model of a Hugging Face folder, computed by model.py instead of `transformers`
     weights = weights_for_transformers(weights, state)   # of a checkpoint, under the names that transformers has
 
 GPT-2, Llama, Qwen2, Qwen3, Qwen3-MoE and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then all
-that cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps
-their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
+that cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model
+keeps their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
 """
 
 import itertools
