@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -140,6 +141,18 @@ def test_one_kernel_for_all_experts_computes_what_one_matmul_after_the_other_doe
         found.append([y, *torch.autograd.grad(y.square().sum(), [rows_in, *experts.parameters()])])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_gpu_in_bf16_computes_them_without_the_host_reading_a_number():
+    """On the device 'meta' there are no numbers: to read one raises an error."""
+    with torch.device('meta'):
+        model = GPT(ModelConfig(**SMALL), torch.bfloat16)
+        x = torch.zeros(2, 24, dtype=torch.int64)
+    model(x, x)[0].backward()
+    assert model.blocks[0].mlp.experts.down.weight.grad.shape == (8 * 40, 32)
+    model.compute_dtype = torch.float32
+    with pytest.raises(NotImplementedError):
+        model(x, x)
 
 
 def test_the_router_computes_in_fp32_and_from_the_weights_that_a_sharded_model_gathers():
@@ -413,6 +426,29 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(runs, data_dir, tmp_path):
         assert_same_rows(tmp_path / name, runs / name, ('step', 'loss', 'router/violation'))
         assert_same_weights(tmp_path / name, runs / name, 8)
     assert_same_run(column(tmp_path / 'moved', 'loss'), column(runs / 'one', 'loss'))
+
+
+@pytest.mark.slow
+def test_each_replica_goes_on_with_its_own_load(data_dir, tmp_path):
+    keys = [*RUN, '--checkpoint_interval=2', '--keep_checkpoints=4', '--num_replicas=2', '--inner_steps=4']
+    whole, resumed = tmp_path / 'whole', tmp_path / 'resumed'
+
+    def run(out_dir):
+        arguments = [*keys, f'--data_dir={data_dir}', f'--out_dir={out_dir}']
+        run_many([{'name': 'run', 'script': 'train_diloco.py', 'arguments': arguments}], 2, tmp_path)
+
+    run(whole)
+    loads = [
+        tensors_of(whole / 'checkpoints' / 'step_00000006')[f'replica{replica}.model.blocks.1.mlp.router.load']
+        for replica in range(2)
+    ]
+    assert not torch.equal(*loads)
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / 'checkpoints' / 'step_00000008')
+    (resumed / 'DONE').unlink()
+    run(resumed)  # from the middle of a round
+    assert_same_rows(resumed, whole, ('step', 'loss', 'val_loss'))
+    assert_same_weights(resumed, whole, 8)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
