@@ -157,6 +157,7 @@ class Outer:
     dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time, times
     error_decay (None: 0.95 for top2bit, which always does so, and 1). k: of 4096 numbers, how many top2bit sends.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
+    own: {name: tensor} of what each replica has for itself and never exchanges, such as the load of its experts.
 
     With overlap_steps=0 a bucket is exchanged while the one before it is applied: besides anchors and momentum that
     takes a few buckets of memory. Overlapped exchanges hold their fragment's pseudo-gradient until they land.
@@ -164,9 +165,9 @@ class Outer:
 
     def __init__(
         self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
-        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64,
+        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64, own=(),
     ):  # fmt: skip
-        self.parameters, self.update = dict(parameters), update
+        self.parameters, self.update, self.own = dict(parameters), update, dict(own)
         # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
         # the exchange is in flight, and two threads that share a group may meet in another order on another rank.
         ranks = dist.get_process_group_ranks(group)
@@ -448,9 +449,11 @@ class Outer:
         """{key: tensor} to save, or to load in place. Waits for what is in flight.
 
         model.NAME: the anchors. outer.NAME.momentum. In the middle of a round also replica3.model.NAME, and
-        outer.NAME.average of fragments in flight. replica3.NAME.error with error feedback.
+        outer.NAME.average of fragments in flight. replica3.NAME.error with error feedback. replica3.model.NAME of what
+        a replica has for itself, always.
         """
-        tensors, own = {}, f'replica{self.replica}'
+        own = f'replica{self.replica}'
+        tensors = {f'{own}.model.{name}': tensor for name, tensor in self.own.items()}
         for fragment in self.fragments:
             for *_, handle in fragment.flights:
                 self._wait(handle)

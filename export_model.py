@@ -7,9 +7,9 @@ Turn a checkpoint of any train script into a folder that `transformers` loads, w
 
 A fine-tuned model (--init_from) stays what it was: its class, its config.json, and every other file of its folder. LoRA
 is merged into the weights, or else written alone, as `peft` loads it.
-Of models from scratch, gpt2, llama and qwen3 become the classes of that name. What transformers has no class for
-(enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and loads with
-trust_remote_code=True.
+Of models from scratch, gpt2, llama and qwen3 (also with experts) become the classes of that name. What transformers has
+no class for (enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and
+loads with trust_remote_code=True.
 The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
 It takes memory for two copies of the fp32 weights, and for three of a model from scratch.
 """
@@ -320,6 +320,8 @@ def check_model(folder):
         if loaded[name].dtype != tensor.dtype or not torch.equal(loaded[name], tensor):
             raise RuntimeError(f'{name} in {folder} is not what was written')
     change_dtype(theirs, torch.float32)
+    if finetune.has_uneven_experts(theirs):
+        theirs.set_experts_implementation('eager')  # one after the other, as its user will have to
     compare_logits(theirs.eval())
 
 

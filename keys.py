@@ -62,6 +62,12 @@ class Keys:
     head_dim: int | None = None  # None = n_embd / n_head
     n_embd = 768  # width of the residual stream
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
+    n_experts = 0  # mixture of experts (llama, qwen3): so many small MLPs in each block, of which a token meets a few
+    experts_per_token = 2  # that compute each token: those that the router finds most fitting
+    expert_hidden_dim: int | None = None  # of each; None = mlp_hidden_dim / experts_per_token: a token costs as much
+    router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off
+    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps these small (OLMoE: 0.001)
+    router_bias = 0.0  # balance by a bias of each expert that moves by so much a step; 0 = off (DeepSeek-V3: 0.001)
     vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
     dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others

@@ -18,9 +18,11 @@ gpt2 with bias=False is nanoGPT's model instead, with GELU (erf), which takes a 
 
 Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same
 operations run under DDP, where they are fp32, and under fully_shard, which gathers them in bf16 and makes the cast
-free. Nothing here knows how the model is sharded. There are no buffers: to_empty() would leave garbage in them.
+free. Nothing here knows how the model is sharded. Buffers have only the routers of a mixture of experts (n_experts, in
+llama and qwen3): to_empty() would leave garbage in them, so GPT._apply() begins them anew.
 
-Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary.
+Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary;
+of a mixture E experts, of which k compute each token, with M hidden units each.
 """
 
 import hashlib
@@ -29,6 +31,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -50,6 +53,7 @@ ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention
 SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
 SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
+SAVED_OPS += ['aten._grouped_mm.default', 'aten.topk.default']  # computed again, a near tie could end otherwise
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -66,6 +70,12 @@ class ModelConfig:
     head_dim: int | None = None
     n_embd: int = 768
     mlp_hidden_dim: int | None = None
+    n_experts: int = 0  # 0: one MLP in each block, that computes all tokens
+    experts_per_token: int = 2
+    expert_hidden_dim: int | None = None
+    router_aux: float = 0.001  # see Router.loss_sum()
+    router_z: float = 0.0
+    router_bias: float = 0.0  # see balance_experts()
     vocab_size: int | None = None
     block_size: int = 1024
     dropout: float = 0.0
@@ -126,6 +136,10 @@ class ModelConfig:
         if self.mlp_hidden_dim is None:
             # Three matrices of 8/3 n_embd (to a multiple of 64) have as many weights as two of 4 n_embd.
             self.mlp_hidden_dim = -(-8 * self.n_embd // (3 * 64)) * 64 if self.llama_style else 4 * self.n_embd
+        if self.n_experts:
+            check_experts(self)
+            if self.expert_hidden_dim is None:  # k experts then have as many weights as one MLP; rows of 8 are fast
+                self.expert_hidden_dim = max(8, self.mlp_hidden_dim // self.experts_per_token // 8 * 8)
         self.bias = self.arch == 'gpt2' if self.bias is None else self.bias
         self.tie_embeddings = self.arch == 'gpt2' if self.tie_embeddings is None else self.tie_embeddings
         self.yarn, self.llama3_rope = [*(self.yarn or ())], [*(self.llama3_rope or ())]
@@ -146,6 +160,30 @@ class ModelConfig:
                 raise ValueError(f'{given}: expected the {"n_embd" if name == "base_width" else "n_layer"} {where}')
         if not 0 <= self.dropout < 1 or self.z_loss < 0:
             raise ValueError(f'dropout={self.dropout}, z_loss={self.z_loss}: expected 0 <= dropout < 1 and 0 <= z_loss')
+
+
+def check_experts(config):
+    """Raise ValueError for a mixture of experts that cannot be."""
+    n, k = config.n_experts, config.experts_per_token
+    given, or_dense = f'n_experts={n}', 'or --n_experts=0'
+    if not config.llama_style:
+        raise ValueError(f'{given} with arch={config.arch}: llama and qwen3 have experts: use --arch=qwen3, {or_dense}')
+    if n < 0:
+        raise ValueError(f'{given}: expected 0 (none) or more')
+    if not 1 <= k <= n:
+        raise ValueError(f'{given} with experts_per_token={k}: expected 1 to {n} of them for each token')
+    if config.expert_hidden_dim is not None and config.expert_hidden_dim < 1:
+        raise ValueError(f'expert_hidden_dim={config.expert_hidden_dim}: expected 1 or more')
+    if config.parametrization != 'standard':
+        raise ValueError(
+            f'{given} with parametrization={config.parametrization!r}, whose table has no experts: '
+            f'use --parametrization=standard, {or_dense}'
+        )
+    if config.bias:
+        raise ValueError(f'{given} with bias=True: experts have none: leave bias out')
+    factors = {name: getattr(config, name) for name in ('router_aux', 'router_z', 'router_bias')}
+    if min(factors.values()) < 0:
+        raise ValueError(f'{", ".join(f"{name}={value}" for name, value in factors.items())}: expected 0 or more')
 
 
 def check_yarn(yarn, block_size):
@@ -417,6 +455,233 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
+# A mixture of experts: in place of one MLP a block has E small ones, the experts, and each token is computed by k of
+# them alone. So its MLPs have E/k times the weights that a token costs. Which k is learned, by a matrix with a row for
+# each expert, the router. The rule is that of Qwen3-MoE in transformers, without a limit on how many tokens an expert
+# takes: which tokens had to be dropped would depend on what else is in the batch.
+
+
+class Router(nn.Module):
+    """Chooses k of E experts for each token, and says by how much the output of each of them counts.
+
+    Left alone, training sends more and more tokens to a few experts, which learn and so are chosen again, while others
+    die. loss_sum() is the usual remedy, `bias` another one. Both act on what balance_experts() finds out once a step:
+    load, a buffer and in checkpoints, how many of its choices a token has given to each expert in the step before, on
+    average over the global batch: they sum to k.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_experts, self.k = config.n_experts, config.experts_per_token
+        self.aux, self.z, self.bias_rate = config.router_aux, config.router_z, config.router_bias
+        self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
+        self.register_buffer('load', torch.empty(self.n_experts))
+        self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
+        # Of the step so far on this rank: tokens of each expert, and last the sum of the routers' entropies. float64,
+        # which counts up to 2^53 one by one.
+        self.register_buffer('seen', torch.empty(self.n_experts + 1, dtype=torch.float64), persistent=False)
+        self.begin()
+
+    def begin(self):
+        """As before the first step: a uniform load."""
+        self.load.fill_(self.k / self.n_experts)
+        self.seen.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x):
+        """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
+
+        In fp32 whatever the dtype of x: of bf16 logits 1 in 30 has a tie at the cut. The weight is rounded like x,
+        since under fully_shard it arrives so.
+        """
+        logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
+        p = logits.softmax(-1)
+        chosen = (p if self.bias is None else p + self.bias).topk(self.k).indices  # the bias chooses, and no more
+        weights = p.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen, logits
+
+    def loss_sum(self, chosen, logits, valid):
+        """
+        What this router adds to the loss, an fp32 sum over the tokens that are `valid` (N); it counts those, too. Of
+        the layers' routers the model takes the mean.
+
+            router_aux * E * sum over e of load[e] * p[e]  +  router_z * logsumexp(logits)^2
+
+        The first is the balancing loss of Switch Transformer (arXiv 2101.03961) as transformers scales it, k where all
+        is balanced; its gradient lowers p where the load is high. Usually the load is that of the same tokens. But
+        then the loss of a micro-batch on one rank is not its part of the global batch's loss, which knows all of its
+        load (the better one, arXiv 2501.11873), and the gradient would depend on ranks and accumulation. With the load
+        of the step before it is a sum over tokens like the cross-entropy, and does not. The second keeps logits small
+        (arXiv 2202.08906).
+        """
+        lse = logits.logsumexp(-1)  # (N)
+        p = (logits - lse[:, None]).exp()  # (N, E)
+        with torch.no_grad():
+            entropy = lse - (p * logits).sum(-1)  # (N)
+            self.seen[-1] += (entropy * valid).sum()
+            counted = valid.double().repeat_interleave(self.k)  # (N*k)
+            self.seen.scatter_add_(0, chosen.flatten(), counted)  # sums of ones: the same in any order
+        return ((self.aux * self.n_experts * (p @ self.load) + self.z * lse**2) * valid).sum()
+
+
+class ExpertLinear(nn.Module):
+    """One matrix (out, in) for each expert, the rows of all below each other in one weight (E*out, in).
+
+    In two dimensions it is what initial values, FSDP, checkpoints and optimizers take any matrix for: it is cut by
+    rows, into any number of parts, and fan_in is its columns. It is seen as (E, out, in) only here.
+    """
+
+    def __init__(self, config, inputs, outputs):
+        super().__init__()
+        self.n_matrices = config.n_experts  # that are fused in the weight: Muon treats each by itself
+        self.active = config.experts_per_token / config.n_experts  # of its weights, those that a token meets
+        self.weight = nn.Parameter(torch.empty(config.n_experts * outputs, inputs))
+
+    def forward(self, rows, where):
+        """rows (R, in), those of the first expert, then those of the second, ... -> (R, out). where: how many rows each
+        has, a list, or as a tensor on the device the number of the row behind its last."""
+        matrices = self.weight.to(rows.dtype).unflatten(0, (self.n_matrices, -1))  # (E, out, in)
+        if isinstance(where, torch.Tensor):
+            return F.grouped_mm(rows, matrices.mT, offs=where)
+        parts = zip(rows.split(where), matrices.unbind(), strict=True)  # some may be empty
+        return torch.cat([part @ matrix.T for part, matrix in parts])
+
+
+class Experts(nn.Module):
+    """E MLPs with a SiLU gate (SwiGLU), each for rows of its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = ExpertLinear(config, config.n_embd, config.expert_hidden_dim)
+        self.up = ExpertLinear(config, config.n_embd, config.expert_hidden_dim)
+        self.down = ExpertLinear(config, config.expert_hidden_dim, config.n_embd)
+
+    def forward(self, rows, ends):
+        """rows (R, C), sorted by expert; ends (E) int32: the number of the row behind the last one of each expert.
+
+        A GPU computes all experts at once, in bf16, and the host does not learn how many rows each has. Elsewhere one
+        matmul follows the other: a CPU loses nothing by that, and a GPU in fp32 has no other way.
+        """
+        at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta')
+        where = ends if at_once else rows_of_each(ends, rows)
+        return self.down(F.silu(self.gate(rows, where)) * self.up(rows, where), where)
+
+
+def rows_of_each(ends, rows):
+    """How many of the rows (R, C) are the first expert's, the second one's, ...: a list, for which the host waits."""
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+
+def idle_numbers(module):
+    """Numbers in the weights of its experts that do not compute a token, which meets k of E."""
+    stacked = [inner for inner in module.modules() if isinstance(inner, ExpertLinear)]
+    return sum(round((1 - inner.active) * inner.weight.numel()) for inner in stacked)
+
+
+class TakeRows(torch.autograd.Function):
+    """x[index] of x (N, C), for which it is known where each row of x goes: `places` (N, n).
+
+    So the gradient of a row is gathered from there and summed. Autograd, which does not know it, would scatter what
+    comes and add up what meets: on a GPU in an order that changes (index_add), or after it has sorted the index again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, index, places):
+        ctx.save_for_backward(places)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (places,) = ctx.saved_tensors
+        return gradient[places].sum(1), None, None
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of the MLP."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.router, self.experts = Router(config), Experts(config)
+
+    def forward(self, x):
+        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss."""
+        tokens = x.flatten(0, 1)  # (N, C)
+        weights, chosen, logits = self.router(tokens)
+        # A row for each choice of each token: first those of the first expert, then those of the second, ...
+        k, E = self.router.k, self.router.n_experts
+        expert, order = chosen.flatten().sort(
+            stable=True
+        )  # (N*k) both: row r is choice order[r] % k of token order[r] // k
+        ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True, out_int32=True)  # (E)
+        row = order.argsort()  # (N*k): of each choice
+        rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
+        rows = self.experts(rows, ends)
+        rows = TakeRows.apply(rows, row, order[:, None]).unflatten(0, (-1, k))  # (N, k, C), back to their tokens
+        y = (rows * weights.to(x.dtype)[..., None]).sum(1)  # (N, C)
+        return y.view_as(x), (chosen, logits)
+
+
+@torch.no_grad()
+def balance_experts(model, skip=False, group=None):
+    """
+    After a step, in which each rank has counted the tokens of each expert: sum the counts over the ranks, once for all
+    layers. They become the routers' load, and move their bias. Collective; without experts it does nothing.
+
+    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes): load and bias then stay as well.
+    group: the ranks that train together, if that is not all of them.
+
+    bias += router_bias * sign(k/E - load), with the mean taken off: an expert with few tokens is chosen more easily.
+    No loss pulls the router away from what the model is trained for (DeepSeek: arXiv 2408.15664).
+    """
+    routers = getattr(model, 'routers', None)
+    if not routers:
+        return
+    seen = torch.stack([router.seen for router in routers])  # (L, E+1)
+    dist.all_reduce(seen, group=group)
+    model.routed = seen  # for router_metrics()
+    torch._foreach_zero_([router.seen for router in routers])
+    if skip is True:
+        return
+    before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
+    load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
+    counts = load.isfinite()  # not so of a step without any token
+    if isinstance(skip, torch.Tensor):
+        counts = counts & (skip == 0)
+    load = torch.where(counts, load, before)
+    torch._foreach_copy_([router.load for router in routers], load.unbind())
+    if routers[0].bias is not None:
+        bias = torch.stack([router.bias for router in routers])
+        bias += routers[0].bias_rate * (uniform - load).sign() * counts
+        bias -= bias.mean(1, keepdim=True)  # only differences matter
+        torch._foreach_copy_([router.bias for router in routers], bias.unbind())
+
+
+def router_metrics(model):
+    """
+    Of the last step's global batch, {name: number}, for a row of the log: waits for the device. {} without experts.
+
+    router/violation    tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
+    router/dead         share of the experts with less than a hundredth of the mean
+    router/entropy      of the routers' probabilities, over ln E: 1 is undecided, 0 certain
+    Each is the mean over the layers; router/worst_... is that of the worst layer.
+    """
+    seen = getattr(model, 'routed', None)
+    if seen is None:
+        return {}
+    counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
+    mean = counts.mean(1, keepdim=True)
+    tokens = counts.sum(1) / model.routers[0].k
+    violation = (counts / mean).amax(1) - 1
+    dead = (counts < mean / 100).double().mean(1)
+    entropy = entropy / tokens / math.log(max(2, counts.shape[1]))
+    numbers = torch.stack(
+        (violation.mean(), dead.mean(), entropy.mean(), violation.amax(), dead.amax(), entropy.amin())
+    )
+    names = [f'router/{of}{name}' for of in ('', 'worst_') for name in ('violation', 'dead', 'entropy')]
+    return dict(zip(names, numbers.tolist(), strict=True))
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: the unit that is compiled, checkpointed and sharded."""
 
@@ -425,13 +690,13 @@ class Block(nn.Module):
         self.attn_norm = Norm(config, config.n_embd)
         self.attn = Attention(config, rotary)
         self.mlp_norm = Norm(config, config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.n_experts else MLP(config)
         self.drop = nn.Dropout(config.dropout)
         self.branch_scale = 1 / config.ratios[1]
         self.activation_checkpointing = 'none'
 
     def forward(self, x, cache=None, layout=None):
-        """x (B, T, C) -> (B, T, C)"""
+        """x (B, T, C) -> (B, T, C); of a mixture also (chosen, logits) of its router."""
         if self.activation_checkpointing == 'none' or cache is not None:
             return self.add_attention_and_mlp(x, cache, layout)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
@@ -439,7 +704,11 @@ class Block(nn.Module):
 
     def add_attention_and_mlp(self, x, cache, layout):
         x = x.add(self.drop(self.attn(self.attn_norm(x), cache, layout)), alpha=self.branch_scale)
-        return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
+        y, routing = self.mlp(self.mlp_norm(x)), None
+        if isinstance(self.mlp, MoE):
+            y, routing = y
+        x = x.add(self.drop(y), alpha=self.branch_scale)
+        return x if routing is None else (x, routing)
 
 
 def recomputed(forward, *args, mode, noise, **kwargs):
@@ -577,6 +846,7 @@ class GPT(nn.Module):
         self.pos_embed = nn.Embedding(positions, config.n_embd) if config.arch == 'gpt2' else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.n_layer))
+        self.routers = [block.mlp.router for block in self.blocks] if config.n_experts else []
         self.final_norm = Norm(config, config.n_embd)
         self.head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
@@ -584,7 +854,11 @@ class GPT(nn.Module):
 
     def _apply(self, *args, **kwargs):
         """to_empty(), to() and the like replace the parameters of one module after another: tie them again."""
+        had_values = not self.embed.weight.is_meta
         super()._apply(*args, **kwargs)
+        if not had_values:
+            for router in self.routers:
+                router.begin()
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
         return self
@@ -595,7 +869,8 @@ class GPT(nn.Module):
         this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
 
         Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
-        cross-entropy plus z_loss * logsumexp(logits)^2 and has the gradient; ce_sum is the cross-entropy alone.
+        cross-entropy plus z_loss * logsumexp(logits)^2, in training of a mixture plus what its routers add, and has the
+        gradient; ce_sum is the cross-entropy alone.
         Without targets the logits (B, T, vocab_size); with a cache those of the last token only (B, 1, vocab_size).
         """
         first_position = cache[0].length if cache else 0
@@ -614,9 +889,12 @@ class GPT(nn.Module):
         h = self.embed(x).to(self.compute_dtype)  # (B, T, C)
         if self.pos_embed is not None:
             h = h + self.pos_embed(positions).to(self.compute_dtype)
-        h = self.drop(h)
+        h, routings = self.drop(h), []
         for block, block_cache in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
             h = block(h, block_cache, layout)
+            if self.routers:
+                h, routing = h
+                routings.append(routing)
         if cache:
             h = h[:, -1:]  # (B, 1, C)
         h = self.final_norm(h)
@@ -628,7 +906,13 @@ class GPT(nn.Module):
         if y is None:
             return self.head(h)[..., : self.config.vocab_size]
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
-        return ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+        loss_sum, ce_sum = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
+        if self.routers and self.training and torch.is_grad_enabled():
+            # Out here and not in the blocks, which with activation checkpointing would count their tokens twice.
+            valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
+            of_layers = [router.loss_sum(*said, valid) for router, said in zip(self.routers, routings, strict=True)]
+            loss_sum = loss_sum + sum(of_layers) / len(of_layers)
+        return loss_sum, ce_sum
 
     def whole_head(self):
         """The head's weight (V, C); where a rank has but some rows of it, tensor_manual.py has it gather them."""
@@ -665,33 +949,37 @@ class GPT(nn.Module):
         std = (fan_in / m_N) ** -0.5 if self.config.arch == 'enoki' else 0.02
         if self.config.base_width is not None:
             std *= m_N**-0.5 if name.startswith('blocks.') else 1
-        elif name.endswith(('attn.proj.weight', 'mlp.down.weight')):  # 2 n_layer of them add to the residual stream
+        elif name.endswith(('attn.proj.weight', 'mlp.down.weight', 'experts.down.weight')):
+            # 2 n_layer of them add to the residual stream (the weights of a token's experts sum to 1)
             std *= (2 * self.config.n_layer) ** -0.5
         return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std
 
     def parameter_counts(self):
         """{part: exact number of parameters}, with the padding of the vocabulary and each tied weight once.
 
-        A norm within the attention counts as a norm, a tied head as embedding. Also 'total', and 'trainable' of them.
+        A norm within the attention counts as a norm, a tied head as embedding, experts as mlp. Also 'total',
+        'trainable' of them, and of a mixture 'active', those that compute a token.
         """
         counts = dict.fromkeys(PARTS, 0)
         for name, parameter in self.named_parameters():
             part = next((part for part, words in PARTS.items() if any(word in name for word in words)), 'other')
             counts[part] = counts.get(part, 0) + parameter.numel()
         trainable = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        return counts | {'total': sum(counts.values()), 'trainable': trainable}
+        total, idle = sum(counts.values()), idle_numbers(self)
+        return counts | {'total': total, 'trainable': trainable} | ({'active': total - idle} if idle else {})
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
 
         Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
-        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient.
+        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient. Of
+        experts count those that compute a token.
         """
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
         in_matmuls = [parameter for parameter in self.parameters() if parameter not in tables - matrices]
         flops = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in in_matmuls)
-        return flops + self.flops_of_attention
+        return flops - 6 * idle_numbers(self) + self.flops_of_attention
 
 
 def generator_of(seed, name, device='cpu'):

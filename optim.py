@@ -124,7 +124,8 @@ def hidden_matrices(model):
     """{parameter: rows of the matrices that are fused in it} of what Muon trains.
 
     That is the weight of every Linear but of the head (`head`, `lm_head`), where, as in embeddings, its author finds
-    AdamW better, and of LoRA, whose tiny first gradients would be full-size steps. Fused q, k and v count as three.
+    AdamW better, and of LoRA, whose tiny first gradients would be full-size steps. Fused q, k and v count as three,
+    those of the experts of a mixture as many as there are experts.
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
@@ -132,6 +133,8 @@ def hidden_matrices(model):
             hidden[module.qkv.weight] = [heads * module.head_dim for heads in module.heads_of_qkv]
         for own_name, parameter in module.named_parameters(recurse=False):
             is_hidden = parameter.dim() == 2 and not isinstance(module, nn.Embedding) and parameter.requires_grad
+            if is_hidden and hasattr(module, 'n_matrices'):  # of experts
+                hidden[parameter] = [parameter.shape[0] // module.n_matrices] * module.n_matrices
             if is_hidden and name.split('.')[-1] not in ('head', 'lm_head') and own_name not in ('lora_A', 'lora_B'):
                 hidden.setdefault(parameter, [parameter.shape[0]])
             else:

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 import optim
+from model import balance_experts
 from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
@@ -96,10 +97,10 @@ train_batches = data.batches(
 )
 if world_size > 1:
     # DDP orders the gradients in its buckets by its first backward pass. So that a resumed run adds up in the same
-    # order as one that was not interrupted, let this pass without effect be the first in both.
+    # order as one that was not interrupted, let this pass without effect be the first in both. It has no targets (-1).
     tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8 wants 16 N of them
     with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
-        (model(tokens, tokens)[0] * 0).backward()
+        (model(tokens, tokens - 1)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
 while step < config.max_iters and not watch.must_stop:
     # the learning rate of this step
@@ -139,6 +140,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
+    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

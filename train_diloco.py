@@ -45,6 +45,7 @@ import fsdp_manual
 import meshes
 import optim
 from exchange import diloco_check
+from model import balance_experts
 from runtime import checkpoint, health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
@@ -97,11 +98,13 @@ def outer_step(theta, pseudo_gradient, momentum):
 
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
+loads = {name: buffer for name, buffer in raw_model.named_buffers() if name.endswith('router.load')}  # of experts
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
     timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
+    own=loads,
 )  # fmt: skip
 outer = make_outer()
 
@@ -226,6 +229,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
+    balance_experts(raw_model, skip, mesh.get_group())  # if there are any; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

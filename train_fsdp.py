@@ -39,6 +39,7 @@ import fsdp_manual
 import meshes
 import optim
 import tensor_manual
+from model import balance_experts
 from runtime import health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
@@ -174,6 +175,7 @@ while step < config.max_iters and not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
+    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

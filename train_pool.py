@@ -45,6 +45,7 @@ import fsdp_manual
 import meshes
 import optim
 from exchange import diloco_check
+from model import balance_experts
 from pool.plan import StorePlan
 from pool.replica import Replica, number_of_replicas
 from pool.rows import checksums_of_frozen
@@ -235,6 +236,7 @@ while not watch.must_stop:
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
+    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)

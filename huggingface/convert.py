@@ -5,8 +5,10 @@ Models of model.py as models of `transformers`: configuration, weights, and the 
     hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
-gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. Only the layout differs: queries,
-keys and values are three matrices in the latter two; those of GPT-2's blocks are (in, out); nobody pads the vocabulary.
+gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM, or with experts
+Qwen3MoeForCausalLM. Only the layout differs: queries, keys and values are three matrices in the latter ones; those of
+GPT-2's blocks are (in, out); nobody pads the vocabulary. Of experts transformers has one matrix each in its files, and
+in memory one tensor (E, 2M, C) for gate and up, one (E, C, M) for down.
 """
 
 import re
@@ -49,6 +51,10 @@ LLAMA_MODULES = {  # of qwen3, too
     'mlp.gate': 'mlp.gate_proj',
     'mlp.up': 'mlp.up_proj',
     'mlp.down': 'mlp.down_proj',
+    'mlp.router': 'mlp.gate',
+    'mlp.experts.gate': 'mlp.experts.{}.gate_proj',  # 0, 1, ...
+    'mlp.experts.up': 'mlp.experts.{}.up_proj',
+    'mlp.experts.down': 'mlp.experts.{}.down_proj',
 }
 
 # Fields of ModelConfig -> keys of their configurations. (GPT2Config takes these, too.)
@@ -57,6 +63,8 @@ SHARED_KEYS |= {'n_head': 'num_attention_heads', 'n_embd': 'hidden_size', 'block
 GPT2_KEYS = SHARED_KEYS | {'mlp_hidden_dim': 'n_inner', 'norm_eps': 'layer_norm_epsilon'}
 LLAMA_KEYS = SHARED_KEYS | {'n_kv_head': 'num_key_value_heads', 'head_dim': 'head_dim'}
 LLAMA_KEYS |= {'mlp_hidden_dim': 'intermediate_size', 'norm_eps': 'rms_norm_eps'}
+EXPERT_KEYS = {'n_experts': 'num_experts', 'experts_per_token': 'num_experts_per_tok'}
+EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size'}
 
 
 def is_in_transformers(model_config):
@@ -65,8 +73,8 @@ def is_in_transformers(model_config):
         usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
         return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
     if model_config.arch == 'qwen3':
-        return not model_config.bias and not model_config.attention_gate
-    return model_config.arch == 'llama'
+        return not model_config.bias and not model_config.attention_gate and not model_config.router_bias
+    return model_config.arch == 'llama' and not model_config.n_experts
 
 
 def without_multipliers(state_dict, model_config):
@@ -83,7 +91,8 @@ def without_multipliers(state_dict, model_config):
 
 
 def names_in_transformers(name, model_config):
-    """The names there of the parameter that is called `name` here: one, or three that lie one behind the other here."""
+    """The names in their files of the parameter that is called `name` here: one, or several that lie below each other
+    here, queries, keys and values, or experts."""
     modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
     if module.startswith('blocks.'):
@@ -91,7 +100,8 @@ def names_in_transformers(name, model_config):
         their_name = f'{modules["blocks"]}.{number}.{modules[inner]}.{kind}'
     else:
         their_name = f'{modules[module]}.{kind}'
-    return [their_name.format(letter) for letter in 'qkv'] if '{}' in their_name else [their_name]
+    parts = range(model_config.n_experts) if '.experts.' in name else 'qkv'
+    return [their_name.format(part) for part in parts] if '{}' in their_name else [their_name]
 
 
 def is_transposed(name, tensor, model_config):
@@ -105,6 +115,11 @@ def to_transformers(state_dict, model_config):
     qkv_rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
     theirs = {}
     for name, tensor in state_dict.items():
+        if name.endswith('router.load'):  # of the training, not of the model
+            continue
+        if '.experts.' in name:
+            theirs |= experts_to_transformers(name, state_dict, model_config)
+            continue
         tensor = unpadded(name, tensor, model_config)
         their_names = names_in_transformers(name, model_config)
         pieces = tensor.split(qkv_rows) if len(their_names) == 3 else [tensor]
@@ -113,9 +128,22 @@ def to_transformers(state_dict, model_config):
     return theirs
 
 
+def experts_to_transformers(name, state_dict, model_config):
+    """{name: tensor} that transformers' class has in memory for the weights of all experts of a layer, called `name`
+    here; {} for those of `up`, which come with `gate`."""
+    kind, E = name.split('.')[-2], model_config.n_experts
+    prefix = f'{LLAMA_MODULES["blocks"]}.{name.split(".")[1]}.mlp.experts'
+    if kind == 'down':
+        return {f'{prefix}.down_proj': state_dict[name].unflatten(0, (E, -1))}
+    if kind == 'up':
+        return {}
+    gate, up = (state_dict[name.replace('.gate.', f'.{kind}.')].unflatten(0, (E, -1)) for kind in ('gate', 'up'))
+    return {f'{prefix}.gate_up_proj': torch.cat((gate, up), dim=1)}  # (E, 2M, C)
+
+
 def from_transformers(name, model_config, read):
-    """The parameter that is called `name` here, of what read(name there) returns; the rows that pad the vocabulary are
-    0."""
+    """The parameter that is called `name` here, of what read(name in their files) returns; the rows that pad the
+    vocabulary are 0."""
     pieces = [read(their_name) for their_name in names_in_transformers(name, model_config)]
     tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if is_transposed(name, tensor, model_config):
@@ -152,7 +180,8 @@ def weights_of_export(folder, model_config):
 
 
 def config_to_transformers(model_config):
-    """The GPT2Config, LlamaConfig or Qwen3Config of a ModelConfig, without special tokens: theirs would be others."""
+    """The GPT2Config, LlamaConfig, Qwen3Config or Qwen3MoeConfig of a ModelConfig, without special tokens: theirs would
+    be others."""
     import transformers
 
     arch, dropout = model_config.arch, model_config.dropout
@@ -167,6 +196,11 @@ def config_to_transformers(model_config):
         keys |= rotation.with_yarn(keys['rope_parameters'], *model_config.yarn)
     if arch == 'llama':
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
+    if model_config.n_experts:
+        keys |= {theirs: getattr(model_config, ours) for ours, theirs in EXPERT_KEYS.items()}
+        # By default their weights are not normed. The factor is that of their loss, too, which computes its own load.
+        keys |= {'norm_topk_prob': True, 'router_aux_loss_coef': model_config.router_aux}
+        return transformers.Qwen3MoeConfig(**keys)
     return transformers.Qwen3Config(**keys)
 
 

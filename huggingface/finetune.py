@@ -49,6 +49,7 @@ AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_c
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
 NATIVE_MODEL_KEYS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
 NATIVE_MODEL_KEYS += 'tie_embeddings attention_gate parametrization base_width base_depth'.split()
+NATIVE_MODEL_KEYS += 'n_experts experts_per_token expert_hidden_dim router_bias'.split()
 LORA_KEYS = 'lora_rank lora_alpha lora_targets lora_dropout lora_rslora modules_to_save'.split()
 DROPOUT = re.compile(r'dropout|_pdrop$')
 NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')

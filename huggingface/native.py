@@ -6,11 +6,12 @@ A model of a Hugging Face folder, computed by model.py instead of `transformers`
     line = self_test(pretrained, model_config)      # logits are those of transformers' class
     weights = weights_for_transformers(weights, state)   # of a checkpoint, under the names that transformers has
 
-GPT-2, Llama, Qwen2, Qwen3 and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then everything that
-cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model keeps
-their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
+GPT-2, Llama, Qwen2, Qwen3, Qwen3-MoE and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then all
+that cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model
+keeps their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
 """
 
+import itertools
 import math
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from runtime.files import read_json
 
 # Architectures of transformers, and which of model.py's computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
+SAME_AS['qwen3_moe'] = 'qwen3'
 # What others have that model.py does not.
 HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
@@ -50,6 +52,7 @@ LLAMA_TAKES = {'hidden_act': ('silu',), 'rope_type': ('default', 'llama3', 'yarn
 LLAMA_TAKES |= dict.fromkeys(('embedding_multiplier', 'residual_multiplier', 'logits_scaling'), (1,))  # Granite's
 YARN_TAKES = {'attention_factor': (None,), 'beta_fast': (None, 32), 'beta_slow': (None, 1), 'truncate': (None, True)}
 YARN_TAKES |= {'mscale': (None,), 'mscale_all_dim': (None,)}
+EXPERTS_TAKE = {'norm_topk_prob': (True,), 'decoder_sparse_step': (1,), 'mlp_only_layers': ([], None)}
 LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
@@ -104,6 +107,9 @@ def model_config_of(pretrained):
     take(found, {'mlp_bias': (keys['bias'],), 'partial_rotary_factor': (1.0,)})
     if arch == 'qwen3':
         take(found, {'attention_bias': (False,)})
+    if pretrained.arch == 'qwen3_moe':
+        take(found, EXPERTS_TAKE)
+        keys |= {ours: getattr(config, theirs) for ours, theirs in convert.EXPERT_KEYS.items()}
     window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None where it does not use one
     if window < pretrained.block_size:
         raise ValueError(
@@ -123,12 +129,29 @@ class Weights:
             theirs = pretrained.empty_model()
         self.file_name, lacking = self.files.find(theirs)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+        if model_config.n_experts:
+            lacking = [name for name in lacking if '.mlp.experts.' not in name] + self.find_experts(theirs)
         if lacking:
             folder = pretrained.weights_folder
             raise ValueError(
                 f'{folder} lacks {lacking[0]}, and {len(lacking) - 1} more weights: '
                 f'`python download_model.py --model={folder}` lists them; copy or download it again'
             )
+
+    def find_experts(self, theirs):
+        """Note where each expert's matrices are, which in memory transformers has in one tensor; returns the names that
+        the files lack."""
+        C, M, lacking = self.model_config.n_embd, self.model_config.expert_hidden_dim, []
+        for number, kind in itertools.product(range(self.model_config.n_layer), ('gate', 'up', 'down')):
+            ours = f'blocks.{number}.mlp.experts.{kind}.weight'
+            for name in convert.names_in_transformers(ours, self.model_config):
+                self.shapes[name] = (C, M) if kind == 'down' else (M, C)
+                stored = self.files.stored_as(theirs, [name])
+                if stored:
+                    self.file_name[name] = stored[0]
+                else:
+                    lacking.append(name)
+        return lacking
 
     def read(self, their_name):
         stored = self.file_name[their_name]
@@ -160,7 +183,7 @@ def self_test(pretrained, model_config):
 
     def fill(module, prefix):
         values = {name: weights.initial_value(f'{prefix}.{name}') for name, _ in module.named_parameters()}
-        module.load_state_dict(values, assign=True)
+        module.load_state_dict(values, assign=True, strict=False)  # a router's load is not needed here
 
     def empty(module, args, output):
         module.to('meta')

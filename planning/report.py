@@ -34,7 +34,9 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
-    names = ('n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size')
+    names = ['n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size']
+    if shape.get('n_experts'):
+        names[5:6] = ['n_experts', 'experts_per_token', 'expert_hidden_dim']
     model_name = f'{config["arch"]} of {config["init_from"]}' if is_fine_tuned else config['arch']
     lines = section(f'model: {model_name}', {name: f'{config[name]:,}' for name in names})
     if config.get('heads'):

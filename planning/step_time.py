@@ -17,7 +17,7 @@ from collections import namedtuple
 from functools import cache
 
 import meshes
-from model import ModelConfig
+from model import ModelConfig, idle_numbers
 from planning import sizes, traffic
 from runtime import meter
 
@@ -179,6 +179,8 @@ def model_of_rank(config):
     """The keys of the model whose work one rank does: its layers, as many as the stage with the most has, its heads,
     hidden units and words. head_dim stays."""
     tensor, stages = config.get('tensor_parallel', 1), config.get('pipeline_stages', 1)
+    if config.get('n_experts') and max(tensor, stages) > 1:
+        raise ValueError(f'n_experts={config["n_experts"]}: tensor_parallel and pipelines have no experts')
     for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim'):
         if config[key] % tensor:
             raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
@@ -202,7 +204,11 @@ def work(config, model, device):
     """
     tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
-    matmul = 2 * sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2) / device.matmul
+    if config.get('n_experts'):  # their hidden units; and k C each to sort by expert, compute from, undo and weigh
+        k = config['experts_per_token']
+        M = k * config['expert_hidden_dim'] + 4 / 3 * k * C
+    in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
+    matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
     attention = 2 * config['block_size'] * H * D / device.attention
     other = sizes.BYTES[config['dtype']] * (8 * C + 2 * (H + K) * D + 3 * M) / device.memory
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other

@@ -13,7 +13,7 @@ process group, the checkpoint to go on from, the model and its first weights.
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -267,6 +267,7 @@ def fill_in(run):
     plan_data(run)
     fill_model(run)
     check_optimizer(run.config)
+    check_experts(run)
     check_layout(run)
     best.check_keys(vars(run.config))
 
@@ -380,7 +381,8 @@ def fill_model(run):
     config = run.config
     run.model_config = run.pretrained or ModelConfig.from_keys(vars(config))
     if config.native:
-        run.model_config = native.model_config_of(run.pretrained)
+        factors = {'router_aux': config.router_aux, 'router_z': config.router_z}
+        run.model_config = replace(native.model_config_of(run.pretrained), **factors)
     vars(config).update(run.model_config.to_dict())
     if config.native:  # what was asked for, from which all of this follows again: Pretrained.from_run()
         config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
@@ -394,6 +396,36 @@ def check_optimizer(config):
             f'optimizer_dtype={config.optimizer_dtype} with optimizer={config.optimizer}, which {why}: '
             'use --optimizer=adamw, or leave optimizer_dtype out'
         )
+
+
+def check_experts(run):
+    """Raise ValueError where a mixture of experts cannot be trained as the keys ask; what it is, ModelConfig checks."""
+    config, n_experts = run.config, getattr(run.model_config, 'n_experts', 0)
+    if not n_experts:
+        return
+    given, on_cuda = f'n_experts={n_experts}', config.device.startswith('cuda')
+    if run.strategy in ('pipeline', 'deepspeed'):
+        raise ValueError(f'{given}: train_{run.strategy}.py has no mixtures of experts: use train_fsdp.py')
+    if vars(config).get('tensor_parallel', 1) > 1:
+        ranks = config.tensor_parallel
+        raise ValueError(f'{given} with tensor_parallel={ranks}: experts are not cut: leave it at 1, FSDP shards them')
+    if config.heads:
+        raise ValueError(f'{given} with heads={config.heads}: the published rules are of dense models: leave heads out')
+    if config.dtype == 'float16':
+        raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, or float32')
+    if config.router_bias and run.strategy in ('diloco', 'pool'):
+        raise ValueError(f'router_bias={config.router_bias}: each replica would have its own: use --router_bias=0')
+    is_grouped = on_cuda and config.dtype == 'bfloat16'  # all experts in one kernel, which reads 16 bytes at once
+    for key in ('n_embd', 'expert_hidden_dim') if is_grouped else ():
+        size = getattr(config, key)
+        if size % 8:
+            sizes = ' or '.join(f'--{key}={n}' for n in (size // 8 * 8, size // 8 * 8 + 8) if n)
+            raise ValueError(
+                f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
+            )
+    if config.compile and not is_grouped:
+        config.compile = False
+        run.notes.append('compile: experts are compiled in bfloat16 on a GPU alone: the run goes on uncompiled')
 
 
 def check_layout(run):
@@ -467,7 +499,7 @@ def find_base(config, pretrained, found):
 
 def identity_of(config, model_config, train_data):
     """What a checkpoint must have in common with the run that resumes from it."""
-    may_change = ('dropout', 'lora_dropout', 'z_loss')
+    may_change = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')
     shape = {key: value for key, value in model_config.to_dict().items() if key not in may_change}
     if 'frozen_dtype' in shape:  # bfloat16 may become float32 on the way, if it is as exact
         shape['frozen_dtype'] = model_config.frozen_rounding
@@ -508,7 +540,7 @@ def check_resume(saved, config, identity, learning_rate_at):
         )
     then = {**saved['identity'], 'data': now_is}
     of_earlier_versions = {'parametrization': 'standard', 'yarn': [], 'lora_rslora': False, 'modules_to_save': []}
-    of_earlier_versions['frozen_dtype'] = 'float32'
+    of_earlier_versions |= {'frozen_dtype': 'float32', 'n_experts': 0}
     then['model'] = {**of_earlier_versions, **then.get('model', {})}
     checkpoint.check_identity(then, {**identity, 'data': now_is})
     if step > config.max_iters and not config.eval_only:
@@ -569,6 +601,9 @@ def initialise(model, run, device=None):
     model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
     """
     model.to_empty(device=device or run.device)
+    for module in model.modules() if device else ():  # weights may rest on the host, buffers are where it computes
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
     if run.found and run.base is None:  # resume() will load them
         return
     if run.start_from:

@@ -23,6 +23,7 @@ import torch
 
 import float8
 from huggingface import finetune, native
+from model import router_metrics
 from runtime import checkpoint, health, processes, stopping
 from runtime.best import Best
 from runtime.log import Log
@@ -56,10 +57,11 @@ class Watch:
         self.say = self.log.say
         self.say('\n'.join(run.notes))
         counts, ranks = run.parameter_counts, f'{run.world_size} x {run.device.type}'
-        self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained; {ranks}')
+        active = f', {counts["active"]:,} for each token' if 'active' in counts else ''
+        self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained{active}; {ranks}')
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s)
-        self.first_step = step
+        self.first_step, self.raw_model = step, None
         self.also_log = dict  # a function of the script's own that returns more numbers for a row
 
     def self_test(self, model, raw_model, as_loaded=None):
@@ -144,6 +146,7 @@ class Watch:
 
     def measure_state(self, model, optimizer):
         """Measure once what this rank holds of weights, gradients and moments: between opt.step() and zero_grad()."""
+        self.raw_model = model
         self.meter.measure_state(model.parameters(), optimizer)
 
     def end_step(self):
@@ -201,7 +204,7 @@ class Watch:
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
-        return row | self.meter.interval() | self.also_log()
+        return row | self.meter.interval() | router_metrics(self.raw_model) | self.also_log()
 
     def evaluated(self, step):
         """What evaluate() returns, with the best step until here."""

@@ -31,6 +31,7 @@ FOLDERS = {
     'granite, plain': ('granite', {'logits_scaling': 1.0, 'attention_multiplier': 10**-0.5}),
     'qwen2': ('qwen2', {}),
     'qwen3': ('qwen3', {}),
+    'qwen3_moe': ('qwen3_moe', {'norm_topk_prob': True}),
     'gpt2': ('gpt2', {}),
     'gpt2, narrow mlp': ('gpt2', {'n_inner': 56, 'activation_function': 'gelu_pytorch_tanh'}),
 }
@@ -132,6 +133,8 @@ CANNOT = {
     'logits': ('granite', {}, 'logits_scaling=4.0, model.py computes with 1'),
     'logits of cohere': ('cohere', {}, 'has logits that are scaled'),
     'state space': ('mamba', {}, 'has a state space in place of attention'),
+    'weights of experts': ('qwen3_moe', {}, 'norm_topk_prob=False'),
+    'dense layers': ('qwen3_moe', {'norm_topk_prob': True, 'mlp_only_layers': [0]}, 'mlp_only_layers=[0]'),
     'gelu': ('llama', {'hidden_act': 'gelu'}, "hidden_act='gelu'"),
     'one bias': ('llama', {'attention_bias': True}, 'mlp_bias=False'),
     'bias': ('qwen3', {'attention_bias': True}, 'attention_bias=True'),
@@ -199,7 +202,15 @@ LAYOUTS = {
     'pipeline': (2, 'train_pipeline.py', []),  # of three blocks: two and one
     'diloco': (2, 'train_diloco.py', ['--num_replicas=1', *ALONE]),
 }
-KINDS = ('llama_tied', 'gpt2')
+KINDS = ('llama_tied', 'gpt2', 'qwen3_moe')
+CHANGES = {'qwen3_moe': {'norm_topk_prob': True}}
+KEYS = {'qwen3_moe': ['--router_aux=0']}  # as transformers' class is trained here
+CASES = [
+    (kind, layout)
+    for kind in KINDS
+    for layout in LAYOUTS
+    if kind != 'qwen3_moe' or layout not in ('tensor', 'pipeline')
+]
 
 
 @pytest.fixture(scope='module')
@@ -208,7 +219,7 @@ def runs(tmp_path_factory, has_slow_tests):
     root = tmp_path_factory.mktemp('native')
     write_chats(root / 'chats.jsonl')
     for kind in KINDS:
-        model = save_model(root / kind / 'model', kind)
+        model = save_model(root / kind / 'model', kind, **CHANGES.get(kind, {}))
         keys = [f'--dataset={root / "chats.jsonl"}', '--name=chats', f'--tokenizer={model}', '--val_fraction=0.2']
         run_script('prepare_data.py', *keys, f'--data_dir={root / kind / "data"}', '--num_proc=1')
     for ranks in (1, 2, 3):
@@ -217,15 +228,14 @@ def runs(tmp_path_factory, has_slow_tests):
             common = [f'--init_from={root / kind / "model"}', f'--data_dir={root / kind / "data"}']
             layouts = {**LAYOUTS, 'theirs': (1, 'train_ddp.py', ['--native=False'])}
             for name, (nproc, script, keys) in layouts.items():
-                if nproc == ranks:
-                    arguments = [*RUN, *common, *keys, f'--out_dir={root / kind / name}']
+                if nproc == ranks and (name == 'theirs' or (kind, name) in CASES):
+                    arguments = [*RUN, *common, *keys, *KEYS.get(kind, ()), f'--out_dir={root / kind / name}']
                     commands.append({'name': f'{kind} {name}', 'script': script, 'arguments': arguments})
         run_many(commands, ranks, root)
     return root
 
 
-@pytest.mark.parametrize('kind', slow_but(['llama_tied'], KINDS))
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize(('kind', 'layout'), slow_but(['llama_tied'], CASES))
 def test_a_run_is_the_one_that_transformers_class_makes(runs, kind, layout):
     ours, theirs = runs / kind / layout, runs / kind / 'theirs'
     for name in ('loss', 'val_loss'):
@@ -238,17 +248,17 @@ def test_a_run_is_the_one_that_transformers_class_makes(runs, kind, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', KINDS)
 def test_its_export_is_the_folder_with_the_weights_that_were_trained(runs, kind, tmp_path):
-    exported = {}
-    for name in ('theirs', 'pipeline'):
+    exported, other = {}, 'manual' if kind == 'qwen3_moe' else 'pipeline'
+    for name in ('theirs', other):
         keys = [f'--out_dir={runs / kind / name}', f'--to={tmp_path / name}', '--dtype=float32']
         assert 'equal to the bit' in run_script('export_model.py', *keys).stdout
         exported[name] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
     x = torch.randint(259, (2, 64))  # all positions that the folder had, more than the run has seen
     with torch.no_grad():
-        ours, theirs = exported['pipeline'](x).logits, exported['theirs'](x).logits
+        ours, theirs = exported[other](x).logits, exported['theirs'](x).logits
     assert (ours - theirs).norm() / theirs.norm() <= 100 * apart(STEPS)  # Adam divides small gradients by themselves
     assert sorted(path.name for path in (tmp_path / 'theirs').iterdir()) == sorted(
-        path.name for path in (tmp_path / 'pipeline').iterdir()
+        path.name for path in (tmp_path / other).iterdir()
     )
     configs = [json.loads((tmp_path / name / 'config.json').read_text()) for name in exported]
     assert configs[0] == configs[1]
