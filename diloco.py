@@ -157,6 +157,7 @@ class Outer:
     dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time, times
     error_decay (None: 0.95 for top2bit, which always does so, and 1). k: of 4096 numbers, how many top2bit sends.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
+    in_whole: function (name, tensor) of what the exchange does not see: which part of the whole a rank has; None = all.
     own: {name: tensor} of what each replica has for itself and never exchanges, such as the load of its experts.
 
     With overlap_steps=0 a bucket is exchanged while the one before it is applied: besides anchors and momentum that
@@ -165,9 +166,10 @@ class Outer:
 
     def __init__(
         self, parameters, update, group, inner_steps, num_fragments=1, overlap_steps=0, mix=0.0, dtype='float32',
-        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64, own=(),
+        error_feedback=False, on_host=False, bucket=BUCKET, timeout=None, error_decay=None, k=64, own=(), in_whole=None,
     ):  # fmt: skip
         self.parameters, self.update, self.own = dict(parameters), update, dict(own)
+        self.in_whole = in_whole or (lambda name, tensor: tensor)
         # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
         # the exchange is in flight, and two threads that share a group may meet in another order on another rank.
         ranks = dist.get_process_group_ranks(group)
@@ -464,9 +466,11 @@ class Outer:
                 (own + '.{}.error', fragment.error),
             ):
                 if flat is not None:
-                    tensors |= {form.format(name): view for name, view in fragment.views(flat).items()}
+                    views = fragment.views(flat).items()
+                    tensors |= {form.format(name): self.in_whole(name, view) for name, view in views}
             if mid_round:
-                tensors |= {f'{own}.model.{name}': tensor.detach() for name, tensor in fragment.parameters.items()}
+                own_weights = fragment.parameters.items()
+                tensors |= {f'{own}.model.{name}': self.in_whole(name, tensor.detach()) for name, tensor in own_weights}
         if self.on_host:
             torch.cuda.synchronize()  # who saves them reads them on the host
         return tensors

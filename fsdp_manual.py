@@ -32,10 +32,15 @@ code that means how long a block stays whole; see reshard_unit() and finish_back
     3  while it computes, one block at a time       2  from its forward to its backward, each block in its own room
     1  from the first forward of an optimizer step to the last backward
 
+Where a block has parts that lie on other ranks (the experts of expert_manual.py), these are sharded over fewer of them:
+a mesh of their own. Such a block has two units, each with its process group, its room and its buffers, a ShardGroup.
+They are gathered and reduced one after the other, and all of the above holds for each.
+
 Gradients of several micro-steps add up where set_requires_gradient_sync() says: False keeps a whole fp32 gradient on
 every rank, 4 bytes for every parameter of the model, and sends nothing; True (the default) sends and keeps a shard.
 """
 
+import itertools
 import math
 import time
 from collections import Counter, namedtuple
@@ -56,7 +61,17 @@ from exchange.collectives import all_gather, reduce_scatter
 GATHERABLE = (torch.float32, torch.bfloat16, torch.float16)  # what gloo and NCCL both carry and both can sum
 
 
-def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefetch=1, offload=False):
+def shard(
+    model,
+    blocks,
+    mesh,
+    compute_dtype=torch.float32,
+    zero_stage=3,
+    prefetch=1,
+    offload=False,
+    experts=(),
+    their_mesh=None,
+):
     """Shard the parameters of `model` over the ranks of `mesh`, in place, and return the ShardedModel around it.
 
     blocks: modules of the model in the order in which they run; or lists of consecutive modules, each list one unit.
@@ -65,6 +80,8 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
         but that one which is not trained keeps its dtype, as bfloat16; what is uint8 stays so when it is whole, too.
     zero_stage: 3, 2 or 1, see above. prefetch: blocks gathered ahead of the one at work; 0 = no overlap.
     offload: shards and their gradients in the host's memory; the optimizer then runs there.
+    experts: modules inside of the blocks whose parameters are sharded over their_mesh, of as many dimensions as mesh:
+        ranks with the same part of the model. Their gradients are divided by the ranks of mesh as well.
 
     Call it after activation checkpointing and torch.compile of the blocks, before the optimizer is made. A model on
     the meta device stays there: to_empty() and initialization follow.
@@ -72,15 +89,18 @@ def shard(model, blocks, mesh, compute_dtype=torch.float32, zero_stage=3, prefet
     """
     blocks = [[*block] if isinstance(block, (list, tuple, nn.ModuleList)) else [block] for block in blocks]
     check_blocks(model, blocks)
-    parameters_of_units = assign_parameters(model, blocks)
+    units, root = assign_parameters(model, blocks)
+    theirs = {parameter for module in experts for parameter in module.parameters()}
+    units = [split_unit(parameters, theirs) for parameters in units]
     if compute_dtype not in GATHERABLE or zero_stage not in (1, 2, 3) or prefetch < 0:
         raise ValueError(
             f'compute_dtype={compute_dtype}, zero_stage={zero_stage}, prefetch={prefetch}: expected a dtype of '
             f'{GATHERABLE}, stage 1, 2 or 3 and prefetch >= 0'
         )
-    sharded = ShardedModel(model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload)
-    for unit, modules in zip(sharded.blocks, blocks, strict=True):
-        sharded.hook_block(unit, first=modules[0], last=modules[-1])
+    meshes = [mesh, their_mesh][: 2 if theirs else 1]
+    sharded = ShardedModel(model, meshes, units, root, compute_dtype, zero_stage, prefetch, offload)
+    for units, modules in zip(sharded.blocks, blocks, strict=True):
+        sharded.hook_block(units, first=modules[0], last=modules[-1])
     sharded.hook_root()
     return sharded
 
@@ -132,6 +152,14 @@ def assign_parameters(model, blocks):
     return units, large + ([rest] if rest else [])
 
 
+def split_unit(parameters, theirs):
+    """The parameters of a block's unit as one or two: what is in `theirs` has a mesh of its own."""
+    parts = [{}, {}]
+    for parameter, places in parameters.items():
+        parts[parameter in theirs][parameter] = places
+    return parts if theirs else parts[:1]
+
+
 class Weight:
     """One parameter: its slice on this rank, its whole in the unit's room, and its place in the flat buffers.
 
@@ -140,17 +168,16 @@ class Weight:
     fewer, as the last ones may, or none.
     """
 
-    def __init__(self, places, parameter, mesh, offset, device, compute_dtype):
+    def __init__(self, places, parameter, group, offset, device, compute_dtype):
         self.places = places  # [(module, attribute)]; several if tied
         self.shape, self.stride = parameter.shape, torch.empty(parameter.shape, device='meta').stride()
         self.dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype  # when it is whole
         dtype = torch.float32 if parameter.requires_grad else parameter.dtype
-        placements = (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
-        self.spec = DTensorSpec(mesh, placements, TensorMeta(self.shape, self.stride, dtype))
-        ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        rows = math.ceil(self.shape[0] / ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
+        placements = (Replicate(),) * (group.mesh.ndim - 1) + (Shard(0),)
+        self.spec = DTensorSpec(group.mesh, placements, TensorMeta(self.shape, self.stride, dtype))
+        rows = math.ceil(self.shape[0] / group.ranks)  # as Shard(0) cuts: 10 rows on 4 ranks are 3, 3, 3, 1
         columns = self.shape[1:].numel()
-        first = min(rank * rows, self.shape[0])
+        first = min(group.rank * rows, self.shape[0])
         end = min(first + rows, self.shape[0])
         self.offset, self.size = offset, rows * columns
         self.nbytes = self.size * self.dtype.itemsize
@@ -210,6 +237,26 @@ class Room:
             storage.resize_(self.flat.nbytes if wanted else 0)
 
 
+class ShardGroup:
+    """The ranks that hold the slices of units between them, and the memory in which their blocks take turns."""
+
+    def __init__(self, mesh):
+        self.mesh, self.process_group = mesh, mesh.get_group(mesh.ndim - 1)
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.ranks, self.rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
+        self.reduction = None  # the one in flight, see start_reduce_scatter()
+        self.reduce_buffers = {}
+
+    def make_room(self, units, device, shared, prefetch):
+        """Have rooms for these units, one of each block: shared by all, or for each its own."""
+        self.units, largest = units, max(unit.nbytes for unit in units)
+        room = Room(largest, device) if shared else None
+        for unit in units:
+            unit.move_into(room or Room(unit.nbytes, device))
+        buffers = max(1, prefetch) if self.ranks > 1 else 0  # alone, a gather is a copy on this device
+        self.free_buffers = [Room(largest, device).flat for _ in range(buffers)]
+
+
 class Unit:
     """
     Parameters that are gathered together and reduced together. Where its whole weights are, and what modules see:
@@ -221,9 +268,9 @@ class Unit:
         done for now (stage 3)  no         this unit       no: free to stay, the next unit that needs the room takes it
     """
 
-    def __init__(self, parameters, index, mesh, device, compute_dtype):
+    def __init__(self, parameters, index, group, device, compute_dtype):
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
-        self.index, self.weights, self.shard_bytes = index, [], 0
+        self.index, self.group, self.weights, self.shard_bytes = index, group, [], 0
 
         # Matrices first: vectors may leave an odd offset behind them, and matmuls want weights at multiples of 16. Last
         # what is bytes already, behind which no float may begin.
@@ -231,19 +278,18 @@ class Unit:
             return not parameter.is_floating_point(), -parameter.dim()
 
         for parameter, places in sorted(parameters.items(), key=lambda item: order(item[0])):
-            self.weights.append(Weight(places, parameter, mesh, self.shard_bytes, device, compute_dtype))
+            self.weights.append(Weight(places, parameter, group, self.shard_bytes, device, compute_dtype))
             self.shard_bytes += self.weights[-1].nbytes  # per rank, with padding
         self.shard_bytes += -self.shard_bytes % compute_dtype.itemsize  # the next rank's slice begins with floats
-        ranks = mesh.size(mesh.ndim - 1)
-        self.nbytes = ranks * self.shard_bytes
+        self.nbytes = group.ranks * self.shard_bytes
         # The slices of one parameter, rank after rank, are that parameter: it can be gathered into its room as it is.
         # Not so a block, while another one computes in that room.
-        self.needs_no_buffer = ranks == 1 or (index is None and len(self.weights) == 1)
+        self.needs_no_buffer = group.ranks == 1 or (index is None and len(self.weights) == 1)
         self.is_whole = self.awaits_backward = False
 
-    def move_into(self, room, ranks):
+    def move_into(self, room):
         """Lay out the whole weights in a room. What they hold comes with fill()."""
-        self.room, self.places, offset = room, [], 0
+        self.room, self.places, offset, ranks = room, [], 0, self.group.ranks
         for weight in self.weights:
             # set_() and no view of the room: a view shares the room's version counter, and autograd would take every
             # refill for a change of what it has saved.
@@ -327,34 +373,32 @@ class ShardedModel(nn.Module):
     loop calls have the names that they have in fully_shard.
     """
 
-    def __init__(self, model, mesh, parameters_of_units, compute_dtype, zero_stage, prefetch, offload):
+    def __init__(self, model, meshes, units, root, compute_dtype, zero_stage, prefetch, offload):
+        """meshes: one, or two where blocks have two units each. units: of each block {parameter: places} of every unit;
+        root: of each unit of the root."""
         super().__init__()
         self.module, self.zero_stage, self.offload = model, zero_stage, offload
-        self.on_cuda = mesh.device_type == 'cuda'
+        self.on_cuda = meshes[0].device_type == 'cuda'
         self.device = torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else torch.device('cpu')
         self.compute_dtype = compute_dtype
-        self.group = mesh.get_group(mesh.ndim - 1)
-        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        self.ranks, self.rank, self.world_size = dist.get_world_size(self.group), dist.get_rank(self.group), mesh.size()
+        self.groups, self.world_size = [ShardGroup(mesh) for mesh in meshes], meshes[0].size()
 
-        block_parameters, root_parameters = parameters_of_units
         home = 'cpu' if offload else self.device
-        place = mesh, home, compute_dtype
-        self.blocks = [Unit(parameters, index, *place) for index, parameters in enumerate(block_parameters)]
-        self.root = [Unit(parameters, None, *place) for parameters in root_parameters]
-        self.largest = max(unit.nbytes for unit in self.blocks)
-        shared = Room(self.largest, self.device) if zero_stage == 3 else None
-        for unit in self.blocks + self.root:
-            has_own = shared is None or unit.index is None
-            unit.move_into(Room(unit.nbytes, self.device) if has_own else shared, self.ranks)
+        self.blocks = [
+            [Unit(parameters, index, group, home, compute_dtype) for parameters, group in zip(of_block, self.groups)]
+            for index, of_block in enumerate(units)
+        ]
+        for number, group in enumerate(self.groups):
+            of_blocks = [of_block[number] for of_block in self.blocks]
+            group.make_room(of_blocks, self.device, zero_stage == 3, prefetch)
+        self.root = [Unit(parameters, None, self.groups[0], home, compute_dtype) for parameters in root]
+        for unit in self.root:
+            unit.move_into(Room(unit.nbytes, self.device))
+        self.units = [*itertools.chain(*self.blocks), *self.root]
 
-        self.prefetch = prefetch if self.ranks > 1 else 0  # alone, a gather is a copy on this device
+        self.prefetch = prefetch
         self.gather_lane, self.reduce_lane = Lane(self.device), Lane(self.device)
-        buffers = max(1, self.prefetch) if self.ranks > 1 else 0
-        self.free_buffers = [Room(self.largest, self.device).flat for _ in range(buffers)]
         self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
-        self.reduction = None  # the one in flight, see start_reduce_scatter()
-        self.reduce_buffers = {}
         self.sync_gradients = self.reshards_root = True
         self.in_backward = self.holds_sums = False  # holds_sums: gradients of a micro-step that was not reduced
         self.alive = 0
@@ -373,13 +417,15 @@ class ShardedModel(nn.Module):
 
     # --- when -----------------------------------------------------------------------------------------------------
 
-    def hook_block(self, unit, first, last):
+    def hook_block(self, units, first, last):
         """Have a block whole while it computes, in forward and in backward. first, last: its modules, often one."""
+        index = units[0].index
 
         def before_forward(module, args, kwargs):
-            self.unshard(unit)
+            for unit in units:
+                self.unshard(unit)
             if not self.in_backward:  # else activation checkpointing computes this forward again
-                self.prefetch_blocks(unit.index, 1)
+                self.prefetch_blocks(index, 1)
             if torch.is_grad_enabled() and (inputs := differentiable((args, kwargs))):
                 register_multi_grad_hook(inputs, after_backward, mode='any')
 
@@ -387,18 +433,21 @@ class ShardedModel(nn.Module):
             outputs = differentiable(output)
             for tensor in outputs:
                 tensor.register_hook(before_backward)
-            unit.awaits_backward = bool(outputs)
-            if self.zero_stage == 3 and not self.in_backward:
-                self.reshard_unit(unit)
+            for unit in units:
+                unit.awaits_backward = bool(outputs)
+                if self.zero_stage == 3 and not self.in_backward:
+                    self.reshard_unit(unit)
 
         def before_backward(gradient):
             self.begin_backward()
-            self.unshard(unit)
-            self.prefetch_blocks(unit.index, -1)  # issued before this block's backward, so ahead of its reduction
+            for unit in units:
+                self.unshard(unit)
+            self.prefetch_blocks(index, -1)  # issued before this block's backward, so ahead of its reduction
 
         def after_backward(gradient):  # an input has its gradient: the backward of the block is through
-            if unit.awaits_backward:  # unshard() of the block that comes next in backward may have finished this one
-                self.after_backward(unit)
+            for unit in units:
+                if unit.awaits_backward:  # unshard() of the block that comes next in backward may have finished it
+                    self.after_backward(unit)
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)
         last.register_forward_hook(after_forward)
@@ -441,12 +490,13 @@ class ShardedModel(nn.Module):
 
     def finish_backward(self):
         """The end of a backward pass: the root's turn, and that of blocks whose inputs needed no gradient."""
-        for unit in reversed(self.blocks):
+        for unit in itertools.chain(*reversed(self.blocks)):
             if unit.awaits_backward or unit.has_gradients():
                 self.after_backward(unit)
         for unit in self.root:
             self.keep_or_reduce(unit)
-        self.finish_reduce_scatter()
+        for group in self.groups:
+            self.finish_reduce_scatter(group)
         self.in_backward, self.holds_sums = False, not self.sync_gradients
         if self.offload and self.on_cuda:
             torch.cuda.current_stream().synchronize()  # clipping and the optimizer read the gradients on the host
@@ -465,7 +515,7 @@ class ShardedModel(nn.Module):
         """Let everyone see the shards, and forget the whole weights: the shards may change now."""
         for unit in list(self.in_flight):
             self.finish_all_gather(unit)  # started ahead for a block that then did not run
-        for unit in self.blocks + self.root:
+        for unit in self.units:
             unit.register_shards()
             if unit.room.occupant is not None:
                 self.occupy(unit.room, None)
@@ -492,10 +542,10 @@ class ShardedModel(nn.Module):
             number = index + direction * distance
             if not 0 <= number < len(self.blocks):
                 return
-            unit = self.blocks[number]
-            needed = direction > 0 or unit.awaits_backward
-            if needed and unit.room.occupant is not unit and unit not in self.in_flight:
-                self.in_flight[unit] = self.start_all_gather(unit)
+            for unit in self.blocks[number]:
+                needed = (direction > 0 or unit.awaits_backward) and not unit.needs_no_buffer
+                if needed and unit.room.occupant is not unit and unit not in self.in_flight:
+                    self.in_flight[unit] = self.start_all_gather(unit)
 
     def start_all_gather(self, unit):
         """Send this rank's slices to the others and receive theirs, all in one flat buffer: (buffer, handle).
@@ -503,29 +553,31 @@ class ShardedModel(nn.Module):
         Neither the buffer nor the room is used by what was issued after this call; so the lane has to wait only for
         what was issued before it, and runs beside the block whose computation the caller issues next.
         """
+        group = unit.group
         unit.room.has_memory(True)
         buffer = unit.room.flat if unit.needs_no_buffer else self.gather_buffer(unit)
-        gathered = buffer[: unit.nbytes].view(self.ranks, unit.shard_bytes)
+        gathered = buffer[: unit.nbytes].view(group.ranks, unit.shard_bytes)
         with self.gather_lane.begin():
-            unit.load_shards(gathered[self.rank], pin=self.offload and self.on_cuda)
-            mine, handle = gathered[self.rank], None
-            if self.ranks == 1:
+            unit.load_shards(gathered[group.rank], pin=self.offload and self.on_cuda)
+            mine, handle = gathered[group.rank], None
+            if group.ranks == 1:
                 handle = self.gather_lane.mark()
             elif self.on_cuda:
-                handle = self.gather_lane.run(all_gather, gathered.flatten(), mine, self.group)
+                handle = self.gather_lane.run(all_gather, gathered.flatten(), mine, group.process_group)
             else:  # gloo's all-gather copies more: sending to each rank with one all-to-all takes 0.6 of its time
-                to_send = mine.repeat(self.ranks)
-                handle = self.gather_lane.run(dist.all_to_all_single, gathered.flatten(), to_send, self.group)
-        self.count('gathers', (self.ranks - 1) * unit.shard_bytes)
+                to_send = mine.repeat(group.ranks)
+                handle = self.gather_lane.run(dist.all_to_all_single, gathered.flatten(), to_send, group.process_group)
+        self.count('gathers', (group.ranks - 1) * unit.shard_bytes)
         self.now_alive(0 if unit.needs_no_buffer else unit.nbytes)
         return buffer, handle
 
     def gather_buffer(self, unit):
         if unit.index is None:
             return torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)  # once a step
-        if not self.free_buffers:  # taken by a block that then did not run
-            self.finish_all_gather(next(other for other in self.in_flight if other.index is not None))
-        return self.free_buffers.pop()
+        group = unit.group
+        if not group.free_buffers:  # taken by a block that then did not run
+            self.finish_all_gather(next(other for other in self.in_flight if other in group.units))
+        return group.free_buffers.pop()
 
     def finish_all_gather(self, unit, into_room=False):
         """Wait for a gather, copy it into the unit's room if it is wanted, and have the buffer back."""
@@ -536,10 +588,10 @@ class ShardedModel(nn.Module):
         if unit.needs_no_buffer:
             return
         if into_room:
-            unit.fill(buffer[: unit.nbytes].view(self.ranks, unit.shard_bytes))
+            unit.fill(buffer[: unit.nbytes].view(unit.group.ranks, unit.shard_bytes))
         self.now_alive(-unit.nbytes)
         if unit.index is not None:
-            self.free_buffers.append(buffer)
+            unit.group.free_buffers.append(buffer)
 
     def occupy(self, room, unit):
         """unit (or None) is now what is whole in the room."""
@@ -564,14 +616,15 @@ class ShardedModel(nn.Module):
         unused = {weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is None}
         if len(unused) == len(weights):
             return
-        self.finish_reduce_scatter()  # at most one in flight: its buffers are free then
+        group = unit.group
+        self.finish_reduce_scatter(group)  # at most one of a group in flight: its buffers are free then
         dtype = torch.float32 if self.holds_sums else self.compute_dtype
         for number, weight in enumerate(weights):
             if weight in unused:  # it counts as 0: on another rank there may be a gradient
                 gradients[number] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
         gradients = [gradient.to(dtype) for gradient in gradients]
         size = sum(weight.size for weight in weights)  # numbers per rank, with padding
-        self.reduction = Reduction(weights, unused, *self.send_gradients(unit, gradients, size, dtype))
+        group.reduction = Reduction(weights, unused, *self.send_gradients(unit, gradients, size, dtype))
 
     def send_gradients(self, unit, gradients, size, dtype):
         """(room for the average of this rank's slices, what is sent, what arrives (gloo), handle).
@@ -581,33 +634,34 @@ class ShardedModel(nn.Module):
         There the gradient of a single half-precision micro-step travels as it is, and is widened when it is summed: to
         widen it before it is sent would cost twice the bytes and change no bit of the sum.
         """
+        group, ranks = unit.group, unit.group.ranks
         average = torch.empty(size, device=self.device)
-        wire = torch.float32 if self.on_cuda or self.ranks == 1 else dtype
-        to_send = average if self.ranks == 1 else self.reduce_buffer('send', unit, self.ranks * size, wire)
-        torch._chunk_cat(gradients, dim=0, num_chunks=self.ranks, out=to_send.view(self.ranks, -1))  # (ranks, size)
-        self.count('reductions', (self.ranks - 1) * size * wire.itemsize)
+        wire = torch.float32 if self.on_cuda or ranks == 1 else dtype
+        to_send = average if ranks == 1 else self.reduce_buffer('send', unit, ranks * size, wire)
+        torch._chunk_cat(gradients, dim=0, num_chunks=ranks, out=to_send.view(ranks, -1))  # (ranks, size)
+        self.count('reductions', (ranks - 1) * size * wire.itemsize)
         with self.reduce_lane.begin():
-            if self.ranks > 1 and not self.on_cuda:
-                received = self.reduce_buffer('receive', unit, self.ranks * size, wire)
-                handle = self.reduce_lane.run(dist.all_to_all_single, received, to_send, self.group)
+            if ranks > 1 and not self.on_cuda:
+                received = self.reduce_buffer('receive', unit, ranks * size, wire)
+                handle = self.reduce_lane.run(dist.all_to_all_single, received, to_send, group.process_group)
                 return average, to_send, received, handle
-            if self.ranks > 1:
-                self.reduce_lane.run(reduce_scatter, average, to_send, self.group)
-            self.average_over_ranks(average)
+            if ranks > 1:
+                self.reduce_lane.run(reduce_scatter, average, to_send, group.process_group)
+            self.average_over_ranks(average, group)
             return average, to_send, None, self.reduce_lane.mark()
 
-    def finish_reduce_scatter(self):
+    def finish_reduce_scatter(self, group):
         """Wait for the reduction in flight, if there is one, and add its result to the gradients of the shards."""
-        if self.reduction is None:
+        if group.reduction is None:
             return
-        (weights, unused, average, _, received, handle), self.reduction = self.reduction, None
+        (weights, unused, average, _, received, handle), group.reduction = group.reduction, None
         self.wait(handle)
         if received is not None:
-            mine, *others = received.chunk(self.ranks)
+            mine, *others = received.chunk(group.ranks)
             average.copy_(mine)
             for other in others:
                 average.add_(other)
-            self.average_over_ranks(average)
+            self.average_over_ranks(average, group)
         if self.offload and self.on_cuda:  # not to be waited for, unless the host reads it below
             is_read = unused or any(weight.sharded.grad is not None for weight in weights)
             average = average.to('cpu', non_blocking=not is_read)
@@ -615,11 +669,11 @@ class ShardedModel(nn.Module):
             if weight not in unused or flat.any():  # unused on all ranks: no gradient, as in one process
                 weight.add_to_shard(flat)
 
-    def average_over_ranks(self, total):
-        """From the sum over the shard group to the average over all ranks, replicas included (HSDP)."""
-        if self.replicate_group is not None:
-            dist.all_reduce(total, group=self.replicate_group)
-            replicas = dist.get_world_size(self.replicate_group)
+    def average_over_ranks(self, total, group):
+        """From the sum over a shard group to the average over all ranks, replicas included (HSDP)."""
+        if group.replicate_group is not None:
+            dist.all_reduce(total, group=group.replicate_group)
+            replicas = dist.get_world_size(group.replicate_group)
             self.count('all_reduces', 2 * (replicas - 1) / replicas * total.nbytes)
         if self.world_size > 1:
             total.mul_(1 / self.world_size)
@@ -628,11 +682,12 @@ class ShardedModel(nn.Module):
         """Flat memory for gradients on their way: one for all blocks, and one for the root, at the end of backward."""
         if unit.index is None:
             return torch.empty(size, dtype=dtype, device=self.device)
-        buffer = self.reduce_buffers.get((kind, dtype))
+        group = unit.group
+        buffer = group.reduce_buffers.get((kind, dtype))
         if buffer is None or buffer.numel() < size:  # for the block of which most is trained
-            trained = [sum(w.size for w in unit.weights if w.whole.requires_grad) for unit in self.blocks]
-            buffer = torch.empty(self.ranks * max(trained), dtype=dtype, device=self.device)
-            self.reduce_buffers[kind, dtype] = buffer
+            trained = [sum(w.size for w in unit.weights if w.whole.requires_grad) for unit in group.units]
+            buffer = torch.empty(group.ranks * max(trained), dtype=dtype, device=self.device)
+            group.reduce_buffers[kind, dtype] = buffer
         return buffer[:size]
 
     # --- count ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ talk most comes last. What the axes are:
     replicate    copies of a sharded model, whose gradients are averaged in every step (HSDP)
     shard        ranks that hold one copy between them; context: those of them that share a sequence
     tensor       ranks that hold each matrix together
+    expert       ranks that share the experts of a mixture, neighbours of those that shard the model
 """
 
 import math
@@ -39,6 +40,11 @@ def pipeline_axes(config, world_size):
 
 def diloco_axes(config, world_size):
     return {'replica': config['num_replicas'], 'shard': world_size // config['num_replicas']}
+
+
+def expert_axes(axes, expert_parallel):
+    """The same ranks as in `axes`, arranged as they hold experts: `shard` are those with the same ones."""
+    return axes | {'shard': axes['shard'] // expert_parallel, 'expert': expert_parallel}
 
 
 def make(axes, device, timeout_s):
@@ -209,6 +215,41 @@ def check_context_parallel(config, pretrained):
         reason = f'its rotation depends on the length of what a rank has (rope_type={rope["rope_type"]})'
     if reason:
         raise ValueError(f'{given}: {pretrained.arch} cannot share sequences: {reason}; leave it at 1')
+
+
+def check_expert_parallel(config, model_config, world_size):
+    """Raise ValueError for a model whose experts cannot be divided among ranks, or a run that needs whole ones."""
+    ranks, given = config.expert_parallel, f'expert_parallel={config.expert_parallel}'
+    n_experts = getattr(model_config, 'n_experts', 0)
+    if not n_experts and not isinstance(model_config, ModelConfig):
+        raise ValueError(
+            f'{given} with init_from={config.init_from}: of mixtures model.py computes Qwen3-MoE in this way: '
+            'use --native=True, or leave it at 1, FSDP shards all experts'
+        )
+    if not n_experts:
+        raise ValueError(f'{given} with n_experts=0: there are none to divide: leave it at 1, or set n_experts')
+    if hasattr(config, 'num_replicas'):
+        axes, of = diloco_axes(vars(config), world_size), f'ranks of a replica (num_replicas={config.num_replicas})'
+    else:
+        axes, of = fsdp_axes(vars(config), world_size), 'ranks that shard the model'
+        if config.replicate_size > 1:
+            of += f' (replicate_size={config.replicate_size})'
+    together = math.gcd(axes['shard'], n_experts)
+    if ranks < 1 or together % ranks:
+        divisors = ', '.join(str(n) for n in range(1, together + 1) if together % n == 0)
+        raise ValueError(
+            f'{given} does not divide n_experts={n_experts} and the {axes["shard"]} {of}: use one of {divisors}, or '
+            'start other ranks'
+        )
+    if config.optimizer == 'muon':
+        raise ValueError(
+            f'{given} with optimizer=muon, which sends all matrices round the same ranks: use adamw, or leave it at 1'
+        )
+    if config.activation_checkpointing == 'selective' and config.fsdp_impl == 'torch':
+        raise ValueError(
+            f'{given} with activation_checkpointing=selective: fully_shard gathers experts inside of what is '
+            'checkpointed, which torch refuses: use --fsdp_impl=manual, or --activation_checkpointing=full'
+        )
 
 
 def check_tensor_parallel(config, model_config):

@@ -53,7 +53,7 @@ ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention
 SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
 SAVED_OPS += ['context_manual.attend.default', 'tensor_manual.reduce_scatter.default']
-SAVED_OPS += ['aten._grouped_mm.default', 'aten.topk.default']  # computed again, a near tie could end otherwise
+SAVED_OPS += ['aten._grouped_mm.default', 'expert_manual.exchange.default', 'expert_manual.exchange_counts.default']
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -489,15 +489,23 @@ class Router(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def forward(self, x):
+    def forward(self, x, choice=None):
         """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
 
         In fp32 whatever the dtype of x: of bf16 logits 1 in 30 has a tie at the cut. The weight is rounded like x,
         since under fully_shard it arrives so.
+        choice: with activation checkpointing a list, empty at first, that keeps what is chosen: computed again, on a
+        GPU a near tie could end otherwise, and what backward finds would not fit to what forward has done.
         """
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
         p = logits.softmax(-1)
-        chosen = (p if self.bias is None else p + self.bias).topk(self.k).indices  # the bias chooses, and no more
+        if choice:
+            chosen = choice[0]
+        else:
+            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias chooses, and no more
+            chosen = scores.topk(self.k).indices
+            if choice is not None:
+                choice.append(chosen)
         weights = p.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True), chosen, logits
 
@@ -563,7 +571,7 @@ class Experts(nn.Module):
         A GPU computes all experts at once, in bf16, and the host does not learn how many rows each has. Elsewhere one
         matmul follows the other: a CPU loses nothing by that, and a GPU in fp32 has no other way.
         """
-        at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta')
+        at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta') and rows.shape[0] > 0
         where = ends if at_once else rows_of_each(ends, rows)
         return self.down(F.silu(self.gate(rows, where)) * self.up(rows, where), where)
 
@@ -604,15 +612,14 @@ class MoE(nn.Module):
         super().__init__()
         self.router, self.experts = Router(config), Experts(config)
 
-    def forward(self, x):
-        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss."""
+    def forward(self, x, choice=None):
+        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss. choice: as there."""
         tokens = x.flatten(0, 1)  # (N, C)
-        weights, chosen, logits = self.router(tokens)
+        weights, chosen, logits = self.router(tokens, choice)
         # A row for each choice of each token: first those of the first expert, then those of the second, ...
         k, E = self.router.k, self.router.n_experts
-        expert, order = chosen.flatten().sort(
-            stable=True
-        )  # (N*k) both: row r is choice order[r] % k of token order[r] // k
+        # Row r is choice order[r] % k of token order[r] // k.
+        expert, order = chosen.flatten().sort(stable=True)  # (N*k) both
         ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True, out_int32=True)  # (E)
         row = order.argsort()  # (N*k): of each choice
         rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
@@ -700,15 +707,15 @@ class Block(nn.Module):
         if self.activation_checkpointing == 'none' or cache is not None:
             return self.add_attention_and_mlp(x, cache, layout)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
-        return recomputed(self.add_attention_and_mlp, x, None, layout, **options)
+        choice = None if torch.compiler.is_compiling() else []  # the first forward's, for the second
+        return recomputed(self.add_attention_and_mlp, x, None, layout, choice, **options)
 
-    def add_attention_and_mlp(self, x, cache, layout):
+    def add_attention_and_mlp(self, x, cache, layout, choice=None):
         x = x.add(self.drop(self.attn(self.attn_norm(x), cache, layout)), alpha=self.branch_scale)
-        y, routing = self.mlp(self.mlp_norm(x)), None
-        if isinstance(self.mlp, MoE):
-            y, routing = y
-        x = x.add(self.drop(y), alpha=self.branch_scale)
-        return x if routing is None else (x, routing)
+        if not isinstance(self.mlp, MoE):
+            return x.add(self.drop(self.mlp(self.mlp_norm(x))), alpha=self.branch_scale)
+        y, routing = self.mlp(self.mlp_norm(x), choice)
+        return x.add(self.drop(y), alpha=self.branch_scale), routing
 
 
 def recomputed(forward, *args, mode, noise, **kwargs):

@@ -24,6 +24,8 @@ from keys import BestKeys, Keys, OuterKeys, ShardingKeys, TaskKeys
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
+    # fsdp [per job]
+    expert_parallel = 1  # ranks of a replica that share the experts of a mixture; 1 = off
     # diloco [result]
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
     overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
@@ -41,9 +43,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import data
 import diloco
+import expert_manual
 import fsdp_manual
 import meshes
 import optim
+import tensor_manual
 from exchange import diloco_check
 from model import balance_experts
 from runtime import checkpoint, health, offload, processes
@@ -61,25 +65,37 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
-whole_mesh = meshes.make(meshes.diloco_axes(vars(config), world_size), device, config.timeout_s)
+axes = meshes.diloco_axes(vars(config), world_size)
+whole_mesh = meshes.make(axes, device, config.timeout_s)
 mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
 replica, shard_size = whole_mesh.get_local_rank('replica'), mesh.size()
+expert_mesh, experts = None, []
+if config.expert_parallel > 1:  # experts are sharded over fewer ranks than the rest: those that have the same ones
+    expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
+    experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
+    expert_mesh = expert_mesh['shard']
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
 if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
+    model = fsdp_manual.shard(
+        raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads, experts, expert_mesh
+    )
 else:
     precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mesh': mesh, 'mp_policy': precision}
+    sharding = {'mp_policy': precision}
     if offloads:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
+    for module in experts:
+        fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
+        module.set_gradient_divide_factor(shard_size)  # they have seen the tokens of all ranks of the replica
+        if expert_mesh.size(-1) > 1:  # gloo cannot divide in a reduce-scatter; alone, a rank divides by itself
+            module.set_force_sum_reduction_for_comms(True)
     for unit in units:
-        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    model = fully_shard(
-        raw_model, reshard_after_forward=False, **sharding
-    )  # backward begins with its head, which would be gathered again
+        fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
+    # The root stays whole: backward begins with its head, which would be gathered again.
+    model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
 home = torch.device('cpu') if offloads else device  # of weights and optimizer
@@ -104,7 +120,7 @@ make_outer = functools.partial(
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
     dtype=config.exchange_dtype, error_feedback=config.error_feedback, on_host=config.outer_on_host,
     timeout=timedelta(seconds=config.timeout_s), error_decay=config.error_decay, k=config.exchange_k,
-    own=loads,
+    own=loads, in_whole=functools.partial(checkpoint.in_whole, raw_model),
 )  # fmt: skip
 outer = make_outer()
 

@@ -22,6 +22,7 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
     context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once
     tensor_parallel = 1  # ranks that hold each matrix together, and work on the same tokens: for wide models; 1 = off
+    expert_parallel = 1  # ranks that share the experts of a mixture, and send them their tokens; 1 = off
     # fsdp
     replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged
 
@@ -35,6 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import context_manual
 import data
+import expert_manual
 import fsdp_manual
 import meshes
 import optim
@@ -54,28 +56,40 @@ raw_model = make_model(run)  # on the meta device; activation checkpointing and 
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 # Ranks that hold each matrix together, or share each sequence, stand beside each other, since they talk most.
-mesh = meshes.make(meshes.fsdp_axes(vars(config), world_size), device, config.timeout_s)
+axes = meshes.fsdp_axes(vars(config), world_size)
+mesh = meshes.make(axes, device, config.timeout_s)
 context = context_manual.Context.from_keys(vars(config), device) if config.context_parallel > 1 else None
 tensor = None
 if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
     mesh = mesh[mesh.mesh_dim_names[:-1]]
+expert_mesh, experts = None, []
+if config.expert_parallel > 1:  # experts are sharded over fewer ranks than the rest: those that have the same ones
+    expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
+    experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
+    expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
 # A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
 if config.fsdp_impl == 'manual':
-    model = fsdp_manual.shard(raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads)
+    model = fsdp_manual.shard(
+        raw_model, units, mesh, run.compute_dtype, config.zero_stage, config.prefetch, offloads, experts, expert_mesh
+    )
 else:
     precision = MixedPrecisionPolicy(param_dtype=run.compute_dtype, reduce_dtype=torch.float32)
-    sharding = {'mesh': mesh, 'mp_policy': precision}
+    sharding = {'mp_policy': precision}
     if offloads:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
+    for module in experts:
+        fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
+        module.set_gradient_divide_factor(world_size)  # they have seen the tokens of all ranks
+        if expert_mesh.size(-1) > 1:  # gloo cannot divide in a reduce-scatter; alone, a rank divides by itself
+            module.set_force_sum_reduction_for_comms(True)
     for unit in units:
-        fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    model = fully_shard(
-        raw_model, reshard_after_forward=False, **sharding
-    )  # backward begins with its head, which would be gathered again
+        fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
+    # The root stays whole: backward begins with its head, which would be gathered again.
+    model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
 home = torch.device('cpu') if offloads else device  # of weights and optimizer

@@ -401,6 +401,8 @@ def check_optimizer(config):
 def check_experts(run):
     """Raise ValueError where a mixture of experts cannot be trained as the keys ask; what it is, ModelConfig checks."""
     config, n_experts = run.config, getattr(run.model_config, 'n_experts', 0)
+    if vars(config).get('expert_parallel', 1) != 1:
+        meshes.check_expert_parallel(config, run.model_config, run.world_size)
     if not n_experts:
         return
     given, on_cuda = f'n_experts={n_experts}', config.device.startswith('cuda')
@@ -423,9 +425,11 @@ def check_experts(run):
             raise ValueError(
                 f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
             )
-    if config.compile and not is_grouped:
+    exchanges = vars(config).get('expert_parallel', 1) > 1  # in sizes that no graph knows
+    if config.compile and (exchanges or not is_grouped):
         config.compile = False
-        run.notes.append('compile: experts are compiled in bfloat16 on a GPU alone: the run goes on uncompiled')
+        where = 'without expert_parallel' if exchanges else 'in bfloat16 on a GPU'
+        run.notes.append(f'compile: experts are compiled {where} alone: the run goes on uncompiled')
 
 
 def check_layout(run):
