@@ -8,7 +8,7 @@ Expert parallelism by hand: the experts of a mixture lie on different ranks, and
 
 Most weights of a mixture are experts', and each token meets only a few of them. FSDP alone would gather them all, in
 every layer and micro-step, to use each for a few tokens. Here an expert stays where it is and computes the tokens of
-all t ranks. One layer with 4 experts, of which each token chose 2, on t = 2 ranks; a1 is token a on its way to expert 1:
+all t ranks. One layer with 4 experts, of which each token chose 2, on t = 2 ranks; a1 is token a for expert 1:
 
                          rank 0: tokens a, b         rank 1: tokens c, d
     sorted by expert     a0 b0 a1 | b2               d0 | c2 d2 c3              what is behind | is rank 1's

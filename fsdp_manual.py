@@ -385,8 +385,8 @@ class ShardedModel(nn.Module):
 
         home = 'cpu' if offload else self.device
         self.blocks = [
-            [Unit(parameters, index, group, home, compute_dtype) for parameters, group in zip(of_block, self.groups)]
-            for index, of_block in enumerate(units)
+            [Unit(part, index, group, home, compute_dtype) for part, group in zip(parts, self.groups, strict=True)]
+            for index, parts in enumerate(units)
         ]
         for number, group in enumerate(self.groups):
             of_blocks = [of_block[number] for of_block in self.blocks]

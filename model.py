@@ -613,7 +613,10 @@ class MoE(nn.Module):
         self.router, self.experts = Router(config), Experts(config)
 
     def forward(self, x, choice=None):
-        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss. choice: as there."""
+        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss.
+
+        choice: as in Router.forward().
+        """
         tokens = x.flatten(0, 1)  # (N, C)
         weights, chosen, logits = self.router(tokens, choice)
         # A row for each choice of each token: first those of the first expert, then those of the second, ...
