@@ -38,7 +38,7 @@ def fake_group():
 # --- fsdp_manual.py ---------------------------------------------------------------------------------------------------
 
 AS_ON_CUDA = [
-    ("self.on_cuda = mesh.device_type == 'cuda'", 'self.on_cuda = True'),
+    ("self.on_cuda = meshes[0].device_type == 'cuda'", 'self.on_cuda = True'),
     ("torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else", 'None or'),
     ("torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None", 'torch.cuda.Stream()'),
     ('pin=self.offload and self.on_cuda', 'pin=False'),
@@ -47,18 +47,27 @@ AS_ON_CUDA = [
 
 
 def train_sharded(
-    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False, offload=False
-):
-    """Two steps of two micro-steps with an evaluation between them, under a Checker."""
+    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False, offload=False,
+    experts=0,
+):  # fmt: skip
+    """Two steps of two micro-steps with an evaluation between them, under a Checker.
+
+    experts: those of a mixture are sharded over so many of the ranks (they are not sent around: nothing else is).
+    """
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA, *removed)
     fsdp_manual.Event = Event
-    model = GPT(ModelConfig(arch='llama', n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8), torch.bfloat16)
+    sizes = {'n_layer': 3, 'n_head': 2, 'n_embd': 16, 'vocab_size': 64, 'block_size': 8, 'n_experts': 4 if experts else 0}
+    model = GPT(ModelConfig(arch='llama', **sizes), torch.bfloat16)
     model.checkpoint_activations(mode)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     shape = {'mesh_shape': (2, 2), 'mesh_dim_names': ('replicate', 'shard')} if hsdp else {'mesh_shape': (ranks,)}
     mesh = init_device_mesh('cpu', **shape)
+    theirs = {}
+    if experts:
+        their_mesh = init_device_mesh('cpu', (ranks // experts, experts), mesh_dim_names=('part', 'shard'))['shard']
+        theirs = {'experts': [block.mlp.experts for block in model.blocks], 'their_mesh': their_mesh}
     units = [model.blocks[first : first + per_unit] for first in range(0, 3, per_unit)]
     checker = fsdp_manual.CHECKER = Checker()
     has_memory = fsdp_manual.Room.has_memory
@@ -71,7 +80,7 @@ def train_sharded(
         checker.memory_of(room.flat)
 
     with checker, unittest.mock.patch.object(fsdp_manual.Room, 'has_memory', give_back_or_take):
-        sharded = fsdp_manual.shard(model, units, mesh, torch.bfloat16, stage, prefetch, offload=offload)
+        sharded = fsdp_manual.shard(model, units, mesh, torch.bfloat16, stage, prefetch, offload, **theirs)
         if offload:
             checker.hold_on_host(*model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
@@ -105,7 +114,8 @@ SHARDING = [
     sharding(accumulate='sharded'), sharding(mode='full'), sharding(mode='full', stage=2, prefetch=2),
     sharding(per_unit=2), sharding(hsdp=True), sharding(hsdp=True, accumulate='sharded', stage=1),
     sharding(ranks=1), sharding(ranks=1, stage=1, mode='full'), sharding(offload=True),
-    sharding(offload=True, accumulate='sharded'), sharding(offload=True, ranks=1),
+    sharding(offload=True, accumulate='sharded'), sharding(offload=True, ranks=1), sharding(experts=2),
+    sharding(experts=1), sharding(experts=2, prefetch=2, stage=2), sharding(experts=1, offload=True, mode='full'),
 ]  # fmt: skip
 
 
@@ -123,10 +133,11 @@ WAITS_OF_FSDP = {
         'self.in_flight.pop(unit)\n        self.wait(handle)\n', 'self.in_flight.pop(unit)\n'
     ),
     'a reduction is through before its result is used': (
-        'self.reduction = self.reduction, None\n        self.wait(handle)\n', 'self.reduction = self.reduction, None\n'
+        'group.reduction = group.reduction, None\n        self.wait(handle)\n',
+        'group.reduction = group.reduction, None\n',
     ),
     'one reduction at a time, for its buffers': (
-        '        self.finish_reduce_scatter()  # at most one in flight: its buffers are free then\n', ''
+        '        self.finish_reduce_scatter(group)  # at most one of a group in flight: its buffers are free then\n', ''
     ),
     'the end of a collective is what one waits for': (
         '        collective(output, source, group=group)\n        return self.mark()\n',
