@@ -15,6 +15,7 @@ SCRIPTS |= {'evaluate.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 # Lessons, too, but lower: planning/ changes a model with them, to see what a rank has and keeps.
 TENSOR = {'tensor_manual.py', 'float8.py'}
+EXPERTS = {'expert_manual.py'}  # which has ranks and slices from tensor_manual.py
 SHARED = {'data.py', 'optim.py', 'meshes.py'}
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 # From the top to the bottom: a file imports what lies below it, and a file of a room also its room. Of some rooms one
@@ -25,6 +26,7 @@ FLOORS = [
     LESSONS,
     {'runtime/begin.py', 'runtime/watch.py', 'exchange/diloco_check.py'},
     {'planning', 'evaluation/in_run.py', 'runtime/offload.py'},
+    EXPERTS,
     TENSOR,
     SHARED,
     {'evaluation'},
@@ -63,7 +65,12 @@ def floor_of(name):
 
 def test_at_the_top_are_the_scripts_the_lessons_and_what_all_runs_share():
     at_the_top = {path.name for path in REPO.glob('*.py')}
-    assert at_the_top == SCRIPTS | LESSONS | TENSOR | SHARED | {'configurator.py', 'keys.py', 'model.py', 'moments.py'}
+    assert at_the_top == SCRIPTS | LESSONS | EXPERTS | TENSOR | SHARED | {
+        'configurator.py',
+        'keys.py',
+        'model.py',
+        'moments.py',
+    }
 
 
 @pytest.mark.parametrize('name', NAMES)

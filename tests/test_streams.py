@@ -47,8 +47,8 @@ AS_ON_CUDA = [
 
 
 def train_sharded(
-    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False, offload=False,
-    experts=0,
+    removed=(), ranks=4, stage=3, prefetch=1, accumulate='unsharded', mode='none', per_unit=1, hsdp=False,
+    offload=False, experts=0,
 ):  # fmt: skip
     """Two steps of two micro-steps with an evaluation between them, under a Checker.
 
@@ -56,7 +56,14 @@ def train_sharded(
     """
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA, *removed)
     fsdp_manual.Event = Event
-    sizes = {'n_layer': 3, 'n_head': 2, 'n_embd': 16, 'vocab_size': 64, 'block_size': 8, 'n_experts': 4 if experts else 0}
+    sizes = {
+        'n_layer': 3,
+        'n_head': 2,
+        'n_embd': 16,
+        'vocab_size': 64,
+        'block_size': 8,
+        'n_experts': 4 if experts else 0,
+    }
     model = GPT(ModelConfig(arch='llama', **sizes), torch.bfloat16)
     model.checkpoint_activations(mode)
     with torch.no_grad():
