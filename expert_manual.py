@@ -34,8 +34,9 @@ What is its gradient?   An expert has seen the tokens of t ranks, and its gradie
 What crosses the wire?  Per rank, layer and micro-step, if all experts have as many tokens: (t-1)/t N k C numbers in the
                         compute dtype for each of dispatch and combine, in forward and again in backward: 4 of them.
                         With activation_checkpointing=full or offload forward is done twice: 6. selective keeps them.
-                        In place of that, gathering the experts would be (W-1)/W 3 E M C numbers, at least twice.
-When is it less?        If k N is less than 3 E M / 2, roughly: many small experts, and not too many tokens on a rank.
+When is that less?      FSDP alone gathers all experts of a layer, 3 E M C numbers, twice in each micro-step; of E/t
+                        experts it is a t-th of that. What is saved is more than what is sent if 2 * 3 E M > 4 N k:
+                        many small experts, and not too many tokens on a rank.
 And a checkpoint?       Has whole weights. model.slices says which rows of them this rank has.
 """
 
