@@ -320,6 +320,7 @@ def analyse(folder, plan, gpu_gb):
             'What a rank holds in memory': plots.plot_memory(measured, folder / 'memory.png'),
             'What ranks send each other': plots.plot_communication(measured, folder / 'communication.png'),
         }
+        figures |= figure_of_experts(folder)
     tables = {'Speed and loss': verdict.cells(rows), 'Memory of a rank': verdict.memory_cells(rows)}
     report.write(folder, 'Comparison', [line.removeprefix('- ') for line in facts.splitlines()], tables, figures)
     return rows
@@ -344,8 +345,21 @@ def analyse_sweep(folder, groups, config):
             figures['Loss against compute, and the laws'] = plots.plot_ladder(rows, folder / 'ladder.png')
         if config.sweep.get('learning_rate'):
             figures['Loss against learning rate'] = plots.plot_rates(rows, folder / 'rates.png')
+        figures |= figure_of_experts(folder)
     cells = [{key: cell for key, cell in row.items() if key != sweep.GRID} for row in sweep.cells(rows)]
     report.write(folder, 'Ladder' if is_ladder else 'Sweep', said, {'The best of each': cells}, figures)
+
+
+def figure_of_experts(folder):
+    """{caption: picture} of how evenly experts are loaded, in the first repeat or seed of each run, also of one that
+    has failed; {} without experts."""
+    rows_of = {}
+    for path in sorted(folder.glob('runs/*/*')):
+        with contextlib.suppress(OSError, ValueError):  # no row yet, or damaged
+            rows_of.setdefault(path.parent.name, results.read_rows(path, is_running=True))
+    figure = plots.plot_experts(rows_of, folder / 'experts.png')
+    caption = 'How evenly the experts are loaded, by step and layer: 0 is balance, in the share of dead experts, too'
+    return {caption: figure} if figure else {}
 
 
 # --- MODES ------------------------------------------------------------------------------------------------------------

@@ -671,25 +671,33 @@ def router_metrics(model):
     """
     Of the last step's global batch, {name: number}, for a row of the log: waits for the device. {} without experts.
 
-    router/violation    tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
-    router/dead         share of the experts with less than a hundredth of the mean
-    router/entropy      of the routers' probabilities, over ln E: 1 is undecided, 0 certain
-    Each is the mean over the layers; router/worst_... is that of the worst layer.
+    router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
+    router/dead            share of the experts with less than a hundredth of the mean
+    router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
+    router/fullest_rank    where ranks share the experts: tokens of the fullest rank over the mean, less 1. It is of the
+                           step, all its micro-steps and all groups of such ranks together; of one it may be more
+    Each is the mean over the layers; router/worst_... is that of the worst layer. And lists, to see which one it is:
+    router/violation_of_layers, router/dead_of_layers    of each layer, from the first to the last
+    router/load_of_worst_layer    of the one with the largest violation: tokens of each of its experts over the mean
     """
     seen = getattr(model, 'routed', None)
     if seen is None:
         return {}
+    seen = seen.cpu()  # the wait: some numbers, which a CPU is quicker with than a GPU
     counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
-    mean = counts.mean(1, keepdim=True)
-    tokens = counts.sum(1) / model.routers[0].k
-    violation = (counts / mean).amax(1) - 1
-    dead = (counts < mean / 100).double().mean(1)
-    entropy = entropy / tokens / math.log(max(2, counts.shape[1]))
-    numbers = torch.stack(
-        (violation.mean(), dead.mean(), entropy.mean(), violation.amax(), dead.amax(), entropy.amin())
-    )
-    names = [f'router/{of}{name}' for of in ('', 'worst_') for name in ('violation', 'dead', 'entropy')]
-    return dict(zip(names, numbers.tolist(), strict=True))
+    load = counts / counts.mean(1, keepdim=True)  # (L, E)
+    tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
+    of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
+    of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
+    on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices
+    if on_a_rank < experts:  # ranks hold consecutive ones, as many each
+        of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
+    row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
+    for name, values in of_layers.items():
+        row[f'router/worst_{name}'] = (values.amin() if name == 'entropy' else values.amax()).item()
+    lists = {f'{name}_of_layers': of_layers[name] for name in ('violation', 'dead')}
+    lists['load_of_worst_layer'] = load[of_layers['violation'].argmax()]
+    return row | {f'router/{name}': [round(value, 4) for value in values.tolist()] for name, values in lists.items()}
 
 
 class Block(nn.Module):

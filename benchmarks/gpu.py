@@ -34,8 +34,14 @@ SIZES = {
     'Enoki 8 heads': dict(arch='enoki', heads=8, block_size=2048, batch_size=16, z_loss=1e-4, lr_schedule='cos_inf'),
     'Llama 1B': dict(arch='llama', n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, mlp_hidden_dim=8192,
                      block_size=2048, batch_size=8, tie_embeddings=True),
+    # 2 of 16 experts are as wide as the MLP of 124M
+    '124M experts': dict(arch='qwen3', n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=32, n_experts=16,
+                         experts_per_token=2, expert_hidden_dim=1024),
 }  # fmt: skip
 LOSSES = {'124M': (16384, 768, 50304), 'Llama 1B': (8192, 2048, 50304), 'Enoki 8 heads': (16384, 512, 50304)}
+# One layer: tokens, n_embd, n_experts, experts_per_token, expert_hidden_dim
+EXPERTS = {'OLMoE': (16384, 2048, 64, 8, 1024), 'Qwen3 30B': (16384, 2048, 128, 8, 768), 'tiny': (64, 32, 4, 2, 16)}
+TINY_EXPERTS = dict(arch='qwen3', n_experts=4, experts_per_token=2, expert_hidden_dim=64)
 STRATEGIES = {
     'ddp': ('train_ddp.py', {}),
     'fsdp': ('train_fsdp.py', {}),
@@ -43,6 +49,7 @@ STRATEGIES = {
 }
 TIMED = dict(max_iters=30, log_interval=10, warmup_iters=5, trace_step=28)
 NUMBERS = ('step', 'loss', 'tokens_per_sec', 'mfu', 'time/total', 'time/update', 'mem/peak_gb', 'mem/reserved_gb')
+NUMBERS += ('router/violation',)
 
 
 class Bench:
@@ -101,11 +108,12 @@ class Bench:
         )
         return result
 
-    def train(self, name, script, keys, limit=150, environment=None, keep=False, inside=None):
+    def train(self, name, script, keys, limit=150, environment=None, keep=False, inside=None, ranks=1):
         """
         A check that trains: the last row of its metrics before the traced step, and of that one where the time went.
 
-        inside: an inner check that runs the script in its own process, and what that one found, too.
+        script: also with a config file behind it. inside: an inner check that runs the script in its own process, and
+        what that one found, too.
         """
         run = self.runs / name.replace(' ', '-')
         if not keep:
@@ -127,9 +135,12 @@ class Bench:
             trace = run / 'trace_rank0.json'
             return found | (summary_of_trace(trace, self.out / f'{run.name}.svg') if trace.exists() else {})
 
-        command = [script, *options(keys)]
+        command = [*script.split(), *options(keys)]
         if inside:
             command = [*self.inner_command(inside), '--script', *command]
+        if ranks > 1:
+            torchrun = '-m torch.distributed.run --standalone --local_addr=127.0.0.1'
+            command = [*torchrun.split(), f'--nproc_per_node={ranks}', *command]
         return self.check(name, command, limit, read, environment)
 
     def predict(self, name, script, keys):
@@ -142,11 +153,18 @@ class Bench:
         command = [*self.inner_command(name), *arguments]
         return self.check(f'{name} {of}'.strip(), command, limit, lambda text: json.loads(text.splitlines()[-1]))
 
+    def leave_out(self, name, reason):
+        """A check that cannot be done here: a line, also of the page."""
+        (self.out / f'{name.replace(" ", "-")}.json').write_text(json.dumps({'left out': reason}))
+        print(f'{time.strftime("%H:%M:%S")} left out: {name}, {reason}', flush=True)
+
     def inner_command(self, name):
         return ['benchmarks/gpu.py', f'--inner={name}', f'--device={self.device}', f'--out={self.out}']
 
     def size(self, name):
-        return TINY | {'batch_size': 2} if self.tiny else SIZES[name]
+        if self.tiny:
+            return TINY | {'batch_size': 2} | (TINY_EXPERTS if 'n_experts' in SIZES[name] else {})
+        return SIZES[name]
 
 
 def options(keys):
@@ -330,11 +348,35 @@ def write_text(data_dir):
     return dict(data_dir=data_dir, dataset='library', vocab_size=256)
 
 
+def experts(bench):
+    """
+    Mixtures of experts: all experts in one kernel beside one after the other, compiled, in a short run with and without
+    compiling, as large as 124M for each token, and on two ranks that share them, where there are two GPUs.
+    """
+    for name in ('tiny',) if bench.tiny else ('OLMoE', 'Qwen3 30B'):
+        bench.inner('experts', 120, f'--size={name}', of=name)
+    bench.inner('compiled experts', 200)
+    quickstart, short = 'train_fsdp.py config/moe_quickstart.py', dict(dtype='bfloat16', max_iters=20, log_interval=1)
+    short |= dict(block_size=32, vocab_size=500, max_iters=4) if bench.tiny else {}
+    for compile in (False, True):
+        keys = short | dict(compile=compile)
+        name = f'experts {"compiled" if compile else "eager"}'
+        bench.train(name, quickstart, keys, environment={'TORCH_LOGS': 'recompiles'})
+    for name, (script, keys) in STRATEGIES.items():
+        bench.train(f'124M experts {name}', script, bench.size('124M experts') | TIMED | keys)
+    gpus = 2 if bench.tiny else bench.inner('versions', 100).get('GPUs', 1)  # on a CPU there may be any number of ranks
+    if gpus < 2:
+        return bench.leave_out('experts on two ranks', f'expert_parallel=2 needs 2 GPUs, and here is {gpus}')
+    exact = short | dict(dtype='float32', compile=False, fsdp_impl='manual', batch_size=4)
+    for sharing in (1, 2):
+        bench.train(f'experts shared by {sharing} of 2', quickstart, exact | dict(expert_parallel=sharing), ranks=2)
+
+
 def generate(bench):
     bench.inner('generate', 150)
 
 
-STAGES = (start, numbers, compiled, loss, speed, large, offload, low_precision, generate)
+STAGES = (start, numbers, compiled, loss, speed, large, offload, low_precision, experts, generate)
 STAGES = {stage.__name__: stage for stage in STAGES}
 
 # --- checks in a process of their own ---------------------------------------------------------------------------------
@@ -358,7 +400,8 @@ def inner_versions(torch, device, arguments):
     except ImportError:
         found['transformers'] = 'none'
     if device.type == 'cuda':
-        found |= {'GPU': torch.cuda.get_device_name(), 'cuDNN': torch.backends.cudnn.version()}
+        found |= {'GPU': torch.cuda.get_device_name(), 'GPUs': torch.cuda.device_count()}
+        found |= {'cuDNN': torch.backends.cudnn.version()}
         query = ['nvidia-smi', '--query-gpu=driver_version,memory.total,clocks.max.sm', '--format=csv,noheader']
         found['driver'] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     return found
@@ -394,6 +437,102 @@ def inner_loss(torch, device, arguments):
     found['matmuls ms'] = best_ms(
         torch, device, lambda: [(hidden @ weight.T).T @ hidden, (hidden @ weight.T) @ weight][0].sum()
     )
+    return found
+
+
+def inner_experts(torch, device, arguments):
+    """
+    One layer's experts in bf16, of which the first gets no row: in one kernel they are as near to float64 as one after
+    the other (relative distances of the output and of the gradients); how long forward and backward take, beside a
+    dense MLP of as many FLOPs, and with router and sorting.
+    """
+    import copy
+
+    import torch.nn.functional as F
+
+    from model import MLP, Experts, ModelConfig, MoE, rows_of_each
+
+    tokens, width, n_experts, k, hidden = EXPERTS[arguments.size]
+    keys = dict(arch='qwen3', n_embd=width, n_head=width // 16, mlp_hidden_dim=k * hidden, vocab_size=64)
+    config = ModelConfig(**keys, n_experts=n_experts, experts_per_token=k, expert_hidden_dim=hidden)
+
+    def made(kind):
+        module = kind(config).to(device, torch.bfloat16)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        return module
+
+    def run(module, rows, ends, one_kernel):
+        """The output, and the gradients of rows and weights; in float64 one after the other is the only way."""
+        where = ends if one_kernel else rows_of_each(ends, rows)
+        rows = rows.detach().requires_grad_()
+        y = module.down(F.silu(module.gate(rows, where)) * module.up(rows, where), where)
+        return y, *torch.autograd.grad(y, [rows, *module.parameters()], torch.ones_like(y))
+
+    def chosen_by(n):
+        """Rows of n tokens, sorted by expert, and where each expert's rows end: not one is the first expert's."""
+        choices = torch.randint(1, n_experts, (n * k,), device=device)
+        ends = choices.bincount(minlength=n_experts).cumsum(0).int()
+        return torch.randn(n * k, width, device=device, dtype=torch.bfloat16), ends
+
+    module, found = made(Experts), {}
+    rows, ends = chosen_by(max(64, tokens // 16))  # fewer, since some GPUs are slow in float64
+    exact = run(copy.deepcopy(module).double(), rows.double(), ends, one_kernel=False)
+    ways = {way: run(module, rows, ends, way == 'one kernel') for way in ('one kernel', 'one by one')}
+    names = ('output', 'gradient of rows', *(f'gradient of {name}' for name in ('gate', 'up', 'down')))
+    for name, wanted, *pair in zip(names, exact, *ways.values(), strict=True):
+        apart = [((values.double() - wanted).norm() / wanted.norm()).item() for values in pair]
+        found |= {f'{name}, {way}': float(f'{distance:.2e}') for way, distance in zip(ways, apart, strict=True)}
+        assert apart[0] <= 2 * apart[1], f'{name}: {apart[0]:.1e} from float64, one by one {apart[1]:.1e}'
+    for name, gradient in zip(names[2:], ways['one kernel'][2:], strict=True):
+        assert not gradient[: gradient.shape[0] // n_experts].any(), f'{name} of the expert without rows is not 0'
+    del exact, ways
+
+    rows, ends = chosen_by(tokens)
+    found['one kernel ms'] = best_ms(torch, device, lambda: run(module, rows, ends, one_kernel=True))
+    found['one by one ms'] = best_ms(torch, device, lambda: run(module, rows, ends, one_kernel=False))
+    x = torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dense, mixture = made(MLP), made(MoE)
+    found['dense twin ms'] = best_ms(torch, device, lambda: dense(x).sum().backward())
+    found['with router and sorting ms'] = best_ms(torch, device, lambda: mixture(x)[0].sum().backward())
+    return found
+
+
+def inner_compiled_experts(torch, device, arguments):
+    """
+    A small mixture in bf16 with each kind of activation checkpointing, compiled and not, in batches of two sizes: how
+    far loss and gradients are apart (relative), and how many graphs all its blocks share.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    import model as model_module
+    from model import GPT, ModelConfig
+
+    if device.type == 'cpu':  # which has that kernel, too
+        model_module.rows_of_each = lambda ends, rows: ends
+    config, found = ModelConfig.from_keys(TINY | TINY_EXPERTS), {}
+    for mode in ('none', 'full', 'selective'):
+        counter, numbers = CompileCounterWithBackend('inductor'), []
+        for compiles in (False, True):
+            model = GPT(config, torch.bfloat16).to(device)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(model.initial_value(name, parameter, 1, device))
+            model.checkpoint_activations(mode)
+            for block in model.blocks if compiles else ():
+                block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
+            for rows in (2, 4):
+                tokens = torch.randint(config.vocab_size, (rows, config.block_size), device=device,
+                                       generator=torch.Generator(device).manual_seed(rows))  # fmt: skip
+                loss, _ = model(tokens, tokens)
+                loss.backward()
+            numbers.append((loss.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
+        (eager, gradient), (compiled, other) = numbers
+        apart = abs(compiled / eager - 1)
+        found[f'{mode}: loss'] = float(f'{apart:.1e}')
+        found[f'{mode}: gradients'] = float(f'{((other - gradient).norm() / gradient.norm()).item():.1e}')
+        found[f'{mode}: graphs'] = counter.frame_count
+        assert apart < 2**-8 and counter.frame_count == 2, f'{mode}: {found}'
     return found
 
 
@@ -649,6 +788,9 @@ def draw(kernels, path, width=1200, row=16):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+SHORT = ('exact', 'compiled', 'one-step', 'loss', 'experts')  # runs of which the speed says nothing
+
+
 def page(bench):
     """docs/gpu.md: what the results say, in tables."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(bench.out.glob('*.json'))}
@@ -668,7 +810,7 @@ def page(bench):
     lines += ['| run | tokens/s | by wall clock | MFU | ms a step | peak GB | predicted | kernels | idle ms |']
     lines += ['|---' * 9 + '|']
     for name, result in results.items():
-        if 'tokens_per_sec' in result and not name.startswith(('exact', 'compiled', 'one-step', 'loss')):
+        if 'tokens_per_sec' in result and not name.startswith(SHORT):
             strategy = name.removeprefix('Llama-1B-')
             result['predicted'] = results.get(f'predicted-{strategy}', {}).get('GB', math.nan)
             keys = 'tokens_per_sec wall_tokens_per_sec mfu total peak_gb predicted launches idle_ms'.split()
@@ -706,6 +848,13 @@ def page(bench):
         last = trained.get('losses', [])[-10:]
         numbers = [timed.get('tokens_per_sec'), timed.get('peak_gb'), sum(last) / len(last) if last else None]
         lines.append(f'| {name} | {" | ".join("" if n is None else f"{n:.5g}" for n in numbers)} |')
+    lines += ['', '## Mixtures of experts', '', '| run | first loss | last loss | violation | compiled again |']
+    lines += ['|---' * 5 + '|']
+    for name, result in results.items():
+        if name.startswith('experts') and 'losses' in result:
+            numbers = [result['losses'][0], result['losses'][-1], result.get('router/violation')]
+            cells = [name, *('' if n is None else f'{n:.6g}' for n in numbers), str(result.get('recompilations', ''))]
+            lines.append(f'| {" | ".join(cells)} |')
     lines += ['', '## The other checks', '', '| check | found |', '|---|---|']
     for name, result in results.items():
         if 'losses' not in result and 'error' not in result:

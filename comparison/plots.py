@@ -1,5 +1,6 @@
 """
-Pictures of runs: loss from the metrics.jsonl that a run writes; phases, memory and communication from results.json.
+Pictures of runs: loss and the load of experts, from the metrics.jsonl that a run writes; phases, memory and
+communication, from results.json.
 
 Colours are Okabe and Ito's, told apart with every kind of colour blindness; line styles and hatches repeat the
 distinction. Every function writes a PNG for a page of 800 to 1000 pixels and returns the figure.
@@ -25,6 +26,7 @@ PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
 WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
+MOST_MAPS = 8  # of runs with experts, in one picture
 EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a logarithmic axis has no zero
 
 
@@ -84,20 +86,35 @@ def plot_losses(runs, output):
 
 
 def plot_keys(runs, keys, output):
-    """Any keys of metrics.jsonl, a panel each. runs: their out_dirs. Raises ValueError for a key that none has."""
-    rows_of = {str(run): read_rows(run, is_running=True) for run in runs}
-    figure, panels = _panels(len(keys), 1, height=1 + 3.5 * len(keys), sharex=True)
-    for key, axes in zip(keys, panels.flat, strict=True):
-        for number, (label, rows) in enumerate(rows_of.items()):
-            found = [row for row in rows if key in row and 'tokens' in row]
-            style = _line(number, len(rows_of)) | ({'marker': 'o'} if len(found) < 30 else {})
-            style |= {'label': label} if key == keys[0] else {}  # one legend, for all panels
-            axes.plot([row['tokens'] for row in found], [row[key] for row in found], **style)
-        if not any(len(line.get_xdata()) for line in axes.lines):
+    """
+    Any keys of metrics.jsonl, a panel each; of a key with a list in each row a map for each run, whose colours are the
+    numbers. runs: their out_dirs. Raises ValueError for a key that none has.
+    """
+    rows_of = {str(run): [row for row in read_rows(run, is_running=True) if 'tokens' in row] for run in runs}
+    panels = []  # (key, labels of the runs in it)
+    for key in keys:
+        having = [label for label, rows in rows_of.items() if any(key in row for row in rows)]
+        if not having:
             there = sorted(set().union(*(row for rows in rows_of.values() for row in rows)))
             raise ValueError(f'keys={key}: it is in no row of metrics.jsonl: expected some of {", ".join(there)}')
-        axes.set_ylabel(key)
-        axes.grid(alpha=0.25)
+        are_lists = any(isinstance(row.get(key), list) for rows in rows_of.values() for row in rows)
+        panels += [(key, [label]) for label in having] if are_lists else [(key, [*rows_of])]
+    figure, all_axes = _panels(len(panels), 1, height=1 + 3.5 * len(panels), sharex=True)
+    named = set()  # in the one legend for all panels
+    for (key, labels), axes in zip(panels, np.ravel(all_axes), strict=True):
+        found = {label: [row for row in rows_of[label] if key in row] for label in labels}
+        if any(isinstance(row[key], list) for rows in found.values() for row in rows):
+            colours = _draw_map(axes, found[labels[0]], key, 'tokens')
+            axes.set_title(labels[0], loc='left', fontsize=9)
+            figure.colorbar(colours, ax=axes, label=key)
+        else:
+            for number, (label, rows) in enumerate(found.items()):
+                style = _line(number, len(rows_of)) | ({'marker': 'o'} if len(rows) < 30 else {})
+                style |= {} if label in named else {'label': label}
+                axes.plot([row['tokens'] for row in rows], [row[key] for row in rows], **style)
+                named.add(label)
+            axes.set_ylabel(key)
+            axes.grid(alpha=0.25)
         _tokens_axis(axes)
     return _save(figure, output, columns=4)
 
@@ -217,6 +234,79 @@ def _draw_losses(by_tokens, by_time, curves):
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(7))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def plot_experts(rows_of, output):
+    """
+    How evenly the experts of mixtures are loaded: of each run a map of violation and one of dead experts, by step and
+    layer, and the experts of the layer that is worst at the end. Of many runs those that end least balanced.
+
+    rows_of: {label: rows of metrics.jsonl}, also of runs without experts. None if all are.
+    """
+    keys = ('router/violation_of_layers', 'router/dead_of_layers')
+    rows_of = {label: [row for row in rows if keys[0] in row] for label, rows in rows_of.items()}
+    rows_of = {label: rows for label, rows in rows_of.items() if rows}
+    if not rows_of:
+        return None
+    shown = sorted(rows_of, key=lambda label: -_largest(rows_of[label][-1][keys[0]]))[:MOST_MAPS]
+    layers = max(len(rows_of[label][-1][keys[0]]) for label in shown)
+    figure, panels = _panels(
+        len(shown), 3, height=1 + (1.6 + 0.03 * layers) * len(shown), ratios=(4, 4, 3), sharex='col'
+    )
+    panels = np.reshape(panels, (len(shown), 3))
+    largest = [_largest([number for label in shown for row in rows_of[label] for number in row[key]]) for key in keys]
+    for label, (violation, dead, experts) in zip([one for one in rows_of if one in shown], panels, strict=True):
+        rows = rows_of[label]
+        maps = [
+            _draw_map(axes, rows, key, 'step', most)
+            for axes, key, most in zip((violation, dead), keys, largest, strict=True)
+        ]
+        violation.set_title(textwrap.shorten(label, 40), loc='left', fontsize=9)
+        violation.set_ylabel('layer')
+        if not any(number > 0 for row in rows for number in row[keys[1]]):
+            dead.text(0.5, 0.5, 'no dead experts', transform=dead.transAxes, ha='center', va='center', color='grey')
+        of_layers, load = rows[-1][keys[0]], sorted(rows[-1]['router/load_of_worst_layer'], reverse=True)
+        worst = of_layers.index(max(of_layers))
+        experts.bar(range(1, len(load) + 1), load, width=1, color=HELD['weights'], edgecolor='white', linewidth=0.4)
+        experts.axhline(1, color='black', linewidth=0.8)
+        experts.set_title(f'layer {worst} at step {rows[-1]["step"]}', loc='left', fontsize=9)
+        experts.set_ylabel('tokens / mean')
+    for axes in panels[-1][:2]:
+        axes.set_xlabel('step')
+    panels[-1][2].set_xlabel('its experts, the fullest first')
+    labels = ('violation: fullest expert / mean, less 1', 'share of dead experts')
+    for column, (colours, label) in enumerate(zip(maps, labels, strict=True)):
+        figure.colorbar(colours, ax=panels[:, column], location='top', label=label, aspect=30)
+    if len(shown) < len(rows_of):
+        figure.suptitle(f'the {len(shown)} of {len(rows_of)} runs that end least balanced', fontsize=10)
+    return _save(figure, output)
+
+
+def _largest(values):
+    """Of those that are numbers; 0 if none is."""
+    return max((value for value in values if math.isfinite(value)), default=0)
+
+
+def _draw_map(axes, rows, key, along, most=1.0):
+    """A column for each row, from the row before to its own place `along`, a cell for each number in its list."""
+    from matplotlib.colors import PowerNorm
+    from matplotlib.ticker import MaxNLocator
+
+    values = np.array([row[key] for row in rows], dtype=float).T  # (numbers in a list, rows)
+    borders = [0, *(row[along] for row in rows)]
+    most = max(1.0, most, _largest(values.flat))
+    colours = axes.pcolormesh(
+        borders, np.arange(len(values) + 1) - 0.5, np.ma.masked_invalid(values), cmap='Blues', rasterized=True,
+        norm=PowerNorm(0.5, 0, most),  # the root: small differences between balanced layers show, too
+    )  # fmt: skip
+    axes.set_facecolor('0.6')  # what is not a number
+    axes.invert_yaxis()  # the first layer on top
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return colours
 
 
 # --- bars -------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def read_rows(folder, is_running=False):
     for number, line in enumerate(text.split('\n')[:-1] if is_running else text.splitlines(), start=1):
         try:
             row = json.loads(line)
-            rows.append({key: float(value) if isinstance(value, str) else value for key, value in row.items()})
+            rows.append({key: numbers_of(value) for key, value in row.items()})
             row['step'] + 0
         except (ValueError, TypeError, AttributeError, KeyError):
             said = f'{path} is damaged: expected a JSON object with its step in line {number}'
@@ -141,6 +141,13 @@ def read_rows(folder, is_running=False):
     if not rows:
         raise ValueError(f'{path} has no row yet: expected one for each logged step')
     return rows
+
+
+def numbers_of(value):
+    """A value of metrics.jsonl: a number, or a list of them; 'nan' and 'inf' stand there as text."""
+    if isinstance(value, list):
+        return [numbers_of(number) for number in value]
+    return float(value) if isinstance(value, str) else value
 
 
 def write_json(path, value):
@@ -267,11 +274,12 @@ def rounds_of(rows, round_steps):
 
 
 def mean_row(rows):
-    """Means per step of the keys of consecutive rows; a row without time/outer had no exchange."""
+    """Means per step of the numbers of consecutive rows; a row without time/outer had no exchange."""
     if len(rows) == 1:
         return rows[0]
     mean = {'begin': rows[0]['begin'], 'step': rows[-1]['step']}
-    for key in set().union(*rows) - mean.keys():
+    numbers = {key for row in rows for key, value in row.items() if not isinstance(value, list)}
+    for key in numbers - mean.keys():
         known = [row for row in rows if key in row or key == 'time/outer']  # where a row lacks another, nobody looked
         average = statistics.harmonic_mean if key in ('tokens_per_sec', 'mfu') else statistics.fmean
         steps = [row['step'] - row['begin'] for row in known]

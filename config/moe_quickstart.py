@@ -4,7 +4,7 @@
 #   python prepare_data.py
 #   torchrun --nproc_per_node=2 train_fsdp.py config/moe_quickstart.py
 #   python sample.py --out_dir=out/moe_quickstart --prompt="def "
-#   python compare.py --plot out/moe_quickstart --keys=router/violation,router/dead
+#   python compare.py --plot out/moe_quickstart --keys=router/violation,router/violation_of_layers
 
 import os
 

@@ -105,7 +105,8 @@ class Log:
 
     def row(self, step, values, console=True):
         """
-        Log one step: `values` under the keys of metrics.jsonl; `step` = optimizer steps done.
+        Log one step: `values` under the keys of metrics.jsonl; `step` = optimizer steps done. A value is a number, or a
+        list of numbers, which goes to the file alone.
 
         A step that metrics.jsonl holds already (a checkpoint evaluated once more) is only said, not written again.
         """
@@ -117,13 +118,14 @@ class Log:
             return
         self._last_step = step
         row = {'step': step, **values}
-        valid = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+        valid = {key: as_json(value) for key, value in row.items()}
         self._rows = self._rows or open(self._path, 'a', encoding='utf-8', buffering=1)
         self._write(self._rows, json.dumps(valid))
+        drawn = {key: value for key, value in values.items() if not isinstance(value, list)}
         if self._wandb:
-            self._wandb.log(row)
+            self._wandb.log({'step': step, **drawn})
         if self._tensorboard:
-            for key, value in values.items():
+            for key, value in drawn.items():
                 self._tensorboard.add_scalar(key, value, step)
 
     def _write(self, file, line):
@@ -192,6 +194,13 @@ class Journal:
         for step, row in self._rows.items():
             self._log.row(step, row, console=step == max(self._rows))
         self._rows = {}
+
+
+def as_json(value):
+    """A number, or a list of them, as JSON has it: it knows none that is not finite."""
+    if isinstance(value, list):
+        return [as_json(number) for number in value]
+    return value if math.isfinite(value) else str(value)
 
 
 def cut_rows(path, start_step):

@@ -467,6 +467,11 @@ def test_warm_up_is_a_quarter_of_a_short_run_and_ten_steps_of_a_longer_one():
     assert median(60) == 35.5, 'of steps 11 to 60'
 
 
+def test_a_round_has_the_means_of_its_numbers_and_no_lists():
+    rows = [{'begin': step, 'step': step + 2, 'mfu': 0.5, 'loss': 4.0 - step, 'of_layers': [1, 2]} for step in (0, 2)]
+    assert results.mean_row(rows) == {'begin': 0, 'step': 4, 'mfu': 0.5, 'loss': 3.0}
+
+
 def test_the_phases_of_a_row_add_up_to_its_total():
     times = {'tokens_per_sec': 1.0, 'time/total': 20.0, 'time/forward': 8.0, 'time/backward': 12.0}
     rows = [{'step': step, **times} for step in range(1, 9)]

@@ -15,10 +15,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import diloco
 import float8
 import fsdp_manual
+import model as model_module
 from model import GPT, ModelConfig
 from runtime import begin
 
 SHAPE = dict(n_layer=3, n_head=2, n_embd=16, vocab_size=64, block_size=8)
+EXPERTS = dict(n_experts=4, experts_per_token=2, expert_hidden_dim=16)
 
 
 @pytest.fixture
@@ -53,12 +55,21 @@ MODELS = [('gpt2', 'none'), ('enoki', 'none'), ('qwen3', 'none'), ('llama', 'sel
 CASES = [(strategy, *model) for strategy in ('ddp', 'fsdp', 'manual') for model in MODELS]
 CASES += [(strategy, 'llama', 'selective') for strategy in ('fsdp diloco', 'manual diloco')]
 CASES += [(strategy, 'llama float8', mode) for strategy in ('ddp', 'fsdp', 'manual') for mode in ('none', 'selective')]
+MODES = ('none', 'full', 'selective')
+CASES += [(strategy, 'qwen3 experts', mode) for strategy in ('ddp', 'fsdp', 'manual') for mode in MODES]
+
+
+@pytest.fixture
+def in_one_kernel(monkeypatch):
+    """Experts in bf16 as a GPU computes them, which a CPU can, too: without the numbers of their rows on the host."""
+    monkeypatch.setattr(model_module, 'rows_of_each', lambda ends, rows: ends)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('strategy', 'arch', 'mode'), CASES)
-def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
-    model = GPT(ModelConfig(arch=arch.split()[0], **SHAPE), torch.bfloat16)
+def test_blocks_share_two_graphs_for_good(ranks, in_one_kernel, strategy, arch, mode):
+    shape = SHAPE | (EXPERTS if 'experts' in arch else {})
+    model = GPT(ModelConfig(arch=arch.split()[0], **shape), torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
@@ -90,6 +101,34 @@ def test_blocks_share_two_graphs_for_good(ranks, strategy, arch, mode):
             outer.send(fragment, step + 1)
         graphs.append(counter.frame_count)
     assert graphs == [2] * 50  # the first evaluation comes right after the first step
+
+
+@pytest.mark.parametrize('mode', [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
+def test_a_block_with_experts_is_one_graph_for_its_first_batch_and_one_for_any_other(in_one_kernel, mode):
+    """Without a break, since of the experts' rows only their sum is a size; and the bits are those of no compiling."""
+    counter, found = CompileCounterWithBackend('aot_eager'), []
+    for compiles in (False, True):
+        model = GPT(ModelConfig(arch='qwen3', **SHAPE, **EXPERTS), torch.bfloat16)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(5 * model.initial_value(name, parameter, 0, 'cpu'))
+        model.checkpoint_activations(mode)
+        if compiles:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
+        numbers, graphs = [], []
+        for rows in (2, 3, 2, 5):
+            tokens = torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(rows))
+            model.zero_grad()
+            loss, _ = model(tokens, tokens)
+            loss.backward()
+            numbers += [loss, *(parameter.grad for parameter in model.parameters())]
+            graphs.append(counter.frame_count)
+        found.append(numbers)
+    torch._dynamo.reset()
+    assert graphs == [1, 2, 2, 2]
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.parametrize('on_cuda', [False, True])

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from precision import apart, assert_as_close_to_float64, assert_same_run, error,
 from short import slow_but
 from torch.utils.flop_counter import FlopCounterMode
 
+import expert_manual
 import model as model_module
 import optim
 from huggingface import convert
@@ -280,6 +282,24 @@ def test_load_and_bias_follow_the_counts_of_all_ranks_and_stay_where_a_step_is_s
     dead = (counts < mean[:, None] / 100).double().mean(1)
     assert (row['router/dead'], row['router/worst_dead']) == pytest.approx((dead.mean().item(), dead.max().item()))
     assert 0 < row['router/worst_entropy'] <= row['router/entropy'] < 1
+    assert row['router/violation_of_layers'] == pytest.approx(violation.tolist(), abs=1e-4)
+    assert row['router/dead_of_layers'] == pytest.approx(dead.tolist(), abs=1e-4)
+    worst = violation.argmax()
+    assert row['router/load_of_worst_layer'] == pytest.approx((counts[worst] / mean[worst]).tolist(), abs=1e-4)
+    assert 'router/fullest_rank' not in row, 'no rank has other experts than another one'
+
+
+def test_the_fullest_rank_is_that_of_consecutive_experts():
+    model = make_model()
+    model.routed = torch.tensor([[4.0, 4, 4, 4, 4, 4, 4, 4, 0], [9, 0, 9, 0, 5, 5, 0, 4, 0]], dtype=torch.float64)
+    whole = router_metrics(model)
+    for ranks, of_second in ((2, 18 / 16 - 1), (4, 10 / 8 - 1), (8, 9 / 4 - 1)):
+        model = make_model()
+        model.routed = torch.tensor([[4.0, 4, 4, 4, 4, 4, 4, 4, 0], [9, 0, 9, 0, 5, 5, 0, 4, 0]], dtype=torch.float64)
+        expert_manual.split(model, SimpleNamespace(rank=1, size=ranks, group=None))
+        row = router_metrics(model)
+        assert row.pop('router/worst_fullest_rank') == pytest.approx(of_second)
+        assert row.pop('router/fullest_rank') == pytest.approx(of_second / 2) and row == whole
 
 
 def test_the_bias_chooses_and_no_more():

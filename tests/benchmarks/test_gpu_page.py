@@ -29,6 +29,40 @@ def test_one_of_four_ranks_takes_a_step_alone(tmp_path, impl):
     assert 0 < found['host ms'] <= found['ms']
 
 
+def test_experts_in_one_kernel_are_as_near_to_float64_as_one_after_the_other(tmp_path):
+    bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
+    found = bench.inner('experts', 200, '--size=tiny', of='tiny')
+    assert 'error' not in found
+    for what in ('output', *(f'gradient of {name}' for name in ('rows', 'gate', 'up', 'down'))):
+        assert 0 < found[f'{what}, one kernel'] <= 2 * found[f'{what}, one by one'] < 0.02, what
+    ways = ('one kernel', 'one by one', 'dense twin', 'with router and sorting')
+    assert all(found[f'{way} ms'] > 0 for way in ways)
+    assert '| experts-tiny | ' in gpu.page(bench)
+
+
+def test_on_one_gpu_the_ranks_that_share_experts_are_left_out_with_the_reason(tmp_path, monkeypatch):
+    bench = gpu.Bench(SimpleNamespace(device='cuda', nanogpt=None, out=tmp_path, budget=5))
+    monkeypatch.setattr(bench, 'inner', lambda name, *_, **__: {'GPUs': 1})
+    monkeypatch.setattr(bench, 'train', lambda name, *_, ranks=1, **__: ranks == 1 or pytest.fail(name))
+    gpu.experts(bench)
+    assert '| experts-on-two-ranks | left out expert_parallel=2 needs 2 GPUs, and here is 1 |' in gpu.page(bench)
+
+
+@pytest.mark.slow
+def test_the_stage_of_experts_on_a_cpu(tmp_path):
+    said = run_script('benchmarks/gpu.py', '--device=cpu', '--stage=experts', f'--out={tmp_path}').stdout
+    assert said.count(' ok ') == 9 and 'FAILED' not in said and 'left out' not in said, said
+    compiled = json.loads((tmp_path / 'compiled-experts.json').read_text())
+    assert all(compiled[f'{mode}: graphs'] == 2 for mode in ('none', 'full', 'selective'))
+    losses = [json.loads((tmp_path / f'experts-shared-by-{n}-of-2.json').read_text())['losses'] for n in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][-1] < losses[0][0]
+    page = (tmp_path / 'gpu.md').read_text()
+    rows = page[page.index('## Mixtures of experts') : page.index('## The other checks')]
+    for name in ('eager', 'compiled', 'shared-by-1-of-2', 'shared-by-2-of-2'):
+        assert f'| experts-{name} | ' in rows
+    assert '| 124M-experts-manual | ' in page[: page.index('## Where a step goes')]
+
+
 def test_kernels_of_a_trace_are_summed_by_kind_and_gaps_are_idle(tmp_path):
     kernels = [
         ('sm90_gemm', 0, 100, 7),

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from launch import run_script
@@ -71,6 +72,43 @@ def test_any_keys_of_any_runs_are_drawn_a_panel_each_and_an_unknown_one_names_th
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [str(run) for run in runs]
     with pytest.raises(ValueError, match='keys=norm: .*grad_norm, loss, step, tokens, val_bpb'):
         plots.plot_keys(runs, ['norm'], tmp_path / 'x.png')
+
+
+def with_experts(step, violation, dead=(0.0, 0.0), load=(1.5, 0.5)):
+    lists = {'violation_of_layers': violation, 'dead_of_layers': dead, 'load_of_worst_layer': load}
+    return row(step, **{f'router/{name}': [*values] for name, values in lists.items()})
+
+
+def test_a_key_of_lists_is_a_map_for_each_run_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    steps = (1, 10, 20)
+    runs = [write_run(Path(name), [with_experts(step, (0.1, step)) for step in steps]) for name in ('a', 'b')]
+    runs.append(write_run(Path('dense'), [row(step) for step in steps]))
+    figure = plots.plot_keys(runs, ['loss', 'router/violation_of_layers'], tmp_path / 'x.png')
+    check_page(figure, tmp_path / 'x.png')
+    losses, first, second, *_ = figure.axes
+    assert len(losses.lines) == 3 and [axes.get_title(loc='left') for axes in (first, second)] == [*map(str, runs[:2])]
+    (cells,) = first.collections
+    assert cells.get_array().tolist() == [[0.1, 0.1, 0.1], [1, 10, 20]]
+    assert cells.get_coordinates()[0, :, 0].tolist() == [0, 100, 1000, 2000], 'tokens, as for the loss'
+
+
+def test_experts_are_drawn_by_step_and_layer_and_the_least_balanced_runs_of_many(tmp_path):
+    runs = {f'run{number}': [with_experts(step, (0.2, number + step)) for step in (1, 50)] for number in range(12)}
+    runs['dead'] = [row(0), with_experts(7, (99, math.nan, 1), (0.5, math.nan, 0), (0.0, 31, 0.0, 1))]
+    figure = plots.plot_experts({'dense': [row(1)], **runs}, tmp_path / 'experts.png')
+    check_page(figure, tmp_path / 'experts.png')
+    titles = [axes.get_title(loc='left') for axes in figure.axes]
+    assert titles[:24:3] == [*[f'run{number}' for number in range(5, 12)], 'dead']
+    assert titles[2] == 'layer 1 at step 50' and titles[23] == 'layer 0 at step 7'
+    assert '8 of 13 runs' in figure.get_suptitle()
+    violation, dead, experts = figure.axes[21:24]
+    cells = violation.collections[0]
+    assert cells.get_array().mask.tolist() == [[False], [True], [False]] and violation.yaxis_inverted()
+    assert cells.norm.vmax == 99 == figure.axes[0].collections[0].norm.vmax, 'one scale'
+    assert [patch.get_height() for patch in experts.patches] == [31, 1, 0, 0]
+    assert not dead.texts and written(figure.axes[1]) == ['no dead experts']
+    assert plots.plot_experts({'dense': [row(1)]}, tmp_path / 'none.png') is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +206,8 @@ def check_page(figure, path):
     for axes in figure.axes:
         for text in axes.texts if axes.containers else []:
             assert text.get_window_extent().x1 <= axes.bbox.x1 + 1, f'{text.get_text()} leaves its panel'
-        names = [text.get_window_extent() for text in axes.get_yticklabels() if axes.containers and text.get_text()]
+        named = axes.containers and axes.yaxis_inverted()
+        names = [text.get_window_extent() for text in axes.get_yticklabels() if named and text.get_text()]
         assert all(upper.y0 > lower.y1 for upper, lower in zip(names, names[1:], strict=False))
 
 

@@ -1,6 +1,7 @@
 """log.py: what is written where, and what a log keeps through a kill and a resume."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ import torch
 from launch import run_function
 from outputs import metrics
 
+from comparison.results import read_rows
 from runtime.log import Journal, Log
 from runtime.meter import device_name
 
@@ -112,6 +114,16 @@ def test_resume_cuts_rows_beyond_the_checkpoint_and_repairs_a_torn_line(tmp_path
     assert (tmp_path / 'train.log').read_text().count('command: ') == 2
 
 
+def test_a_list_of_numbers_is_read_as_it_was_written(tmp_path):
+    log = Log(tmp_path, 0, 0, 100, CONFIG, set())
+    log.row(1, {'loss': 3.0, 'of_layers': [0.5, math.nan, -math.inf]})
+    log.close()
+    (row,) = metrics(tmp_path)
+    assert row == {'step': 1, 'loss': 3.0, 'of_layers': [0.5, 'nan', '-inf']}, 'JSON'
+    (row,) = read_rows(tmp_path)
+    assert row['of_layers'] == pytest.approx([0.5, math.nan, -math.inf], nan_ok=True)
+
+
 def test_a_log_of_another_rank_does_nothing(tmp_path, capsys):
     log = Log(tmp_path / 'out', 1, 0, 100, CONFIG, set())
     log.say('hello')
@@ -124,7 +136,7 @@ def test_tensorboard_has_the_same_names(tmp_path):
     event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
     for start_step in (0, 1):
         log = Log(tmp_path, 0, start_step, 100, {**CONFIG, 'tensorboard_log': True}, set())
-        log.row(start_step + 1, {'loss': 3.0, 'time/total': 5.0})
+        log.row(start_step + 1, {'loss': 3.0, 'time/total': 5.0, 'of_layers': [0.5, math.nan]})
         log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
     assert set(events.Tags()['scalars']) == {'loss', 'time/total'}
@@ -136,7 +148,7 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv('WANDB_MODE', 'offline')
     for start_step in (0, 1):
         log = Log(tmp_path, 0, start_step, 100, {**CONFIG, 'wandb_log': True}, set())
-        log.row(start_step + 1, {'loss': 3.0})
+        log.row(start_step + 1, {'loss': 3.0, 'of_layers': [0.5, math.nan]})
         log.close()
     said = capsys.readouterr().out
     assert '`wandb sync ' in said
