@@ -111,6 +111,8 @@ class SharedExperts(Experts):
 # --- the exchange -----------------------------------------------------------------------------------------------------
 # Custom operators rather than an autograd.Function: selective activation checkpointing knows them by their names.
 
+begun = 0  # exchanges of this process. Of ranks that stand still in one layer, the others wait for who has begun fewer.
+
 
 @torch.library.custom_op('expert_manual::exchange', mutates_args=())
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
@@ -118,6 +120,8 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> 
 
     sent, received: how many, one number per rank; 0 is fine.
     """
+    global begun
+    begun += 1
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=_resolve_process_group(group))
     return arrived
@@ -126,6 +130,8 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> 
 @torch.library.custom_op('expert_manual::exchange_counts', mutates_args=())
 def exchange_counts(counts: Tensor, group: str) -> Tensor:
     """Row i of counts (t, n), whole numbers, goes to rank i; row i of what is returned is from there. Collective."""
+    global begun
+    begun += 1
     arrived = torch.empty_like(counts)
     dist.all_to_all_single(arrived, counts.contiguous(), group=_resolve_process_group(group))
     return arrived

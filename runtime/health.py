@@ -198,12 +198,14 @@ class Watchdog:
     has done nothing new for 0.8 timeout_s reads the others' files, twice. If no rank has moved in between, the one
     that has done least is the one that the others wait for: every rank prints which that is, and ends. While any rank
     moves, the job is only slow. A single process is not watched, for nobody waits for it.
+
+    exchanges(): how many this rank has begun in all. It tells apart ranks that wait for each other within one phase.
     """
 
-    def __init__(self, out_dir, timeout_s):
+    def __init__(self, out_dir, timeout_s, exchanges=lambda: 0):
         self.rank, self.world_size, self.out_dir = dist.get_rank(), dist.get_world_size(), out_dir
         self.folder, self.patience = os.path.join(out_dir, '.heartbeat'), 0.8 * timeout_s
-        self.tick = timeout_s / 60
+        self.tick, self.exchanges = timeout_s / 60, exchanges
         self.count, self.phase, self.step, self.since = 0, 'start', 0, time.monotonic()
         self.allowed, self.first_step, self.closed = self.patience, None, threading.Event()
         if self.world_size == 1:
@@ -236,6 +238,9 @@ class Watchdog:
         self.closed.set()
         faulthandler.cancel_dump_traceback_later()
 
+    def _beat(self):
+        return {'count': self.count + self.exchanges(), 'phase': self.phase, 'step': self.step}
+
     def _write_heartbeats(self):
         """A thread of its own: a file system that hangs must not keep the other one from seeing that."""
         path = os.path.join(self.folder, f'rank_{self.rank}.json')
@@ -244,7 +249,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self.patience, file=self.stack)
             with contextlib.suppress(OSError):
                 with open(f'{path}.tmp', 'w') as file:
-                    json.dump({'count': self.count, 'phase': self.phase, 'step': self.step, 'written': written}, file)
+                    json.dump({**self._beat(), 'written': written}, file)
                 os.replace(f'{path}.tmp', path)
             if self.closed.wait(self.tick):
                 return
@@ -273,7 +278,7 @@ class Watchdog:
     def _beats(self):
         """{rank: its heartbeat}; this rank's own without a file. Who has no file was stopped before its first."""
         beats = {rank: {'count': -1, 'phase': 'start', 'step': 0, 'written': 0} for rank in range(self.world_size)}
-        beats[self.rank] = {'count': self.count, 'phase': self.phase, 'step': self.step, 'written': time.time()}
+        beats[self.rank] = {**self._beat(), 'written': time.time()}
         for rank in set(range(self.world_size)) - {self.rank}:
             with contextlib.suppress(OSError, ValueError):
                 with open(os.path.join(self.folder, f'rank_{rank}.json')) as file:

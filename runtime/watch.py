@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+import expert_manual
 import float8
 from huggingface import finetune, native
 from model import router_metrics
@@ -60,7 +61,7 @@ class Watch:
         active = f', {counts["active"]:,} for each token' if 'active' in counts else ''
         self.say(f'{config.arch}: {counts["total"]:,} parameters, {counts["trainable"]:,} trained{active}; {ranks}')
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
-        self.watchdog = health.Watchdog(config.out_dir, config.timeout_s)
+        self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step, self.raw_model = step, None
         self.also_log = dict  # a function of the script's own that returns more numbers for a row
 

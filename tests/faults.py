@@ -9,7 +9,8 @@ Inject the faults of clusters into runs: the tests use it, and so can you.
 
 Runs are found by a word of their command line, such as their out_dir. Around a script: nan (one gradient element),
 overflow (the same before GradScaler looks, fp16), weight (one weight is changed), hang (the rank sleeps where it should
-fetch data), slow (there, for --seconds a step).
+fetch data), slow (there, for --seconds a step); with experts on several ranks (expert_parallel) stuck (the rank sleeps
+when it has got the others' tokens and not yet sent back its results) and die (it kills itself there).
 tests/storm.py kills a run again and again, and checks what is left.
 """
 
@@ -138,10 +139,12 @@ def mount(*arguments):
 # --- faults inside of a rank ------------------------------------------------------------------------------------------
 
 
-def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
+def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False, name=''):
     """Have this process do something wrong if it is `rank`, in `count` steps from the `step`th that it takes.
 
-    kind: see the top. A step is one micro-step for 'hang' and 'slow'. value: of the changed weight; None = 1 more.
+    kind: see the top. A step is one micro-step for 'hang' and 'slow', and one layer of a micro-step for 'stuck' and
+    'die'. value: of the changed weight; None = 1 more. name: a part of the name of the weight, or of the one whose
+    gradient it is, of those on this rank the first.
     ahead: as on a GPU, the host calls the optimizer before it knows whether the step is good.
     """
     if ahead:
@@ -154,14 +157,19 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
     if kind in ('nan', 'weight'):
         import optim
 
-        clip = optim.clip_grad_norm_
+        clip, from_config = optim.clip_grad_norm_, optim.from_config
+        named = []
+
+        def from_config_and_look(model, *arguments):
+            named.extend(parameter for one, parameter in model.named_parameters() if name in one)
+            return from_config(model, *arguments)
 
         def clip_after_fault(parameters, *arguments, **options):
-            parameters = list(parameters)
             if next(is_now):
-                poke(parameters, kind, value)
+                poke(named, kind, value)
             return clip(parameters, *arguments, **options)
 
+        optim.from_config = from_config_and_look
         optim.clip_grad_norm_ = clip_after_fault
     elif kind == 'overflow':
         from torch.amp import GradScaler
@@ -174,6 +182,19 @@ def inject(kind, rank, step, count=1, seconds=3600.0, value=None, ahead=False):
             unscale(scaler, optimizer)
 
         GradScaler.unscale_ = unscale_after_fault
+    elif kind in ('stuck', 'die'):
+        import model
+
+        compute = model.Experts.forward  # between expert_manual.py's two exchanges
+
+        def compute_after_fault(experts, *arguments):
+            if next(is_now):
+                if kind == 'die':
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(seconds)  # injected
+            return compute(experts, *arguments)
+
+        model.Experts.forward = compute_after_fault
     else:
         import data
 
@@ -223,13 +244,14 @@ def main():
     disks = {'small-disk': mount_small_disk, 'read-only': make_read_only, 'undo': undo}
     for name, function in disks.items():
         commands.add_parser(name, help=function.__doc__).add_argument('folder')
-    for name in ('nan', 'overflow', 'weight', 'hang', 'slow'):
+    for name in ('nan', 'overflow', 'weight', 'hang', 'slow', 'stuck', 'die'):
         command = commands.add_parser(name, help='run a script in which one rank does that')
         command.add_argument('--rank', type=int, default=1)
         command.add_argument('--step', type=int, default=5)
         command.add_argument('--count', type=int, default=1)
         command.add_argument('--seconds', type=float, default=3600)
         command.add_argument('--value', type=float)
+        command.add_argument('--name', default='', help='of the weight, or a part of it')
         command.add_argument('script', nargs=argparse.REMAINDER, help='-- SCRIPT ARGUMENTS')
     given = parser.parse_args()
 
@@ -250,7 +272,7 @@ def main():
         sys.argv = given.script[1:] if given.script[:1] == ['--'] else given.script
         if not sys.argv:
             sys.exit('which script? ... -- train_ddp.py ARGUMENTS')
-        inject(given.command, given.rank, given.step, given.count, given.seconds, given.value)
+        inject(given.command, given.rank, given.step, given.count, given.seconds, given.value, name=given.name)
         runpy.run_path(sys.argv[0], run_name='__main__')
 
 

@@ -45,6 +45,7 @@ if str(REPO) not in sys.path:  # where this file is started as a script
 from benchmarks.runs import (  # noqa: F401
     LAUNCHERS_VARIABLES,
     SHARED,
+    TINY_EXPERTS,
     TINY_MODEL,
     TINY_RUN,
     TINY_SYNTHETIC,

@@ -3,9 +3,9 @@ Kill a run again and again, at random and at chosen moments, and check that noth
 
     python tests/storm.py --kills=100                      # about 5 minutes on 2 cores
 
-Runs of 2 ranks, under DDP and under FSDP by hand with async_checkpoint. After each kill the checkpoints left are whole,
-the same command goes on from the newest one, and what is finished is equal, bit for bit, to a run that was never
-killed. Printed: how often who was killed when, and what had to be repeated.
+Runs of 2 ranks: under DDP, under FSDP by hand with async_checkpoint, and with half of the experts of a mixture on each.
+After each kill the checkpoints left are whole, the same command goes on from the newest one, and what is finished is
+equal, bit for bit, to a run that was never killed. Printed: how often who was killed when, and what had to be repeated.
 """
 
 import argparse
@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / 'tests')]
 
 from faults import is_alive, send, wait_until
-from launch import TINY_SYNTHETIC, Job
+from launch import TINY_EXPERTS, TINY_SYNTHETIC, Job
 from outputs import assert_same_rows, assert_same_weights, complete, last_step, names_of_checkpoints
 
 from runtime import checkpoint
@@ -33,6 +33,7 @@ STORM_RUN += ['--max_failures=0', '--timeout_s=60']
 STORM = {
     'DDP': ('train_ddp.py', []),
     'manual FSDP, async_checkpoint': ('train_fsdp.py', ['--fsdp_impl=manual', '--async_checkpoint']),
+    'expert_parallel': ('train_fsdp.py', ['--fsdp_impl=manual', *TINY_EXPERTS, '--expert_parallel=2']),
 }
 MOMENTS = ('start', 'step', 'evaluation', 'save', 'rename', 'purge')
 VICTIMS = ('one rank', 'all ranks', 'torchrun')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pool_storm
 import pytest
-from launch import TINY_MODEL, TINY_RUN, Job, refusals, run_forked
+from launch import TINY_EXPERTS, TINY_MODEL, TINY_RUN, Job, refusals, run_forked
 from outputs import column, metrics, weights_of
 from pool_jobs import assert_counted_once, journal, s3_server
 from precision import apart, assert_same_run
@@ -135,9 +135,10 @@ def test_a_job_that_waits_for_a_quorum_says_what_is_missing_and_can_be_stopped(d
 
 
 @pytest.mark.slow
-def test_a_storm_and_its_picture(data_dir, tmp_path):
+@pytest.mark.parametrize('keys', [[], TINY_EXPERTS], ids=['dense', 'experts'])
+def test_a_storm_and_its_picture(data_dir, tmp_path, keys):
     """Jobs are killed, stopped and started again; storm() checks what is counted and that all hold the same bits."""
-    figures = pool_storm.storm(tmp_path, data_dir, kills=6, compare=False)
+    figures = pool_storm.storm(tmp_path, data_dir, kills=6, compare=False, keys=keys)
     assert figures['shares counted'] == 4 * (6 * pool_storm.STEPS_PER_KILL + 10 * pool_storm.H)
     # A job does not compute what lies before the snapshot that it begins from; somebody has computed each round.
     assert figures['starts'] >= 4 and figures['digests compared'] >= figures['rounds']

@@ -15,7 +15,7 @@ import pytest
 import storm
 import torch
 import torch.distributed as dist
-from launch import TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
+from launch import TINY_EXPERTS, TINY_SYNTHETIC, Job, join_all, run_function, start_function, write_output_to
 from outputs import (
     assert_same_rows,
     assert_same_weights,
@@ -34,6 +34,10 @@ SCRIPTS = {
     'ddp': ('train_ddp.py', []),
     'fsdp': ('train_fsdp.py', []),
     'manual': ('train_fsdp.py', ['--fsdp_impl=manual']),
+    'experts': (
+        'train_fsdp.py',
+        ['--fsdp_impl=manual', *TINY_EXPERTS, '--expert_parallel=2', '--router_bias=0.01'],
+    ),
     'diloco': ('train_diloco.py', ['--num_replicas=1', '--inner_steps=5']),
 }
 RUN = [*TINY_SYNTHETIC, '--checkpoint_interval=5', '--eval_interval=0', '--eval_iters=2']
@@ -43,6 +47,11 @@ def start(strategy, out_dir, *more, nproc=2, **options):
     """A job in the background; its output is in out_dir.log."""
     script, keys = SCRIPTS[strategy]
     return Job(script, [*RUN, *keys, f'--out_dir={out_dir}', *more], nproc, f'{out_dir}.log', **options)
+
+
+def numbers_of(strategy, kind, **fault):
+    """A fault of rank 1 in its numbers: with experts in one of its own, which no other rank holds."""
+    return {'kind': kind, 'rank': 1, 'name': 'experts.up' if strategy == 'experts' else '', **fault}
 
 
 def errors_in(text):
@@ -76,6 +85,8 @@ def hangs(tmp_path_factory):
         'frozen': start('manual', folder / 'frozen', *run, torchrun=True),
         'shares': start('fsdp', folder / 'shares', *run, '--context_parallel=2', nproc=4, fault={**asleep, 'rank': 3}),
         'stages': Job('train_pipeline.py', stages, 4, folder / 'stages.log', {**asleep, 'rank': 3, 'step': 16}),
+        # In its second layer of step 8, with tokens of the other rank, which waits for what becomes of them
+        'exchange': start('experts', folder / 'exchange', *run, fault={**asleep, 'kind': 'stuck', 'step': 7 * 3 + 2}),
         'slow': start('ddp', folder / 'slow', *run[1:], '--max_iters=8', '--global_batch_size=12', fault=slow),
     }
     jobs['frozen'].wait_for(lambda: last_step(folder / 'frozen') >= 5)
@@ -120,6 +131,14 @@ def test_killed_a_hundred_times_a_run_loses_nothing(tmp_path):
     print(figures)
     check_figures(figures, 110)
     assert all(figures[f'kills: {kind}'] >= 5 for kind in (*storm.MOMENTS, *storm.VICTIMS))
+
+
+def test_a_rank_that_dies_with_tokens_of_another_one_ends_both(tmp_path):
+    """It kills itself between dispatch and combine, for which the other one waits."""
+    job = start('experts', tmp_path / 'run', '--max_iters=30', fault={'kind': 'die', 'rank': 1, 'step': 7 * 3 + 2})
+    assert job.wait() == [1, -signal.SIGKILL], job.text()
+    assert errors_in(job.text()) == {} and last_step(tmp_path / 'run') == 7
+    assert len(re.findall(r'^\[0\] stopped because another rank stopped', job.text(), re.MULTILINE)) == 1, job.text()
 
 
 @pytest.mark.slow
@@ -307,12 +326,13 @@ def test_a_read_only_out_dir_is_found_before_the_first_step(may_mount, tmp_path)
 
 
 @pytest.mark.parametrize(
-    'strategy, ahead', slow_but(['fsdp', 'diloco'], [*((strategy, False) for strategy in SCRIPTS), ('manual', True)])
+    'strategy, ahead',
+    slow_but(['fsdp', 'experts', 'diloco'], [*((strategy, False) for strategy in SCRIPTS), ('manual', True)]),
 )
 def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_path, strategy, ahead):
     """The same step is left out as if it had not been there: the state after it equals the state before it."""
     out_dir = tmp_path / 'run'
-    fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'ahead': ahead}
+    fault = numbers_of(strategy, 'nan', step=7, ahead=ahead)
     keys = ['--max_iters=10', '--checkpoint_interval=1', '--keep_checkpoints=99']
     keys += ['--checksum_interval=1'] if strategy == 'ddp' else []  # every rank has the same weights
     job = start(strategy, out_dir, *keys, fault=fault)
@@ -326,15 +346,18 @@ def test_one_nan_in_one_gradient_element_of_one_rank_costs_one_step_on_all(tmp_p
     if strategy != 'diloco':  # its checkpoints hold the outer parameters, which change once a round
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert not all(torch.equal(after[name], later[name]) for name in before)
+    if strategy == 'experts':  # its balance has stood still with the rest, and goes on
+        balance = [name for name in before if name.endswith(('router.load', 'router.bias'))]
+        assert len(balance) == 2 * 3 and not any(torch.equal(after[name], later[name]) for name in balance)
     assert [row.get('skipped', 0) for row in metrics(out_dir)] == [0] * 6 + [1] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('strategy', ['fsdp', 'ddp'])
+@pytest.mark.parametrize('strategy', ['fsdp', 'ddp', 'experts'])
 def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
     """As on a GPU: the optimizer skips by itself, and the host reads that a step later."""
     for name, ahead in (('waits', False), ('ahead', True)):
-        fault = {'kind': 'nan', 'rank': 0, 'step': 8, 'count': 2, 'ahead': ahead}
+        fault = numbers_of(strategy, 'nan', rank=0, step=8, count=2, ahead=ahead)
         job = start(strategy, tmp_path / name, '--max_iters=10', '--log_interval=4', '--eval_interval=5', fault=fault)
         assert job.wait() == [0, 0], job.text()
         assert len(re.findall(r'step \d+: .*skipped', job.text())) == 2
@@ -344,19 +367,23 @@ def test_a_host_that_runs_ahead_leaves_out_the_same_steps(tmp_path, strategy):
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 
 
-def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_the_outer_parameters(tmp_path):
-    fault = {'kind': 'nan', 'rank': 1, 'step': 7}
-    job = start('diloco', tmp_path / 'run', '--max_iters=20', '--num_replicas=2', fault=fault)
-    assert job.wait() == [0, 0], job.text()
+@pytest.mark.parametrize('more, ranks', slow_but([''], [('', 2), ('experts', 4)]))
+def test_a_nan_in_one_of_two_replicas_is_said_and_reaches_neither_the_other_nor_the_outer_parameters(
+    tmp_path, more, ranks
+):
+    keys = ['--max_iters=20', '--num_replicas=2', *([*TINY_EXPERTS, '--expert_parallel=2'] if more else [])]
+    fault = numbers_of(more, 'nan', rank=ranks - 1, step=7)
+    job = start('diloco', tmp_path / 'run', *keys, nproc=ranks, fault=fault)
+    assert job.wait() == [0] * ranks, job.text()
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path / 'run', 20).values())
     state = checkpoint.read_state(str(path_of(tmp_path / 'run', 20)))
     assert [of_replica['skipped'] for of_replica in state['numbers_of_replicas']] == [0, 1]
-    assert re.search('gradient .*rank 1 .*step 7', job.text())
+    assert re.search(f'gradient .*{"ranks 2, 3" if more else "rank 1"} .*step 7', job.text())
 
 
-@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual']))
+@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual', 'experts']))
 def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoint(tmp_path, strategy):
-    fault = {'kind': 'nan', 'rank': 1, 'step': 7, 'count': 99}
+    fault = numbers_of(strategy, 'nan', step=7, count=99)
     job = start(strategy, tmp_path / 'run', '--max_iters=30', '--max_bad_steps=2', fault=fault)
     assert job.wait() == [1, 1], job.text()
     lines = errors_in(job.text())
@@ -367,9 +394,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_last_good_checkpoi
     assert complete(tmp_path / 'run') == [5]
 
 
-@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual']))
+@pytest.mark.parametrize('strategy', slow_but(['ddp'], ['ddp', 'manual', 'experts']))
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, strategy):
-    fault = {'kind': 'weight', 'rank': 1, 'step': 10, 'value': float('nan')}  # after its forward, before its save
+    fault = numbers_of(strategy, 'weight', step=10, value=float('nan'))  # after its forward, before its save
     job = start(strategy, tmp_path / 'run', '--max_iters=30', fault=fault)
     assert job.wait() == [1, 1], job.text()
     lines = errors_in(job.text())
@@ -636,14 +663,18 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_phase_step_and_line(hangs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['shares', 'stages'])
-def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_or_of_its_matrices_is_named(hangs, name):
+@pytest.mark.parametrize(
+    'name, rank, phase', [('shares', 3, 'data'), ('stages', 3, 'data'), ('exchange', 1, 'forward')]
+)
+def test_a_rank_that_hangs_beside_one_with_half_of_its_sequences_matrices_or_experts_is_named(hangs, name, rank, phase):
     job = hangs[name]
     assert 0 not in job.wait()
     lines = [line for line in errors_in(job.text()).values() if 'no progress' in line]
     assert lines, job.text()  # of the first that has seen it; the others may find that rank's connections closed
     for line in lines:
-        assert re.search(r"rank 3 .* (3[2-9]|[4-9]\d) s .*'data' .*step [78]\b", line), line
+        assert re.search(rf"rank {rank} .* (3[2-9]|[4-9]\d) s .*'{phase}' .*step [78]\b", line), line
+    if job.nproc == 2:  # of more, the first one that has seen it may not be one that prints it
+        assert f'stack of rank {rank}:' in job.text() and 'time.sleep(seconds)  # injected' in job.text()
 
 
 @pytest.mark.slow
