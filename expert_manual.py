@@ -95,7 +95,7 @@ class SharedExperts(Experts):
         """rows (R, C), sorted by expert; ends (E) int32, as in Experts.forward(): the same of what they computed."""
         counts = ends.diff(prepend=ends.new_zeros(1)).view(-1, self.here)  # (t, E/t): to each rank, for its experts
         arriving = exchange_counts(counts, self.ranks.group)  # (t, E/t): from each rank, for the experts of this one
-        sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()  # the host waits
+        sent, received = rows_by_rank(counts, arriving, rows)
         rows = exchange(rows, sent, received, self.ranks.group)  # by rank, and of each rank by expert
 
         expert = torch.arange(self.here, device=rows.device).repeat(len(sent))  # of each of these t x E/t parts
@@ -106,6 +106,11 @@ class SharedExperts(Experts):
         rows = super().forward(rows, arriving.sum(0).cumsum(0, dtype=torch.int32))
         rows = TakeRows.apply(rows, place, order[:, None])
         return exchange(rows, received, sent, self.ranks.group)
+
+
+def rows_by_rank(counts, arriving, rows):
+    """How many of the rows (R, C) go to each rank, and how many come from each: two lists, for which the host waits."""
+    return torch.stack((counts.sum(1), arriving.sum(1))).tolist()
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
@@ -135,6 +140,16 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
     arrived = torch.empty_like(counts)
     dist.all_to_all_single(arrived, counts.contiguous(), group=_resolve_process_group(group))
     return arrived
+
+
+@exchange.register_fake
+def shape_of_exchanged(rows, sent, received, group):  # what planning/activations.py has to know
+    return rows.new_empty(sum(received), *rows.shape[1:])
+
+
+@exchange_counts.register_fake
+def shape_of_counts(counts, group):
+    return torch.empty_like(counts)
 
 
 def keep_sizes(ctx, inputs, output):

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import expert_manual
 import model as model_module
 from huggingface import lora, nf4
 from planning.sizes import part_of_rank
@@ -39,6 +40,8 @@ def activation_bytes(config, strategy):
     found = []
     for size in sizes:
         one = {**config, 'n_layer': size}
+        if 'expert_parallel' in one:  # as many rows arrive on 2 ranks that share experts as on more
+            one['expert_parallel'] = min(2, one['expert_parallel'])
         key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
         if key not in known_activations:
             known_activations[key] = micro_step_bytes(partial(part_of_rank, one), one, strategy != 'ddp')
@@ -75,6 +78,7 @@ def follow_micro_step(make_model, config, device, is_sharded):
             else FakeTensorMode(allow_non_fake_inputs=True)
         ),
         mock.patch.object(model_module, 'rows_of_each', evenly),
+        mock.patch.object(expert_manual, 'rows_by_rank', evenly_by_rank),
     ):
         model = make_model(device)
         model.compute_dtype = dtype
@@ -117,6 +121,12 @@ def evenly(ends, rows):
     """In place of model.rows_of_each(), which would look at values."""
     each, more = divmod(rows.shape[0], ends.shape[0])
     return [each + (number < more) for number in range(ends.shape[0])]
+
+
+def evenly_by_rank(counts, arriving, rows):
+    """In place of expert_manual.rows_by_rank(): as many rows arrive as leave. Routers that are not balanced send a rank
+    up to expert_parallel times as many, and what its experts keep of them grows as much."""
+    return (evenly(counts, rows),) * 2
 
 
 class LiveBytes(TorchDispatchMode):

@@ -50,22 +50,29 @@ def candidates(keys, cluster):
     stages_of_zero = [('torch', 3), ('torch', 2), ('manual', 1)]
     if cluster.device.peak is None:  # on CPUs both implementations differ in what they send
         stages_of_zero += [('manual', 3), ('manual', 2)]
+    is_mixture = bool(keys.get('n_experts'))
+    tensors, pipelines, experts = powers(node), powers(cluster.gpus)[1:], [1]
+    if is_mixture:
+        tensors, pipelines, experts = [1], [], powers(cluster.gpus)
     modes = dict.fromkeys((keys.get('activation_checkpointing', 'none'), 'selective', 'full'))
     for mode, batch_size in itertools.product(modes, powers(keys['global_batch_size'])):
         common = {'batch_size': batch_size, 'activation_checkpointing': mode}
         yield 'ddp', 'train_ddp.py', common
-        for (impl, stage), tensor, context in itertools.product(stages_of_zero, powers(node), powers(cluster.gpus)):
-            for replicas, accumulate in itertools.product(sorted({1, nodes}), ('unsharded', 'sharded')):
+        for (impl, stage), tensor, context in itertools.product(stages_of_zero, tensors, powers(cluster.gpus)):
+            for replicas, share, accumulate in itertools.product(sorted({1, nodes}), experts, ('unsharded', 'sharded')):
                 layout = {'zero_stage': stage, 'accumulate': accumulate}
-                layout |= {'fsdp_impl': impl} if impl != 'torch' else {}
+                if impl == 'manual' or (share > 1 and mode == 'selective'):  # which fully_shard does not have
+                    layout['fsdp_impl'] = 'manual'
                 sizes = (('replicate_size', replicas), ('tensor_parallel', tensor), ('context_parallel', context))
+                layout |= {'expert_parallel': share} if is_mixture else {}  # 1, too: a file may say otherwise
                 yield 'fsdp', 'train_fsdp.py', common | layout | {key: size for key, size in sizes if size > 1}
-        for stages, chunks, tensor in itertools.product(powers(cluster.gpus)[1:], (1, 2, 4), powers(node)):
+        for stages, chunks, tensor in itertools.product(pipelines, (1, 2, 4), tensors):
             layout = {'pipeline_stages': stages, 'pipeline_chunks': chunks}
             layout |= {'tensor_parallel': tensor} if tensor > 1 else {}
             yield 'pipeline', 'train_pipeline.py', common | layout
-        if nodes > 1:
-            yield 'diloco', 'train_diloco.py', common | {'num_replicas': nodes}
+        for share in experts if nodes > 1 else ():
+            layout = {'num_replicas': nodes} | ({'expert_parallel': share} if is_mixture else {})
+            yield 'diloco', 'train_diloco.py', common | layout
 
 
 def rank(keys, cluster, most=12):
@@ -75,6 +82,7 @@ def rank(keys, cluster, most=12):
     """
     if not keys.get('global_batch_size'):
         raise ValueError('global_batch_size is not known: give it, as in --global_batch_size=512')
+    step_time.refuse_to_cut_experts(keys)
     on_cpu = cluster.device.peak is None
     configs, found = {}, []
     for strategy, script, layout in candidates(keys, cluster):
@@ -139,6 +147,8 @@ def check(config, strategy, gpus):
         meshes.check_context_parallel(run, None)
     if config.get('tensor_parallel', 1) > 1:
         meshes.check_tensor_parallel(run, ModelConfig.from_keys(config))
+    if config.get('expert_parallel', 1) > 1:
+        meshes.check_expert_parallel(run, ModelConfig.from_keys(config), gpus)
 
 
 def memory_gb(config, model, strategy, gpus):
@@ -150,7 +160,7 @@ def name_of(row):
     """Of a kind of layout: 'fsdp 3 hsdp4 cp2'. One word for each dimension; ZeRO's stage counts as part of fsdp."""
     keys = row['keys']
     parts = {'replicate_size': 'hsdp', 'tensor_parallel': 'tp', 'context_parallel': 'cp', 'pipeline_stages': 'pp'}
-    parts |= {'pipeline_chunks': 'chunks', 'num_replicas': 'diloco'}
+    parts |= {'pipeline_chunks': 'chunks', 'num_replicas': 'diloco', 'expert_parallel': 'ep'}
     words = ['ddp'] if row['strategy'] == 'ddp' else []
     words += [f'fsdp{keys["zero_stage"]}'] if row['strategy'] == 'fsdp' else []
     words += ['manual'] if keys.get('fsdp_impl') == 'manual' else []

@@ -21,12 +21,14 @@ from planning.sizes import (
     FP32,
     count,
     counts_of,
+    dense_and_experts,
     gathered_bytes,
+    held_model,
     hidden_matrices,
     keys_and_values,
     message_bytes,
     parameters_of_stage,
-    part_of_rank,
+    pieces,
     root_parameters,
     small_parameters,
     stored_bytes,
@@ -60,13 +62,15 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     minus: not at the same moment   fsdp, negative: the parts do not all peak at the same moment; this is the overlap,
                   so that the sum is the true peak
 
+    With expert_parallel the ranks that share experts have each some of them, and the rest of shard_size has the same
+    ones; what is whole, is what a rank has of them. Activations are those of balanced routers, see activations.py.
+
     model: empty_model(config). shard_size: ranks that hold one copy of the model.
     Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
     torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
     strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
     """
-    if config.get('tensor_parallel', 1) > 1:
-        model = part_of_rank(config)
+    model = held_model(config, model)
     if strategy == 'pipeline':
         stages = [stage_memory(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda parts: totals(parts)['total on the device'])
@@ -106,18 +110,14 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         # The sums of a unit's gradients over the micro-steps so far. When the last micro-step reduces them, they shrink
         # to this rank's shard, which is counted already.
         parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
-    # What is gathered at once: the unit at work (below stage 3 all units), and the flat buffers in which the next ones
-    # arrive. fully_shard holds the unit after that, too.
-    at_once = config['blocks_per_unit'] * (max(1, config['prefetch']) if config['fsdp_impl'] == 'manual' else 2)
-    n_layer = len(model.blocks)
-    blocks_gathered = at_once + config['blocks_per_unit'] if config['zero_stage'] == 3 else at_once + n_layer
-    blocks_gathered = min(blocks_gathered, n_layer + 1)
     # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
     in_block, in_root = [*model.blocks[0].parameters()], root_parameters(model)
-    block, root = gathered_bytes(in_block, compute), gathered_bytes(in_root, compute)
     block_reduction, root_reduction = ((compute + FP32) * count(trained_of(part)) for part in (in_block, in_root))
+    if config['fsdp_impl'] == 'manual':
+        adds_up = micro_steps > 1 and config['accumulate'] == 'sharded'
+        root_reduction = reduction_of_root(model, compute, config['blocks_per_unit'], shard_size, adds_up)
     parts |= {
-        'gathered': root + blocks_gathered * block,
+        'gathered': gathered_bytes(in_root, compute) + gathered_of_blocks(config, model, shard_size),
         'reduction': max(block_reduction, root_reduction),
         **activations,
     }
@@ -131,6 +131,40 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     # micro-steps add up, or where it ends with those of the root.
     begin = block_reduction + activation_sum - (parts.get('gradients', 0) if micro_steps == 1 else 0)
     return parts | {'minus: not at the same moment': max(begin, root_reduction) - parts['reduction'] - activation_sum}
+
+
+def gathered_of_blocks(config, model, shard_size):
+    """
+    Bytes of the blocks that are whole at once: the unit at work (below stage 3 all units), and the flat buffers in
+    which the next ones arrive. fully_shard holds the unit after that, too. Experts that ranks share are units of their
+    own, under fully_shard of one block each, and without a buffer where a rank has them alone.
+    """
+    is_manual, n_layer, nbytes = config['fsdp_impl'] == 'manual', len(model.blocks), 0
+    for are_experts, parameters in dense_and_experts(model.blocks[0].parameters()):
+        unit = 1 if are_experts and not is_manual else config['blocks_per_unit']
+        buffers = unit * (max(1, config['prefetch']) if is_manual else 2)
+        if are_experts and pieces(parameters[0], shard_size) == 1:
+            buffers = 0
+        blocks = buffers + (unit if config['zero_stage'] == 3 else n_layer)
+        nbytes += min(blocks, n_layer + 1) * gathered_bytes(parameters, BYTES[config['dtype']])
+    return nbytes
+
+
+def reduction_of_root(model, compute, blocks_per_unit, shard_size, adds_up):
+    """
+    Bytes of gradients on their way at the end of fsdp_manual's backward: the root's as autograd made them, the fp32
+    input of its largest unit, and that of the blocks, which is kept. adds_up: shards have gradients of earlier
+    micro-steps, so that averages are beside these: of the root, and of experts, whose last reduction is in flight.
+    """
+    in_block, in_root = trained_of(model.blocks[0].parameters()), trained_of(root_parameters(model))
+    largest_block = blocks_per_unit * count(in_block)
+    large = [p.numel() for p in in_root if p.numel() > largest_block]  # each a unit of its own
+    largest = max([count(in_root) - sum(large), *large])
+    kept = blocks_per_unit * count(p for p in in_block if pieces(p, shard_size) > 1)
+    averages = []
+    if adds_up:
+        averages = in_root + [p for are_experts, found in dense_and_experts(in_block) if are_experts for p in found]
+    return compute * count(in_root) + FP32 * (largest + kept + count(averages, shard_size))
 
 
 def stage_memory(config, model, world_size, stage):
@@ -232,7 +266,8 @@ def moment_bytes(config, model, shard_size=1, parameters=None):
         return FP32 * moments(config, model, shard_size, parameters)
     parameters = parameters or list(model.parameters())
     eligible = in_8_bits(model) if dtype == 'int8' else {*parameters}
-    shapes = {p: (math.ceil(p.shape[0] / shard_size), *p.shape[1:]) for p in parameters if p.requires_grad}
+    trained = trained_of(parameters)
+    shapes = {p: (math.ceil(p.shape[0] / pieces(p, shard_size)), *p.shape[1:]) for p in trained}
     per_moment = sum(bytes_held(shape, dtype if p in eligible else 'float32') for p, shape in shapes.items())
     return OPTIMIZER_MOMENTS[config['optimizer']] * per_moment
 

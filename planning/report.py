@@ -6,11 +6,13 @@ What a run takes, before it runs: what `--dry_run` prints, and what to lower aft
 Sizes are in GB of 1e9 bytes. `config` is as in sizes.py.
 """
 
+import math
+
 import meshes
 from optim import UPDATES
 from planning.memory import memory_bytes, moments, stage_memory, totals
 from planning.rules import rule_rows
-from planning.sizes import FP32, counts_of, empty_model, part_of_rank
+from planning.sizes import FP32, counts_of, empty_model, part_of_rank, rows_of_experts
 from planning.traffic import communication_bytes, stage_traffic
 from runtime.batches import batch_line, counted
 
@@ -45,6 +47,11 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     parameters['attention and mlp'] = f'{counts["attention"] + counts["mlp"]:,}'
     padding = '' if is_fine_tuned else f' (vocabulary padded to {model.config.padded_vocab_size:,})'
     lines += section(f'parameters{padding}', parameters)
+    if (sharing := config.get('expert_parallel', 1)) > 1:
+        rows = rows_of_experts(config)
+        experts = {'of a layer on a rank': f'{config["n_experts"] // sharing:,}', 'rows that arrive': f'{rows:,}'}
+        experts['at most (all for one rank)'] = f'{sharing * rows:,}'
+        lines += section(f'experts (expert_parallel={sharing}; memory and bytes below: balanced routers)', experts)
 
     held = {part: f'{size / 1e9:.3f}' for part, size in memory.items()}
     if stages:
@@ -110,6 +117,9 @@ def out_of_memory_advice(config, world_size, strategy):
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
+    sharing = config.get('expert_parallel', 1)
+    if sharing > 1:  # others send a rank more rows, see activations.py
+        need += ', if its experts get their share of the tokens'
 
     on_cuda = config['device'].startswith('cuda')
     batch_helps = {
@@ -121,8 +131,15 @@ def out_of_memory_advice(config, world_size, strategy):
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
     has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4' and strategy != 'deepspeed'
     has_fp32_moments = config['optimizer'] in UPDATES and config.get('optimizer_dtype', 'float32') == 'float32'
+    together = 1  # ranks that could share experts, on a node: more would send tokens between nodes
+    is_refused = config['optimizer'] == 'muon' or config['activation_checkpointing'] == 'selective'
+    if config.get('n_experts') and strategy in ('fsdp', 'diloco') and not is_refused:
+        axes = meshes.diloco_axes if strategy == 'diloco' else meshes.fsdp_axes
+        possible = math.gcd(axes(config, world_size)['shard'], config['n_experts'])
+        together = max(n for n in range(1, 9) if possible % n == 0)
     fewer_bits = 'bfloat16' if config.get('tensor_parallel', 1) > 1 else 'int8'  # whose blocks a cut would divide
     state_helps = {  # of frozen weights there are none
+        f'set --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction') and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],
         'use train_fsdp.py on several GPUs': strategy == 'ddp',

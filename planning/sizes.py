@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+import expert_manual
 import float8
 import meshes
 import tensor_manual
@@ -24,6 +25,8 @@ FP32 = BYTES['float32']
 # Numbers of DeepSpeed 0.19, its defaults: parameters up to this size stay whole in stage 3, and so do larger ones if at
 # most this many numbers are used before their turn comes again.
 DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 10**5, 10**9
+PARTS_DEPEND_ON = [*ModelConfig.__dataclass_fields__, 'dtype', 'matmul_dtype', 'tensor_parallel', 'expert_parallel']
+known_parts = {}  # see held_model()
 
 
 def empty_model(config, device='meta'):
@@ -35,14 +38,32 @@ def empty_model(config, device='meta'):
 
 
 def part_of_rank(config, device='meta'):
-    """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix."""
+    """What a rank has of that model before FSDP shards it: with tensor_parallel a part of each matrix, with
+    expert_parallel some of the experts. The weights of these then say how many ranks share them: `sharing`."""
     model = empty_model(config, device)
     model.compute_dtype = getattr(torch, config['dtype'])
     if config.get('matmul_dtype'):
         float8.convert(model)
     if (ranks := config.get('tensor_parallel', 1)) > 1:
         tensor_manual.Split(model, tensor_manual.Ranks(0, ranks, group=''))
+    if (ranks := config.get('expert_parallel', 1)) > 1:
+        for experts in expert_manual.split(model, tensor_manual.Ranks(0, ranks, group='')):
+            for parameter in experts.parameters():
+                parameter.sharing = ranks
     return model
+
+
+def held_model(config, model):
+    """`model`, or where ranks share its matrices or experts part_of_rank(config): what a rank's numbers are counted on.
+
+    It is kept, as counts_of(), and not to be changed.
+    """
+    if config.get('tensor_parallel', 1) == config.get('expert_parallel', 1) == 1:
+        return model
+    key = repr([config.get(name) for name in PARTS_DEPEND_ON])
+    if key not in known_parts:
+        known_parts[key] = part_of_rank(config)
+    return known_parts[key]
 
 
 @lru_cache(maxsize=64)
@@ -82,9 +103,15 @@ def small_parameters(model):
     return sum(p.numel() for p in model.parameters() if p.numel() <= DEEPSPEED_PERSISTENT)
 
 
+def pieces(parameter, shard_size):
+    """Into how many a copy's ranks cut it. Those that share experts hold different ones, and each the whole of its own
+    if they are all of the copy."""
+    return max(1, shard_size // getattr(parameter, 'sharing', 1))
+
+
 def count(parameters, shard_size=1):
     """Numbers on one rank; every parameter is cut along its first dimension, and the pieces are padded to one size."""
-    return sum(math.ceil(p.shape[0] / shard_size) * math.prod(p.shape[1:]) for p in parameters)
+    return sum(math.ceil(p.shape[0] / pieces(p, shard_size)) * math.prod(p.shape[1:]) for p in parameters)
 
 
 def stored_bytes(parameters, shard_size=1):
@@ -97,6 +124,15 @@ def gathered_bytes(parameters, compute, shard_size=1):
     return sum((compute if p.is_floating_point() else p.itemsize) * count([p], shard_size) for p in parameters)
 
 
+def dense_and_experts(parameters):
+    """[(False, those that FSDP shards over all ranks of a copy), (True, experts that ranks share)], if there are any of
+    these: units of their own, sharded over fewer ranks."""
+    kinds = {False: [], True: []}
+    for parameter in parameters:
+        kinds[hasattr(parameter, 'sharing')].append(parameter)
+    return [(are_experts, found) for are_experts, found in kinds.items() if found]
+
+
 def trained_of(parameters):
     return [parameter for parameter in parameters if parameter.requires_grad]
 
@@ -104,6 +140,12 @@ def trained_of(parameters):
 def tokens_of_rank(config):
     """In one micro-step, those that all ranks of tensor_parallel have together."""
     return config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
+
+
+def rows_of_experts(config):
+    """Rows that arrive at the experts of a rank in a micro-step, a layer: those of its tokens, if all experts have as
+    many. The most is expert_parallel times that: all ranks have chosen only this one's."""
+    return tokens_of_rank(config) * config['experts_per_token']
 
 
 def message_bytes(config):

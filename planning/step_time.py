@@ -179,8 +179,7 @@ def model_of_rank(config):
     """The keys of the model whose work one rank does: its layers, as many as the stage with the most has, its heads,
     hidden units and words. head_dim stays."""
     tensor, stages = config.get('tensor_parallel', 1), config.get('pipeline_stages', 1)
-    if config.get('n_experts') and max(tensor, stages) > 1:
-        raise ValueError(f'n_experts={config["n_experts"]}: tensor_parallel and pipelines have no experts')
+    refuse_to_cut_experts(config)
     for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim'):
         if config[key] % tensor:
             raise ValueError(f'{key}={config[key]} is not a multiple of tensor_parallel={tensor}')
@@ -190,6 +189,14 @@ def model_of_rank(config):
     sizes = {key: config[key] // tensor for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
     sizes |= {'vocab_size': -(-config['vocab_size'] // tensor), 'n_layer': most}
     return {**config, **sizes, 'tensor_parallel': 1}
+
+
+def refuse_to_cut_experts(config):
+    """Raise ValueError for a mixture of experts in a layout that has none."""
+    for key in ('tensor_parallel', 'pipeline_stages'):
+        if config.get('n_experts') and config.get(key, 1) > 1:
+            given = f'n_experts={config["n_experts"]} with {key}={config[key]}'
+            raise ValueError(f'{given}, which has no mixtures of experts: leave it at 1, expert_parallel divides them')
 
 
 def work(config, model, device):
@@ -205,8 +212,8 @@ def work(config, model, device):
     tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
     if config.get('n_experts'):  # their hidden units; and k C each to sort by expert, compute from, undo and weigh
-        k = config['experts_per_token']
-        M = k * config['expert_hidden_dim'] + 4 / 3 * k * C
+        k = config['experts_per_token']  # with expert_parallel what arrives is sorted again and back, read and written
+        M = k * config['expert_hidden_dim'] + (8 if config.get('expert_parallel', 1) > 1 else 4) / 3 * k * C
     in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
     matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
     attention = 2 * config['block_size'] * H * D / device.attention
@@ -277,7 +284,7 @@ def step(config, strategy, cluster):
     else:
         exposed = waits_of_fsdp(mine, model, sent, strategy, cluster, ranks, tensor, m, (forward, backward))
         shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
-        held = held_by_rank(model, shard)
+        held = held_by_rank(sizes.held_model(mine, model), shard)
 
     # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
     # the head, and what both ends wait for. Chunks shorten the first part: a stage begins with 1/chunks of its work.
@@ -327,6 +334,35 @@ def held_by_rank(model, shard):
     return sizes.count(model.parameters(), shard)
 
 
+@cache
+def shares_of_rings(model, shard):
+    """[(share of what a rank sends in a pass of gathers, ranks)]: of the weights that all ranks of a copy cut, and of
+    experts, which fewer do."""
+    found = []
+    for _, parameters in sizes.dense_and_experts(model.parameters()):
+        ranks = sizes.pieces(parameters[0], shard)
+        found.append(((ranks - 1) * sizes.count(parameters, shard), ranks))
+    total = sum(size for size, _ in found)
+    return [(size / total, ranks) for size, ranks in found if ranks > 1]
+
+
+def rings_of_shards(config, model, cluster, shard, stride):
+    """
+    The Ring in which FSDP gathers and reduces. Experts that ranks share have one of their own, through the ranks with
+    the same ones, which are further apart. The two take turns: so this one has the mean of their speeds, by bytes, and
+    the latency of both.
+    """
+    straight = config['fsdp_impl'] == 'manual' and not config['device'].startswith('cuda')  # reduces slice by slice
+    seconds_r, seconds_g, latency = 0.0, 0.0, 0.0  # of a byte
+    for share, ranks in shares_of_rings(model, shard):
+        apart = stride * (shard // ranks)
+        group = ring(cluster, ranks, apart)
+        seconds_r += share / (slices_per_s(cluster, ranks, apart) if straight else group.bandwidth)
+        seconds_g += share / group.gather
+        latency += group.latency
+    return Ring(*(1 / seconds if seconds else math.inf for seconds in (seconds_r, seconds_g)), latency)
+
+
 def beside(wire, compute, sent, cluster):
     """
     Seconds that a transfer adds to the computation beside it: what it takes longer, or the host's part in it. sent:
@@ -350,7 +386,7 @@ def hop_seconds(cluster, copies, stages, size):
 
 
 def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
-    """(forward, backward): seconds that one layer of a micro-step waits for tensor and context parallelism."""
+    """(forward, backward): seconds that one layer of a micro-step waits for tensor, context and expert parallelism."""
     context, mode = config.get('context_parallel', 1), config['activation_checkpointing']
     waits_f = waits_b = 0.0
     if tensor > 1:
@@ -377,6 +413,15 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
             context_waits_f, context_waits_b = hops * hop, hops * (hop + home)
         waits_f += context_waits_f
         waits_b += context_waits_b + (context_waits_f if mode in ('full', 'offload') else 0.0)
+    if (experts := config.get('expert_parallel', 1)) > 1:
+        # Rows travel to their experts and back, and in backward their gradients. The experts compute what has arrived,
+        # so nothing hides it. In forward the ranks tell each other first how many rows come.
+        size = sizes.rows_of_experts(config) * config['n_embd'] * sizes.BYTES[config['dtype']]
+        latency = ring(cluster, experts, tensor).latency
+        there_and_back = 2 * (latency + (experts - 1) / experts * size / slices_per_s(cluster, experts, tensor))
+        expert_waits_f = latency + there_and_back
+        waits_f += expert_waits_f
+        waits_b += there_and_back + (expert_waits_f if mode in ('full', 'offload') else 0.0)
     return waits_f, waits_b
 
 
@@ -409,10 +454,12 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
         outer += 2 * between.latency * (config['n_layer'] + 1) / config['inner_steps']
         exposed += 0.0 if config['overlap_steps'] else outer
     if shard > 1:
-        group = ring(cluster, shard, stride)
+        model = sizes.held_model(config, model)
+        group = rings_of_shards(config, model, cluster, shard, stride)
         units = math.ceil(config['n_layer'] / config['blocks_per_unit'])
-        counts = sizes.counts_of(model)['total']
-        root_share = sum(p.numel() for p in sizes.root_parameters(model)) / counts
+        block, root, _ = traffic.bytes_to_others(model, sizes.BYTES[config['dtype']], shard)
+        one_pass = config['n_layer'] * block + root
+        root_share = root / one_pass
         hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in block_seconds)
         # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
         overlaps = is_manual or not on_cpu
@@ -422,7 +469,6 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
 
         # Gathers: a pass over the model in forward and, in stage 3, another in backward. The first unit and the root
         # are waited for.
-        one_pass = (shard - 1) / shard * sizes.BYTES[config['dtype']] * counts
         forward_bytes = min(inner['all-gather'] / m, one_pass)
         backward_bytes = inner['all-gather'] / m - forward_bytes
         wire_f = (units + 1) * group.latency + forward_bytes / group.gather
@@ -432,10 +478,7 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
         reductions = m if config['accumulate'] == 'sharded' else 1
         gloo_twice = 2 if on_cpu and not is_manual else 1
         reduction_bytes = inner['reduce-scatter'] / reductions
-        per_s = group.bandwidth
-        if is_manual and on_cpu:
-            per_s = slices_per_s(cluster, shard, stride)
-        wire_r = (units + 1) * gloo_twice * group.latency + reduction_bytes / per_s
+        wire_r = (units + 1) * gloo_twice * group.latency + reduction_bytes / group.bandwidth
         if replicas > 1 and not is_diloco:
             across = ring(cluster, replicas, stride * shard)
             wire_r += 2 * (units + 1) * across.latency + sent['all-reduce'] / reductions / across.bandwidth

@@ -6,6 +6,8 @@ The bytes that a rank sends in an optimizer step, before the run, by the kind of
 `config` is as in sizes.py.
 """
 
+from functools import lru_cache
+
 import meshes
 from exchange import codec
 from planning.sizes import (
@@ -15,12 +17,14 @@ from planning.sizes import (
     count,
     counts_of,
     gathered_bytes,
+    held_model,
     hidden_matrices,
     keys_and_values,
     message_bytes,
     parameters_of_stage,
-    part_of_rank,
+    pieces,
     root_parameters,
+    rows_of_experts,
     small_parameters,
     tokens_of_rank,
     trained_of,
@@ -33,7 +37,9 @@ TENSOR_COLLECTIVES = {'none': 8, 'selective': 10, 'full': 11, 'offload': 11}
 def communication_bytes(config, model, world_size, strategy='ddp'):
     """
     {'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all': bytes} that one rank sends per optimizer step, and
-    their sum 'sent'. config, model, strategy: as for memory_bytes().
+    their sum 'sent'; with context_parallel also 'keys and values', with tensor_parallel 'activations', with
+    expert_parallel 'tokens of experts', as balanced routers send them: of others some ranks send more, some less.
+    config, model, strategy: as for memory_bytes().
 
     On n ranks all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice that (rings of NCCL and gloo).
     On a CPU gloo's own reduce-scatter, which fully_shard uses, is an all-reduce of which most is thrown away: twice the
@@ -41,11 +47,11 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     DeepSpeed reduces in fp32, in stage 1 after the last micro-step and else after each; in stages 1 and 2 all-reducing.
     It gathers the updated weights, in stage 3 in each micro-step, twice what is used too far apart to be kept (that
     part is from its source, no test has such a model), and in a run's first step more.
-    Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on.
+    Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on;
+    and of experts 8 bytes each, a layer and forward pass, since ranks tell each other how many rows come.
     Raises ValueError as memory_bytes() does.
     """
-    if config.get('tensor_parallel', 1) > 1:
-        model = part_of_rank(config)
+    model = held_model(config, model)
     if strategy == 'pipeline':
         stages = [stage_traffic(config, model, world_size, stage) for stage in range(config['pipeline_stages'])]
         return max(stages, key=lambda sent: sent['sent'])
@@ -72,24 +78,21 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
 
     replicas = config['num_replicas'] if strategy == 'diloco' else config['replicate_size']
     ranks = world_size // replicas if strategy == 'diloco' else meshes.ranks_per_shard_group(config, world_size)
-    # On a rank, with padding: bytes of what is gathered, numbers that are trained.
-    in_block, in_root = model.blocks[0].parameters(), root_parameters(model)
-    block, root = (gathered_bytes(part, compute, ranks) for part in (in_block, in_root))
-    trained = count(trained_of(model.parameters()), ranks)
+    trained = count(trained_of(model.parameters()), ranks)  # numbers on a rank, with padding
     reductions = micro_steps if config['accumulate'] == 'sharded' else 1
     is_manual, stage, unit = config['fsdp_impl'] == 'manual', config['zero_stage'], config['blocks_per_unit']
-    blocks_gathered, roots_gathered = micro_steps * n_layer * (2 if stage == 3 else 1), micro_steps
-    if is_manual:
-        roots_gathered = 1
-        if stage == 1:
-            blocks_gathered = n_layer
-        elif stage == 3:  # the last unit stays for backward, and the first one for the forward of the next micro-step
-            last = n_layer % unit or unit
-            blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
-    sent['all-gather'] = (ranks - 1) * (blocks_gathered * block + roots_gathered * root)
+    blocks_gathered = micro_steps * n_layer * (2 if stage == 3 else 1)
+    if is_manual and stage == 1:
+        blocks_gathered = n_layer
+    elif is_manual and stage == 3:  # the last unit stays for backward, and the first one for the next micro-step
+        last = n_layer % unit or unit
+        blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
+    # The root stays whole from a step's first forward to its last backward.
+    block, root, _ = bytes_to_others(model, compute, ranks)
+    sent['all-gather'] = blocks_gathered * block + root
 
     in_half = is_manual and on_gloo and (micro_steps == 1 or config['accumulate'] == 'sharded')
-    reduced = (ranks - 1) * (compute if in_half else FP32) * trained * reductions
+    reduced = reductions * bytes_to_others(model, compute if in_half else FP32, ranks)[2]
     sent['reduce-scatter'] = reduced * (2 if on_gloo and not is_manual else 1)
     if strategy == 'fsdp':
         sent['all-reduce'] = 2 * (replicas - 1) * FP32 * trained * reductions / replicas
@@ -114,10 +117,25 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         half = (replicas - 1) * bytes_per_number * trained / replicas / config['inner_steps']
         sent['reduce-scatter'] += half
         sent['all-gather'] += half
+    if (sharing := config.get('expert_parallel', 1)) > 1:  # expert_manual.py, "What crosses the wire?"
+        exchanges = 6 if config['activation_checkpointing'] in ('full', 'offload') else 4
+        bytes_of_rows = rows_of_experts(config) * config['n_embd'] * compute
+        sent['tokens of experts'] = micro_steps * n_layer * exchanges * (sharing - 1) / sharing * bytes_of_rows
     if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
         hidden = count(hidden_matrices(model), ranks)
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
     return sent | {'sent': sum(sent.values())}
+
+
+@lru_cache(maxsize=1024)
+def bytes_to_others(model, bytes_per_number, ranks):
+    """Bytes that each rank sends when all gather a block of the model, or its root, or reduce all gradients: its piece
+    of each parameter to all others that cut the same whole. Kept, as counts_of()."""
+
+    def of(parameters):
+        return sum((pieces(p, ranks) - 1) * gathered_bytes([p], bytes_per_number, ranks) for p in parameters)
+
+    return of(model.blocks[0].parameters()), of(root_parameters(model)), of(trained_of(model.parameters()))
 
 
 def stage_traffic(config, model, world_size, stage):

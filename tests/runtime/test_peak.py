@@ -14,15 +14,19 @@ from streams import Event, Stream, load, tensors_in
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
+import expert_manual
 import optim
+import tensor_manual
 from model import ModelConfig
 from planning import activations, memory, sizes
 
 LLAMA_8B = dict(arch='llama', n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336, vocab_size=128256)
+MIXTURE = dict(arch='qwen3', n_layer=8, n_head=32, n_kv_head=4, head_dim=128, n_embd=2048, vocab_size=151936)
+MIXTURE |= dict(n_experts=128, experts_per_token=8, expert_hidden_dim=768)  # Qwen3-30B-A3B, a sixth of its layers
 KEYS = dict(optimizer='adamw', device='cuda', dtype='bfloat16', fsdp_impl='manual', zero_stage=3, replicate_size=1)
 KEYS |= dict(cpu_offload='none', blocks_per_unit=1, prefetch=1)
 AS_ON_CUDA = [
-    ("self.on_cuda = mesh.device_type == 'cuda'", 'self.on_cuda = True'),
+    ("self.on_cuda = meshes[0].device_type == 'cuda'", 'self.on_cuda = True'),
     ("torch.device('cuda', torch.cuda.current_device()) if self.on_cuda else", "torch.device('meta') or"),
     ("torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None", 'torch.cuda.Stream()'),
 ]
@@ -72,7 +76,7 @@ def mesh():
 
 
 def traced_peak(config, mesh, micro_steps):
-    """Bytes at the peak of the second step."""
+    """Bytes at the peak of the second step. With expert_parallel as many rows arrive as leave."""
     live, main = Traced([]), Stream()
     fsdp_manual = load('fsdp_manual.py', *AS_ON_CUDA)
     fsdp_manual.Event = Event
@@ -84,11 +88,17 @@ def traced_peak(config, mesh, micro_steps):
         mock.patch.multiple(torch.cuda, **cuda),
         live.follow_rooms(fsdp_manual.Room),
         activations.kernels_of_cuda(),
+        mock.patch.object(expert_manual, 'rows_by_rank', activations.evenly_by_rank),
         live,
     ):
         offload = load('runtime/offload.py', *INPUTS_AS_ON_CUDA)
         offload.checkpoint_activations(model, config['activation_checkpointing'])
-        sharded = fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16)
+        experts, their_mesh, sharing = (), None, config.get('expert_parallel', 1)
+        if sharing > 1:
+            their_mesh = init_device_mesh('meta', (4 // sharing, sharing), mesh_dim_names=('shard', 'expert'))
+            experts = expert_manual.split(model, tensor_manual.Ranks.of(their_mesh['expert']))
+            their_mesh = their_mesh['shard']
+        sharded = fsdp_manual.shard(model, model.blocks, mesh, torch.bfloat16, experts=experts, their_mesh=their_mesh)
         model.to_empty(device='meta')
         opt = optim.make_optimizer(model, 'adamw', 1e-3, 0.9, 0.95, 0.1)
         tokens = torch.zeros(config['batch_size'], config['block_size'], dtype=torch.int64, device='meta')
@@ -114,10 +124,28 @@ def traced_peak(config, mesh, micro_steps):
 )  # fmt: skip
 def test_the_predicted_peak_of_8b_on_four_ranks(mesh, checkpointing, batch_size, micro_steps, accumulate):
     config = KEYS | dict(activation_checkpointing=checkpointing, accumulate=accumulate, batch_size=batch_size)
-    shape = ModelConfig(**LLAMA_8B, block_size=4096, tie_embeddings=False).to_dict()
-    config |= shape | dict(global_batch_size=4 * micro_steps * batch_size)
+    config |= dict(global_batch_size=4 * micro_steps * batch_size)
+    assert_peak_is_predicted(config, LLAMA_8B, mesh, micro_steps)
+
+
+def assert_peak_is_predicted(config, sizes_of_model, mesh, micro_steps):
+    config |= ModelConfig(**sizes_of_model, block_size=4096, tie_embeddings=False).to_dict()
     parts = memory.memory_bytes(config, sizes.empty_model(config), 4, 'fsdp')
     predicted = sum(size for part, size in parts.items() if not part.startswith('host'))
     peak = traced_peak(config, mesh, micro_steps)
     print(f'predicted {predicted / 1e9:.2f} GB, traced {peak / 1e9:.2f} GB: {predicted / peak:.3f}')
     assert 0.97 < predicted / peak < 1.1
+
+
+@pytest.mark.parametrize(
+    ('checkpointing', 'sharing', 'micro_steps', 'accumulate'),
+    slow_but(['full 2 1 unsharded'], [
+     ('full', 2, 1, 'unsharded'), ('full', 1, 1, 'unsharded'), ('none', 2, 1, 'unsharded'),
+     ('selective', 2, 1, 'unsharded'), ('full', 4, 1, 'unsharded'), ('full', 4, 2, 'unsharded'),
+     ('full', 2, 2, 'unsharded'), ('full', 2, 2, 'sharded')],
+     name_of=lambda *case: ' '.join(map(str, case))),
+)  # fmt: skip
+def test_the_predicted_peak_of_a_mixture_on_four_ranks(mesh, checkpointing, sharing, micro_steps, accumulate):
+    config = KEYS | dict(activation_checkpointing=checkpointing, accumulate=accumulate, batch_size=2)
+    config |= dict(global_batch_size=8 * micro_steps, expert_parallel=sharing)
+    assert_peak_is_predicted(config, MIXTURE, mesh, micro_steps)
