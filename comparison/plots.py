@@ -270,7 +270,7 @@ def plot_experts(rows_of, output):
             dead.text(0.5, 0.5, 'no dead experts', transform=dead.transAxes, ha='center', va='center', color='grey')
         of_layers, load = rows[-1][keys[0]], sorted(rows[-1]['router/load_of_worst_layer'], reverse=True)
         worst = of_layers.index(max(of_layers))
-        experts.bar(range(1, len(load) + 1), load, width=1, color=HELD['weights'], edgecolor='white', linewidth=0.4)
+        experts.bar(range(1, len(load) + 1), load, width=0.9, color=HELD['weights'])
         experts.axhline(1, color='black', linewidth=0.8)
         experts.set_title(f'layer {worst} at step {rows[-1]["step"]}', loc='left', fontsize=9)
         experts.set_ylabel('tokens / mean')

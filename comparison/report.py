@@ -33,7 +33,7 @@ def write(folder, kind, lines, tables, figures):
     {caption: matplotlib's Figure}, none where it is not installed.
     """
     runs = [run_facts(path) for path in sorted(folder.glob('runs/*/*'))]
-    parts = [f'<figure class="card wide">{svg(figure)}<figcaption>{escape(caption)}</figcaption></figure>'
+    parts = [f'<figure class="card wide">{svg(figure, caption)}<figcaption>{escape(caption)}</figcaption></figure>'
              for caption, figure in figures.items()]  # fmt: skip
     parts = ['<h2>Pictures</h2>', *parts] if parts else ['<p>No pictures: pip install matplotlib</p>']
     run_tables = {'Runs, and the keys in which they differ': differences(runs), 'Environment': environment(runs)}
@@ -125,12 +125,15 @@ def table(rows):
     return f'<div class="card wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def svg(figure):
-    """A Figure as an SVG in the page: as wide as that is, its text as text, and no id that another one has, too."""
+def svg(figure, caption):
+    """
+    A Figure as an SVG in the page: as wide as that is, its text as text, and no id that another one has, too. So ids
+    that are looked up depend on the caption, and the others go; a map without any value is the same in several panels.
+    """
     from matplotlib import rc_context
 
     text = io.StringIO()
-    with rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'report'}):
+    with rc_context({'svg.fonttype': 'none', 'svg.hashsalt': caption}):
         figure.savefig(text, format='svg', metadata=dict.fromkeys(('Creator', 'Date', 'Format', 'Type')))
     text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', '', text.getvalue(), count=1)
-    return re.sub(r' id="[\w.]+_\d+"', '', text[text.index('<svg') :])
+    return re.sub(r' id="([\w.]+_\d+|image\w+)"', '', text[text.index('<svg') :])

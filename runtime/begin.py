@@ -410,7 +410,10 @@ def check_experts(run):
         raise ValueError(f'{given}: train_{run.strategy}.py has no mixtures of experts: use train_fsdp.py')
     if vars(config).get('tensor_parallel', 1) > 1:
         ranks = config.tensor_parallel
-        raise ValueError(f'{given} with tensor_parallel={ranks}: experts are not cut: leave it at 1, and use --expert_parallel, or FSDP alone')
+        raise ValueError(
+            f'{given} with tensor_parallel={ranks}: experts are not cut: leave it at 1, and use --expert_parallel, '
+            'or FSDP alone'
+        )
     if config.heads:
         raise ValueError(f'{given} with heads={config.heads}: the published rules are of dense models: leave heads out')
     if config.dtype == 'float16':
