@@ -260,7 +260,6 @@ def fill_in(run):
     """
     fill_axes(run)
     fill_batch(run)
-    fill_compile(run)
     fill_data(run)
     fill_length(run)
     fill_rates(run)
@@ -268,6 +267,7 @@ def fill_in(run):
     fill_model(run)
     check_optimizer(run.config)
     check_experts(run)
+    fill_compile(run)
     check_layout(run)
     best.check_keys(vars(run.config))
 
