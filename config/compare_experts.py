@@ -32,6 +32,7 @@ batch_size = 8
 global_batch_size = 16
 dataset = 'synthetic'
 vocab_size = 2048
+dtype = 'float32'  # in bfloat16 a CPU compiles a kernel for each number of rows that an expert gets
 max_iters = 12
 learning_rate = 1e-3
 warmup_iters = 5

@@ -23,6 +23,7 @@ router_aux = 0.01  # ten times what large models take: this one has few steps in
 block_size = 256  # about 800 bytes of code
 
 global_batch_size = 8  # 8 x 256 = 2048 tokens per step: small, because the clock allows few tokens and each step learns
+dtype = 'float32'  # on a GPU bfloat16; a CPU compiles a bfloat16 kernel for each number of rows that an expert gets
 batch_size = global_batch_size // int(os.environ.get('WORLD_SIZE', '1'))  # no accumulation on 1, 2, 4 or 8 ranks
 max_iters = 800  # 1.6M tokens: two thirds of the training text, once
 learning_rate = 3e-3
