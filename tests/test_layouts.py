@@ -150,31 +150,23 @@ def as_read_by(reader, written):
     return {**common, **second, **momentum, **loads}
 
 
-def cases_of(families, names=None):
-    """(family, name of a layout), of all or of these; those that the short suite leaves out are marked slow."""
-    found = [(family, name) for family in families for name in FAMILIES[family][0] if not names or name in names]
-    short = [
-        f'{family}, {name}' for family, name in found if family == 'experts' or (family == 'dense' and name in SHORT)
-    ]
-    return slow_but(short, found, lambda family, name: f'{family}, {name}')
-
-
-@pytest.mark.parametrize(('family', 'writer'), cases_of(FAMILIES), indirect=['family'])
-def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts, writer):
-    step = steps_of(layouts, writer)[0]
-    path = path_of(runs / run_of(writer), step)
-    written, state = tensors_of(path), checkpoint.read_state(path)
-    slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
-    for key in [key for key in as_read_by('one process', written) if not key.endswith('router.load')]:
-        slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
-    assert len(set(slots.values())) == 1 and slots['model'] >= 20, slots
-    for reader in layouts:
-        path = path_of(runs / f'{writer} to {reader}', step)
-        again, expected = tensors_of(path), as_read_by(reader, written)
-        assert again.keys() == expected.keys()
-        for key, tensor in expected.items():
-            assert torch.equal(again[key], tensor), f'{key} of {writer} in {reader}'
-        assert checkpoint.read_state(path) == state
+@pytest.mark.parametrize('family', slow_but(IN_FP32, FAMILIES), indirect=True)
+def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts):
+    for writer in layouts:
+        step = steps_of(layouts, writer)[0]
+        path = path_of(runs / run_of(writer), step)
+        written, state = tensors_of(path), checkpoint.read_state(path)
+        slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
+        for key in [key for key in as_read_by('one process', written) if not key.endswith('router.load')]:
+            slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
+        assert len(set(slots.values())) == 1 and slots['model'] >= 20, slots
+        for reader in layouts:
+            path = path_of(runs / f'{writer} to {reader}', step)
+            again, expected = tensors_of(path), as_read_by(reader, written)
+            assert again.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert torch.equal(again[key], tensor), f'{key} of {writer} in {reader}'
+            assert checkpoint.read_state(path) == state
 
 
 @pytest.mark.parametrize('family', IN_FP32, indirect=True)
@@ -187,10 +179,12 @@ def test_before_each_other_save_the_weights_were_others(runs, layouts):
         assert same == [], same
 
 
-EXPORTED = ['cp 2', 'pp 2, 2 chunks', 'dp 2 x pp 2', 'hsdp x ep 2']
+EXPORTED = [('dense', 'cp 2'), ('dense', 'pp 2, 2 chunks'), ('dense', 'dp 2 x pp 2'), ('experts', 'hsdp x ep 2')]
 
 
-@pytest.mark.parametrize(('family', 'layout'), cases_of(IN_FP32, EXPORTED), indirect=['family'])
+@pytest.mark.parametrize(
+    ('family', 'layout'), slow_but([*SHORT, *MIXTURES], EXPORTED, lambda *case: case[1]), indirect=['family']
+)
 def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, monkeypatch, capsys, layout):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
