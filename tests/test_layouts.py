@@ -94,10 +94,15 @@ def layouts(family, has_slow_tests):
     return SHORT if family == 'dense' and not has_slow_tests else list(FAMILIES[family][0])
 
 
-@pytest.fixture(scope='module')
+RUNS = {}  # family: its folder. pytest may come back to a family, and would start its runs again
+
+
+@pytest.fixture
 def runs(data_dir, tmp_path_factory, family, layouts):
     """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of replicas; and what
     each has loaded and saved again, `WRITER to READER`."""
+    if family in RUNS:
+        return RUNS[family]
     folder, (found, run) = tmp_path_factory.mktemp('runs'), FAMILIES[family]
 
     def case(name, steps, out, **options):
@@ -117,6 +122,7 @@ def runs(data_dir, tmp_path_factory, family, layouts):
     cases = [('one process', case('one process', last, 'whole')), *there, *reversed(back)]
     for nproc, group in itertools.groupby(cases, lambda one: found[one[0]][0]):
         run_many([one for _, one in group], nproc, folder)
+    RUNS[family] = folder
     return folder
 
 
