@@ -137,11 +137,13 @@ def forms_of(model, dtype, seed):
 
 def in_8_bits(model):
     """The parameters whose moments int8 is for: see above."""
-    matrices, tables = set(), set()
+    matrices, tables, slices = set(), set(), getattr(model, 'slices', {})
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) or name.rpartition('.')[2] in ('head', 'lm_head')
-        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2 and p.numel() >= SMALLEST]
-        (tables if is_table else matrices).update(own)
+        for own_name, parameter in module.named_parameters(recurse=False):
+            whole = slices.get(f'{name}.{own_name}', parameter)  # expert_manual.py leaves a rank but some of the rows
+            if parameter.dim() >= 2 and whole.shape.numel() >= SMALLEST:
+                (tables if is_table else matrices).add(parameter)
     return matrices - tables  # a head may be the embedding
 
 

@@ -17,7 +17,7 @@ LONGEST = ['test_compare_smoke', 'test_deepspeed', 'test_faults', 'test_slurm', 
 LONGEST += ['test_finetune_runs', 'test_finetune', 'test_fsdp_manual', 'test_signals', 'test_prepare_data']
 LONGEST += ['test_elastic', 'test_slow_link', 'test_memory', 'test_checkpoint', 'test_optim', 'test_train']
 LONGEST += ['test_replica', 'test_runs', 'test_diloco', 'test_resume', 'test_compare', 'test_pipeline']
-LONGEST += ['test_tensor_manual']
+LONGEST += ['test_tensor_manual', 'test_expert_manual']
 
 
 def pytest_addoption(parser):

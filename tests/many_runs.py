@@ -7,6 +7,10 @@ group), and with "save_again": {CHECKPOINT: FOLDER} then loads each of these che
 Rank 0 writes PATH.results: for each case what it held at the end and, when watched, how often the run issued which
 collective. With "reads": true each script runs as a host that runs ahead of its GPU does; in the results is how often
 each rank has read a tensor, and at which lines, from the first step on.
+
+Of a run of model.py's GPT: "start": FILE has the weights to begin with, {name: whole tensor}; "float64": true computes
+all in float64 that is fp32 otherwise; "gradients": FILE is where the whole gradients of each step go, [{name: tensor}],
+before they are clipped (of replicas those of the first one), and in the results is how close any router's choice was.
 """
 
 import collections
@@ -19,16 +23,21 @@ import sys
 import traceback
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from launch import free_ports
+from precision import in_float64
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, HERE)
 
-from runtime import checkpoint, health, processes
+import optim
+from model import GPT, Router
+from runtime import begin, checkpoint, health, processes
 from runtime.meter import Meter
 
 leave, processes.leave = processes.leave, lambda: None  # the next case runs in the same process
@@ -87,6 +96,62 @@ def running_ahead(reads):
         yield
 
 
+def whole(model, tensors, ranks):
+    """{name: whole tensor} of the parameters of these names, from what `ranks` ranks hold of them. Collective."""
+    full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
+    slices = getattr(model, 'slices', {})
+    found = {name: tensor.clone() for name, tensor in full.items() if name not in slices}
+    if slices:
+        everybodys = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, (slices, {name: full[name] for name in slices}))
+        for of_rank, parts in everybodys[:ranks]:
+            for name, (shape, _, ((first, rows),)) in of_rank.items():
+                tensor = found.setdefault(name, torch.full(shape, torch.nan, dtype=parts[name].dtype))
+                tensor.narrow(0, first, rows).copy_(parts[name])
+    return found
+
+
+@contextlib.contextmanager
+def noting(gradients, gaps):
+    """Append to `gradients` what each step has found, and to `gaps` of each batch of a router the closest choice."""
+    models, make_model, clip, choose = [], begin.make_model, optim.clip_grad_norm_, Router.forward
+
+    def note_model(run):
+        models.append((make_model(run), run.world_size // getattr(run.config, 'num_replicas', 1)))
+        return models[-1][0]
+
+    def note_gradients(*args):
+        model, ranks = models[-1]
+        gradients.append(whole(model, {name: p.grad for name, p in model.named_parameters()}, ranks))
+        return clip(*args)
+
+    def note_gap(router, x, *args):
+        said = choose(router, x, *args)
+        p = said[2].detach().softmax(-1)
+        if router.k < router.n_experts:
+            first_ones = (p if router.bias is None else p + router.bias).topk(router.k + 1).values
+            gaps.append((first_ones[:, -2] - first_ones[:, -1]).min().item())
+        return said
+
+    with (
+        mock.patch.object(begin, 'make_model', note_model),
+        mock.patch.object(optim, 'clip_grad_norm_', note_gradients),
+        mock.patch.object(Router, 'forward', note_gap),
+    ):
+        yield
+
+
+def beginning_with(path):
+    """A context in which a GPT begins with these weights."""
+    weights = torch.load(path)
+
+    def initial_value(model, name, parameter, seed, device):
+        assert parameter.shape == weights[name].shape
+        return weights[name].to(torch.float32)  # float64 in in_float64()
+
+    return mock.patch.object(GPT, 'initial_value', initial_value)
+
+
 def local_bytes(tensors):
     """Bytes that this rank holds of these tensors; of a DTensor, its own shard."""
     local = [tensor.to_local() if hasattr(tensor, 'to_local') else tensor for tensor in tensors]
@@ -108,12 +173,18 @@ def run(case, number):
     """One run of a script in this process; returns what this rank held when it ended."""
     sys.argv = [case['script'], *case['arguments']]
     os.environ['MASTER_PORT'] = port_of_case(number)
-    counter, reads = CountCollectives(), HostReads()
+    counter, reads, gradients, gaps = CountCollectives(), HostReads(), [], []
     with contextlib.ExitStack() as stack:
         if case.get('watch'):
             stack.enter_context(counter)
         if case.get('reads'):
             stack.enter_context(running_ahead(reads))
+        if case.get('float64'):
+            stack.enter_context(in_float64())
+        if case.get('start'):
+            stack.enter_context(beginning_with(case['start']))
+        if case.get('gradients'):
+            stack.enter_context(noting(gradients, gaps))
         names = runpy.run_path(os.path.join(HERE, case['script']), run_name='__main__')
     for path, folder in case.get('save_again', {}).items():
         state, more, optimizer_keys = checkpoint.read_state(path), {}, ['optim', 'optim']
@@ -127,6 +198,8 @@ def run(case, number):
         checkpoint.prepare(folder)
         saver = checkpoint.Saver(folder, keep=1)
         saver.save(state['step'], names['raw_model'], names['opt'], state, more, optimizer_keys[1])
+    if gradients and RANK == 0:
+        torch.save(gradients, case['gradients'])
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, reads.places)
     parameters = list(names['raw_model'].parameters())
@@ -139,6 +212,7 @@ def run(case, number):
         'scale': names['scaler'].state_dict().get('scale'),
         'compiled_graphs': counters['stats']['unique_graphs'],  # of all cases so far
         'process_groups': dist.get_pg_count(),
+        'gap': min(gaps, default=None),
     }
 
 

@@ -5,6 +5,8 @@ The short suite has the matrix of fewer layouts: two of each number of ranks, wi
 One run goes through all layouts, a step in each, and through all once more. In its second turn each layout loads and
 saves again what each of them has saved in the first one. Replicas of DiLoCo learn otherwise, and so in runs of their
 own; they load and save what all have saved, and all what they have.
+
+The same for layouts of a mixture of experts, with moments in fp32, bfloat16 and int8.
 """
 
 import itertools
@@ -44,43 +46,68 @@ REPLICAS = {  # replicas x ranks of each
 }
 ALL = dict(sorted({**LAYOUTS, **REPLICAS}.items(), key=lambda item: item[1][0]))  # by ranks, as they are
 SHORT = ['one process', 'fsdp by hand', 'pp 2, 2 chunks', 'dp 2 x cp 2', 'dp 2 x tp 2', 'diloco 2 x 2']
+MIXTURES = {
+    'one process': (1, 'train_ddp.py', []),
+    'ep 2': (2, 'train_fsdp.py', ['--expert_parallel=2']),
+    'hsdp x ep 2': (4, 'train_fsdp.py', ['--expert_parallel=2', '--replicate_size=2', '--fsdp_impl=manual']),
+    'diloco 2 x ep 2': (4, 'train_diloco.py', ['--num_replicas=2', '--inner_steps=1', '--expert_parallel=2']),
+}
 STEPS = 2 * len(LAYOUTS)
 RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--batch_size=1', '--global_batch_size=8', '--dtype=float32']
 RUN += ['--arch=llama', '--n_layer=4', '--n_head=4', '--n_kv_head=2', '--tie_embeddings', f'--lr_decay_iters={STEPS}']
 RUN += ['--eval_interval=5', '--eval_iters=1', '--checkpoint_interval=1', f'--keep_checkpoints={STEPS}']
+# Of 8 x 24 x 40 numbers in a matrix of experts int8 is for 4096 and more, so for all, and not for half of them.
+EXPERTS = [*RUN, '--arch=qwen3', '--n_layer=2', '--n_experts=8', '--expert_hidden_dim=24', '--router_aux=1']
+FAMILIES = {'dense': (ALL, RUN), 'experts': (MIXTURES, EXPERTS)}
+FAMILIES |= {name: (MIXTURES, [*EXPERTS, f'--optimizer_dtype={name}']) for name in ('bfloat16', 'int8')}
+IN_FP32 = ['dense', 'experts']
 
 
 def path_of(folder, step):
     return folder / 'checkpoints' / f'step_{step:08}'
 
 
+def is_of_replicas(name):
+    return name.startswith('diloco')
+
+
 def steps_of(layouts, name):
     """The steps after which this one of the layouts saves, in the first turn and in the second one."""
-    if name in REPLICAS:
+    if is_of_replicas(name):
         return 1, 2
-    in_turn = [layout for layout in layouts if layout in LAYOUTS]
+    in_turn = [layout for layout in layouts if not is_of_replicas(layout)]
     step = in_turn.index(name) + 1
     return step, 2 * len(in_turn) + 1 - step
 
 
 def run_of(name):
-    return name if name in REPLICAS else 'changes'
+    return name if is_of_replicas(name) else 'changes'
 
 
 @pytest.fixture(scope='module')
-def layouts(has_slow_tests):
-    return list(ALL) if has_slow_tests else SHORT
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope='module')
-def runs(data_dir, tmp_path_factory, layouts):
-    """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of REPLICAS; and what
+def layouts(family, has_slow_tests):
+    return SHORT if family == 'dense' and not has_slow_tests else list(FAMILIES[family][0])
+
+
+RUNS = {}  # family: its folder. pytest may come back to a family, and would start its runs again
+
+
+@pytest.fixture
+def runs(data_dir, tmp_path_factory, family, layouts):
+    """A folder with `whole`, the run in one process; `changes`, a step in each layout; the runs of replicas; and what
     each has loaded and saved again, `WRITER to READER`."""
-    folder = tmp_path_factory.mktemp('runs')
+    if family in RUNS:
+        return RUNS[family]
+    folder, (found, run) = tmp_path_factory.mktemp('runs'), FAMILIES[family]
 
     def case(name, steps, out, **options):
-        keys = [*RUN, *ALL[name][2], f'--max_iters={steps}', f'--data_dir={data_dir}', f'--out_dir={folder / out}']
-        return {'name': f'{out} {name} {steps}', 'script': ALL[name][1], 'arguments': keys, **options}
+        keys = [*run, *found[name][2], f'--max_iters={steps}', f'--data_dir={data_dir}', f'--out_dir={folder / out}']
+        return {'name': f'{out} {name} {steps}', 'script': found[name][1], 'arguments': keys, **options}
 
     def copies(reader):
         first = {name: path_of(folder / run_of(name), steps_of(layouts, name)[0]) for name in layouts}
@@ -93,11 +120,13 @@ def runs(data_dir, tmp_path_factory, layouts):
         back.append((name, case(name, second, run_of(name), save_again=copies(name))))
     _, last = steps_of(layouts, 'one process')
     cases = [('one process', case('one process', last, 'whole')), *there, *reversed(back)]
-    for nproc, group in itertools.groupby(cases, lambda one: ALL[one[0]][0]):
+    for nproc, group in itertools.groupby(cases, lambda one: found[one[0]][0]):
         run_many([one for _, one in group], nproc, folder)
+    RUNS[family] = folder
     return folder
 
 
+@pytest.mark.parametrize('family', IN_FP32, indirect=True)
 def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(runs, layouts):
     ours, alone = metrics(runs / 'changes'), metrics(runs / 'whole')
     _, last = steps_of(layouts, 'one process')
@@ -115,34 +144,38 @@ def test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process(ru
 def as_read_by(reader, written):
     """What it saves again of that. Replicas begin as equals, without momentum; others leave what replica 0 has not."""
     common = {key: tensor for key, tensor in written.items() if key.startswith(('model.', 'optim.'))}
-    if reader not in REPLICAS:
+    if not is_of_replicas(reader):
         return common
     if written.keys() > common.keys():
         return written
     weights = {key.removeprefix('model.'): tensor for key, tensor in common.items() if key.startswith('model.')}
+    loads = {name: weights.pop(name) for name in [*weights] if name.endswith('load')}  # each replica has its own
     second = {f'replica1.{key}': tensor for key, tensor in common.items() if key.startswith('optim.')}
     momentum = {f'outer.{name}.momentum': torch.zeros_like(tensor) for name, tensor in weights.items()}
-    return {**common, **second, **momentum}
+    loads = {f'replica{number}.model.{name}': load for name, load in loads.items() for number in range(2)}
+    return {**common, **second, **momentum, **loads}
 
 
-@pytest.mark.parametrize('writer', slow_but(SHORT, ALL))
-def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts, writer):
-    step = steps_of(layouts, writer)[0]
-    path = path_of(runs / run_of(writer), step)
-    written, state = tensors_of(path), checkpoint.read_state(path)
-    slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
-    for key in as_read_by('one process', written):
-        slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
-    assert len(set(slots.values())) == 1 and slots['model'] >= 30, slots
-    for reader in layouts:
-        path = path_of(runs / f'{writer} to {reader}', step)
-        again, expected = tensors_of(path), as_read_by(reader, written)
-        assert again.keys() == expected.keys()
-        for key, tensor in expected.items():
-            assert torch.equal(again[key], tensor), f'{key} of {writer} in {reader}'
-        assert checkpoint.read_state(path) == state
+@pytest.mark.parametrize('family', slow_but(IN_FP32, FAMILIES), indirect=True)
+def test_what_one_layout_has_saved_every_other_loads_and_saves_again_bit_for_bit(runs, layouts):
+    for writer in layouts:
+        step = steps_of(layouts, writer)[0]
+        path = path_of(runs / run_of(writer), step)
+        written, state = tensors_of(path), checkpoint.read_state(path)
+        slots = {'model': 0, 'exp_avg': 0, 'exp_avg_sq': 0, 'step': 0}
+        for key in [key for key in as_read_by('one process', written) if not key.endswith('router.load')]:
+            slots['model' if key.startswith('model.') else key.rpartition('.')[2]] += 1
+        assert len(set(slots.values())) == 1 and slots['model'] >= 20, slots
+        for reader in layouts:
+            path = path_of(runs / f'{writer} to {reader}', step)
+            again, expected = tensors_of(path), as_read_by(reader, written)
+            assert again.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert torch.equal(again[key], tensor), f'{key} of {writer} in {reader}'
+            assert checkpoint.read_state(path) == state
 
 
+@pytest.mark.parametrize('family', IN_FP32, indirect=True)
 def test_before_each_other_save_the_weights_were_others(runs, layouts):
     """Or the test above could not fail."""
     _, last = steps_of(layouts, 'one process')
@@ -152,7 +185,12 @@ def test_before_each_other_save_the_weights_were_others(runs, layouts):
         assert same == [], same
 
 
-@pytest.mark.parametrize('layout', slow_but(SHORT, ['cp 2', 'pp 2, 2 chunks', 'dp 2 x pp 2']))
+EXPORTED = [('dense', 'cp 2'), ('dense', 'pp 2, 2 chunks'), ('dense', 'dp 2 x pp 2'), ('experts', 'hsdp x ep 2')]
+
+
+@pytest.mark.parametrize(
+    ('family', 'layout'), slow_but([*SHORT, *MIXTURES], EXPORTED, lambda *case: case[1]), indirect=['family']
+)
 def test_exports_and_samples_are_those_of_one_process(runs, data_dir, tmp_path, monkeypatch, capsys, layout):
     monkeypatch.setattr(sys, 'excepthook', sys.excepthook)  # scripts install their own: put this one back afterwards
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')

@@ -19,8 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import expert_manual
 import moments
 import optim
+import tensor_manual
+from model import GPT, ModelConfig
 from planning import memory, sizes
 from runtime import checkpoint
 
@@ -224,6 +227,18 @@ def test_a_tied_head_and_what_is_frozen_have_no_8_bits():
     model.few.weight.requires_grad_(False)
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert {names[p] for p in moments.forms_of(model, 'int8', 0)} == {'long.weight', 'experts'}
+
+
+def test_where_ranks_share_experts_the_same_moments_have_8_bits():
+    """The whole parameter decides: a quarter of these experts has fewer than moments.SMALLEST numbers."""
+    sizes = {'n_layer': 1, 'n_head': 2, 'n_embd': 40, 'mlp_hidden_dim': 48, 'vocab_size': 64, 'block_size': 8}
+    found = []
+    for ranks in (1, 4):
+        model = GPT(ModelConfig(arch='qwen3', n_experts=8, **sizes))
+        expert_manual.split(model, tensor_manual.Ranks(0, ranks, 'of so many'))
+        found.append({name for name, p in model.named_parameters() if p in moments.in_8_bits(model)})
+    assert found[0] == found[1] and 'blocks.0.mlp.experts.up.weight' in found[0]
+    assert model.blocks[0].mlp.experts.up.weight.numel() < moments.SMALLEST
 
 
 # --- the update -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,582 @@
+"""expert_manual.py against one process: the same losses, gradients and checkpoints, the bytes that its text promises.
+
+The layouts of train_fsdp.py and train_diloco.py run as they stand, all from the same weights. What they log, and the
+whole gradients of each step, are compared with those of train_ddp.py in one process, by how far both are from float64.
+"""
+
+import itertools
+import json
+import re
+import shutil
+import types
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launch import TINY_MODEL, TINY_RUN, refusals, run_function, run_many
+from outputs import column, complete, tensors_of
+from precision import EPS, TIMES, error, in_float64, times_further
+from short import slow_but
+
+import expert_manual
+import meshes
+import tensor_manual
+from dataset import shards
+from dataset.shuffle import sample_windows
+from model import GPT, Experts, ModelConfig
+from runtime import meter, offload
+
+STEPS, BATCH, T, VOCABULARY = 20, 16, 32, 257
+MODEL = ['--arch=qwen3', '--n_layer=2', '--n_kv_head=1', '--n_experts=8', '--router_aux=1', '--router_z=0.01']
+RUN = [*TINY_MODEL, *TINY_RUN, *MODEL, f'--global_batch_size={BATCH}', '--dtype=float32', f'--max_iters={STEPS}']
+RUN += ['--eval_interval=0', '--keep_checkpoints=0']
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+MANUAL, FULL = '--fsdp_impl=manual', '--activation_checkpointing=full'
+SELECTIVE, OFFLOAD = '--activation_checkpointing=selective', '--activation_checkpointing=offload'
+LAYOUTS = {  # experts x data: (ranks, how many of them have other tokens, keys)
+    '1x2': (2, 2, []),
+    '2x1': (2, 2, ['--expert_parallel=2']),
+    '1x4': (4, 4, []),
+    '2x2': (4, 4, ['--expert_parallel=2']),
+    '4x1': (4, 4, ['--expert_parallel=4']),
+    'cp': (4, 2, ['--expert_parallel=2', '--context_parallel=2']),
+    'hsdp': (4, 4, ['--expert_parallel=2', '--replicate_size=2']),
+}
+WAYS = {  # (micro-steps, keys)
+    'torch': (1, []),
+    'torch, full': (4, [FULL, '--zero_stage=2']),
+    'torch, offload': (4, [OFFLOAD, '--accumulate=sharded']),
+    'manual': (4, [MANUAL]),
+    'manual, full': (1, [MANUAL, FULL, '--prefetch=0']),
+    'manual, selective': (4, [MANUAL, SELECTIVE, '--zero_stage=2', '--accumulate=sharded']),
+    'manual, offload': (1, [MANUAL, OFFLOAD, '--zero_stage=1', '--blocks_per_unit=2']),
+}
+# Each layout with both implementations, of one micro-step and of several; two of them in all ways.
+BOTH = ('torch', 'manual, selective')
+CASES = [(layout, way, 'tiny') for layout in LAYOUTS for way in (WAYS if layout in ('2x1', '2x2') else BOTH)]
+# All tokens to the experts of the first half: some ranks compute nothing. And to one half after the other.
+CASES += [(layout, way, 'half') for layout in ('2x1', '4x1', 'hsdp') for way in ('torch', 'manual, full')]
+CASES += [('2x1', way, 'turns') for way in ('torch, full', 'torch, offload', 'manual', 'manual, selective')]
+SHORT = [('2x2', 'torch', 'tiny'), ('2x2', 'manual, full', 'tiny'), ('2x1', 'manual, selective', 'turns')]
+
+
+def make_model(compute_dtype=torch.float32, **changes):
+    """The model of these runs, on the meta device."""
+    keys = dict(key.removeprefix('--').split('=') for key in [*TINY_MODEL, *MODEL])
+    keys = {key: value if key == 'arch' else int(float(value)) for key, value in keys.items()}
+    with torch.device('meta'):
+        return GPT(ModelConfig.from_keys(keys | {'vocab_size': VOCABULARY, **changes}), compute_dtype)
+
+
+def first_weights(by_token):
+    """{name: tensor} that all runs begin with, whose routers prefer some experts.
+
+    by_token: tokens below 128 choose among experts of the first half, others among those of the second half.
+    """
+    model, seed = make_model(), 7 if by_token else 12  # two with which no choice is near a tie, see below
+    weights = {name: model.initial_value(name, value, seed, 'cpu') for name, value in model.named_parameters()}
+    for name, weight in weights.items():
+        if name.endswith('router.weight'):
+            weight.mul_(20)
+            if by_token:
+                weight[:, 0] = torch.tensor([1.0] * 4 + [-1.0] * 4)
+    if by_token:
+        weights['embed.weight'][:128, 0], weights['embed.weight'][128:, 0] = 1, -1
+    return weights
+
+
+def make_dataset(data_dir, name, kind_of):
+    """Dataset of which kind_of(number of a sample in its step) says whether its tokens are 'low', 'high' or both."""
+    shutil.copytree(data_dir / 'tiny', data_dir / name)
+    shard = next((data_dir / name).glob('train_*.bin'))
+    n, random = (len(shards.read_shard(shard)) - 1) // T, np.random.default_rng(1)
+    below = {'low': (0, 128), 'high': (128, VOCABULARY), 'both': (0, VOCABULARY)}
+    tokens = np.zeros(n * T + 1, dtype=np.int64)
+    for sample, window in enumerate(sample_windows(np.arange(STEPS * BATCH), n, 1337)):
+        tokens[window * T : (window + 1) * T] = random.integers(*below[kind_of(sample % BATCH)], T)
+    shards.write_shard(shard, tokens, np.uint16)
+    meta = json.loads((data_dir / name / 'meta.json').read_text())
+    meta['splits']['train']['shards'] = [{'file': shard.name, 'tokens': len(tokens)}]
+    (data_dir / name / 'meta.json').write_text(json.dumps(meta))
+
+
+@pytest.fixture(scope='module')
+def data(data_dir, tmp_path_factory):
+    """A data_dir with tiny, half and turns."""
+    folder = tmp_path_factory.mktemp('experts') / 'data'
+    shutil.copytree(data_dir / 'tiny', folder / 'tiny')
+    make_dataset(folder, 'half', lambda sample: 'low')
+    # Of 2 ranks and 4 micro-steps: to the first half, to the second one, to both, to the first one.
+    make_dataset(folder, 'turns', lambda sample: ('low', 'high', 'both', 'low')[sample % 8 // 2])
+    return folder
+
+
+@pytest.fixture(scope='module')
+def runs(data, tmp_path_factory, has_slow_tests):
+    """A folder with a run for each case, and what rank 0 of them has held."""
+    folder, by_ranks, held = tmp_path_factory.mktemp('runs'), {}, {}
+    cases = [case for case in CASES if has_slow_tests or case in SHORT]
+    for dataset in {dataset for *_, dataset in cases}:
+        torch.save(first_weights(by_token=dataset != 'tiny'), folder / f'{dataset}.start')
+
+    def add(ranks, name, script, dataset, *keys, **options):
+        keys = [*RUN, *keys, f'--dataset={dataset}', f'--data_dir={data}', f'--out_dir={folder / name}']
+        files = {'start': str(folder / f'{dataset}.start'), 'gradients': str(folder / f'{name}.gradients')}
+        case = {'name': name, 'script': script, 'arguments': keys, **files, **options}
+        by_ranks.setdefault(ranks, []).append(case)
+
+    for dataset in sorted({dataset for *_, dataset in cases}):
+        add(1, f'one, {dataset}', 'train_ddp.py', dataset, f'--batch_size={BATCH}')
+        add(1, f'float64, {dataset}', 'train_ddp.py', dataset, f'--batch_size={BATCH}', float64=True)
+    for layout, way, dataset in cases:
+        (ranks, batches, of_layout), (micro_steps, of_way) = LAYOUTS[layout], WAYS[way]
+        keys = [*of_layout, *of_way, f'--batch_size={BATCH // batches // micro_steps}']
+        add(ranks, f'{layout}, {way}, {dataset}', 'train_fsdp.py', dataset, *keys)
+    for ranks, of_ranks in by_ranks.items():
+        held |= run_many(of_ranks, ranks, folder)
+    return folder, held
+
+
+def name_of(*case):
+    return ', '.join(case)
+
+
+def factors_of(folder, *names, steps=STEPS):
+    """{what: how many times as far from the third run, in float64, it is in the first one as in the second one}.
+
+    Losses and norms of the last so many steps; every gradient of a run's first step, and of the others all in one.
+    """
+    factors = {}
+    for key in ('loss', 'grad_norm'):
+        columns = [torch.tensor(column(folder / name, key)[-steps:], dtype=torch.float64) for name in names]
+        assert len(columns[0]) == steps
+        factors[key] = times_further(*columns)
+    gradients = [torch.load(folder / f'{name}.gradients')[-steps:] for name in names]
+    for step, found in enumerate(zip(*gradients, strict=True), STEPS - steps):
+        assert found[0].keys() == found[1].keys() == found[2].keys()
+        if step == 0:
+            factors |= {name: times_further(*(of_run[name] for of_run in found)) for name in found[0]}
+        flat = [torch.cat([of_run[name].flatten() for name in found[0]]) for of_run in found]
+        factors[f'gradients of step {step + 1}'] = times_further(*flat)
+    return factors
+
+
+@pytest.mark.parametrize(('layout', 'way', 'dataset'), slow_but([name_of(*case) for case in SHORT], CASES, name_of))
+def test_losses_norms_and_gradients_are_those_of_one_process(runs, layout, way, dataset):
+    folder, held = runs
+    names = [name_of(layout, way, dataset), f'one, {dataset}', f'float64, {dataset}']
+    assert held[names[2]]['gap'] > 8 * EPS  # no choice is so near a tie that rounding ends it
+    losses = column(folder / names[1], 'loss')
+    assert losses[0] - losses[-1] > 0.1
+    for what, factor in factors_of(folder, *names).items():
+        assert factor <= TIMES, (what, factor)
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+MIDDLE = 8  # of the second round
+REPLICAS = [*RUN[:-1], '--num_replicas=2', '--inner_steps=6', '--checkpoint_interval=4', '--keep_checkpoints=9']
+INSIDE = {  # the ranks of a replica: (ranks in all, keys)
+    'one': (2, ['--batch_size=8']),
+    'float64': (2, ['--batch_size=8']),
+    'torch': (4, ['--expert_parallel=2', '--batch_size=4']),
+    'manual': (4, ['--expert_parallel=2', '--batch_size=2', MANUAL, SELECTIVE]),
+}
+# What goes on from the middle of a round in another layout: (whose run, layout).
+MOVED = {'torch, then one': ('torch', 'one'), 'one, then manual': ('one', 'manual')}
+SHORT_INSIDE = ['manual', 'one, then manual']
+
+
+@pytest.fixture(scope='module')
+def replicas(data, tmp_path_factory, has_slow_tests):
+    """A folder with the runs of INSIDE and of MOVED."""
+    folder = tmp_path_factory.mktemp('replicas')
+    start = folder / 'start'
+    torch.save(first_weights(by_token=False), start)
+
+    def case(name, layout):
+        keys = [*REPLICAS, *INSIDE[layout][1], '--dataset=tiny', f'--data_dir={data}', f'--out_dir={folder / name}']
+        files = {'start': str(start), 'gradients': str(folder / f'{name}.gradients'), 'float64': layout == 'float64'}
+        return {'name': name, 'script': 'train_diloco.py', 'arguments': keys, **files}
+
+    def run(names, ranks):
+        run_many([case(name, layout) for name, layout in names.items() if INSIDE[layout][0] == ranks], ranks, folder)
+
+    wanted = ['one', 'float64', *(name for name in ('torch', 'manual') if has_slow_tests or name in SHORT_INSIDE)]
+    run({name: name for name in wanted}, 2)
+    moved = {name: pair for name, pair in MOVED.items() if has_slow_tests or name in SHORT_INSIDE}
+    for name, (before, _) in moved.items():
+        if before == 'one':
+            back_to_the_middle(folder / before, folder / name)
+    layouts = {name: layout for name, (before, layout) in moved.items() if before == 'one'}
+    run({name: name for name in wanted} | layouts, 4)
+    for name, (before, layout) in moved.items():
+        if before != 'one':
+            back_to_the_middle(folder / before, folder / name)
+            run({name: layout}, 2)
+    return folder
+
+
+def back_to_the_middle(out_dir, copy):
+    """A copy of a run as it was after MIDDLE steps."""
+    shutil.copytree(out_dir, copy)
+    (copy / 'DONE').unlink()
+    for step in complete(copy):
+        if step > MIDDLE:
+            shutil.rmtree(copy / 'checkpoints' / f'step_{step:08}')
+
+
+KINDS = {  # of what a checkpoint holds, by a pattern of keys
+    'outer parameters': r'model\..*weight',
+    'outer momentum': r'outer\..*\.momentum',
+    'moments': r'(replica1\.)?optim\..*\.exp_avg(_sq)?',
+    'load': r'replica\d\.model\..*load',
+    "replicas' own parameters": r'replica\d\.model\..*weight',
+}
+
+
+def by_kind(out_dir, step):
+    """{kind: all its numbers in one vector}."""
+    tensors = tensors_of(out_dir / 'checkpoints' / f'step_{step:08}')
+    keys = {kind: sorted(key for key in tensors if re.fullmatch(form, key)) for kind, form in KINDS.items()}
+    others = tensors.keys() - {*itertools.chain(*keys.values())}
+    assert all(re.fullmatch(r'(replica1\.)?optim\..*step|model\..*load', key) for key in others)
+    return {kind: torch.cat([tensors[key].flatten().double() for key in of]) for kind, of in keys.items() if of}
+
+
+@pytest.mark.parametrize('name', slow_but(SHORT_INSIDE, ['torch', 'manual', *MOVED]))
+def test_replicas_of_shared_experts_are_those_of_one_rank_each(replicas, name):
+    """Losses, norms, gradients; in checkpoints what is exchanged, moments, and in mid-round what each has learned."""
+    steps = STEPS - MIDDLE if name in MOVED else STEPS
+    runs = name, 'one', 'float64'
+    factors = factors_of(replicas, *runs, steps=steps)
+    for step in (12, 16, 20):  # two rounds; in the middle of the third one; the end
+        ours, one, exact = (by_kind(replicas / run, step) for run in runs)
+        assert ours.keys() == one.keys() == exact.keys() and len(ours) == (5 if step == 16 else 4)
+        factors |= {f'{kind} {step}': times_further(ours[kind], one[kind], exact[kind]) for kind in exact}
+    for what, factor in factors.items():
+        assert factor <= TIMES, (what, factor)
+    moved = by_kind(replicas / 'one', 8)['outer parameters'] - by_kind(replicas / 'one', 20)['outer parameters']
+    assert moved.norm() > 0.1
+
+
+# --- what ranks exchange: without FSDP -------------------------------------------------------------------------------
+
+
+def divided(weights, mode):
+    """A GPT whose experts lie on all ranks."""
+    model, world = make_model(), dist.group.WORLD.group_name
+    expert_manual.split(model, tensor_manual.Ranks(dist.get_rank(), dist.get_world_size(), world))
+    model.to_empty(device='cpu').checkpoint_activations(mode)
+    load(model, weights)
+    return model
+
+
+@torch.no_grad()
+def load(model, weights):
+    slices = getattr(model, 'slices', {})
+    for name, parameter in model.named_parameters():
+        parameter.copy_(slices[name].of(weights[name]) if name in slices else weights[name])
+
+
+def errors_of_experts(weights):
+    """{how many rows go where: largest error in float64 of what SharedExperts computes, and of its gradients}."""
+    t, rank, found = dist.get_world_size(), dist.get_rank(), {}
+    E, C = 8, 40
+    generator = torch.Generator().manual_seed(5)
+    some = torch.randint(0, 6, (t, E), generator=generator)  # of each rank, for each expert
+    ways = {'some to each': some, 'none': 0 * some, 'all to one rank': some.clone(), 'all from one rank': some.clone()}
+    ways['all to one rank'][:, E // t :] = 0
+    ways['all from one rank'][1:] = 0
+    ways['all to one expert'] = torch.tensor([0, 7, 0, 0, 0, 0, 0, 0]).repeat(t, 1)
+    for name, counts in ways.items():
+        alone, shared = make_model().to_empty(device='cpu'), divided(weights, 'none')
+        load(alone, weights)
+        alone, shared = (model.double().blocks[0].mlp.experts for model in (alone, shared))
+        # Two tensors of rows: the input, and by how much each number of the output counts in an odd loss.
+        of_ranks = [torch.randn(2, n, C, dtype=torch.float64, generator=generator) for n in counts.sum(1).tolist()]
+
+        def outputs_and_gradient(experts, rows, counts):
+            rows, weight = rows[0].clone().requires_grad_(), rows[1]
+            output = experts(rows, counts.cumsum(0, dtype=torch.int32))
+            (output * weight).sum().backward()
+            return torch.stack((output.detach(), rows.grad))
+
+        # One process has the rows of all ranks: by expert, and of each expert by rank.
+        pieces = [rows.split(n.tolist(), dim=1) for rows, n in zip(of_ranks, counts, strict=True)]
+        together = torch.cat([of_rank[expert] for expert in range(E) for of_rank in pieces], dim=1)
+        result = outputs_and_gradient(alone, together, counts.sum(0)).split(counts.T.flatten().tolist(), dim=1)
+        exact = torch.cat(result[rank::t], dim=1)
+        arrived, compute = [], Experts.forward
+
+        def note(experts, rows, ends, arrived=arrived, compute=compute):
+            arrived.append(rows.detach())
+            return compute(experts, rows, ends)
+
+        with mock.patch.object(Experts, 'forward', note):
+            errors = [error(outputs_and_gradient(shared, of_ranks[rank], counts[rank]), exact)]
+        # The same rows in the same order as in one process, in which an expert's gradient adds them up.
+        mine = counts.sum(0).view(t, -1).sum(1).tolist()
+        assert torch.equal(arrived[0], together[0].split(mine)[rank]), name
+        for ours, whole in zip(shared.parameters(), alone.parameters(), strict=True):
+            errors.append(error(ours.grad, whole.grad.chunk(t)[rank]))
+        found[name] = max(errors)
+    return found
+
+
+def errors_of_models(weights, by_token):
+    """{what tokens choose: largest error of the loss and of each gradient, in float64}; that of checkpointing is 0."""
+    world_size, rank, found = dist.get_world_size(), dist.get_rank(), {}
+    generator = torch.Generator().manual_seed(6)
+    low, high, both = (
+        torch.randint(*between, (2 * world_size, T + 1), generator=generator)
+        for between in ((0, 128), (128, VOCABULARY), (0, VOCABULARY))
+    )
+    for name, of, batches in (
+        ('as they like', weights, [both]),
+        ('half of the experts', by_token, [low]),
+        ('one half after the other', by_token, [low, high, both]),
+    ):
+        with in_float64():
+            alone = make_model(compute_dtype=torch.float64).to_empty(device='cpu')
+            load(alone, of)
+            exact = [sum(run(alone, batches))] + [parameter.grad for parameter in alone.parameters()]
+            found[name], first = 0.0, None
+            for mode in ('none', 'full', 'selective'):
+                model = divided(of, mode)
+                model.compute_dtype = torch.float64
+                loss = sum(run(model, [batch.chunk(world_size)[rank] for batch in batches]))
+                dist.all_reduce(loss)
+                ours = [loss]
+                for name_of, parameter in model.named_parameters():
+                    if name_of not in model.slices:
+                        dist.all_reduce(parameter.grad)
+                    ours.append(parameter.grad)
+                whole = [exact[0]] + [
+                    model.slices[n].of(gradient) if n in model.slices else gradient
+                    for (n, _), gradient in zip(alone.named_parameters(), exact[1:], strict=True)
+                ]
+                found[name] = max(found[name], *(error(*pair) for pair in zip(ours, whole, strict=True)))
+                first = first or ours
+                assert all(torch.equal(*pair) for pair in zip(ours, first, strict=True)), mode
+    return found
+
+
+def run(model, batches):
+    """The losses of micro-steps, whose gradients add up."""
+    losses = []
+    for tokens in batches:
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+class Sent:
+    """Counts the bytes that this rank sends to others, in exchanges of rows and in those of counts."""
+
+    def __init__(self):
+        self.rows = self.counts = 0
+        self.exchange = dist.all_to_all_single
+
+    def __call__(self, output, tensor, received=None, sent=None, group=None):
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if sent is None:
+            self.counts += tensor.nbytes * (ranks - 1) // ranks
+        else:
+            self.rows += (sum(sent) - sent[rank]) * tensor.shape[1:].numel() * tensor.itemsize
+        return self.exchange(output, tensor, received, sent, group=group)
+
+
+def sent_bytes(weights, mode):
+    """What this rank sends in a forward and a backward pass: counted, by Linux, and what should be."""
+    t, rank, model, choices = dist.get_world_size(), dist.get_rank(), divided(weights, mode), []
+    for router in model.routers:
+        router.register_forward_hook(lambda module, args, output: choices.append(output[1]))
+    with mock.patch.object(dist, 'all_to_all_single', Sent()) as sent:
+        tokens = torch.randint(VOCABULARY, (4, T + 1), generator=torch.Generator().manual_seed(rank))
+        dist.barrier()
+        before = meter.written(Path('/proc/self/io'))
+        run(model, [tokens])
+        by_linux = meter.written(Path('/proc/self/io')) - before
+    layers = len(model.routers)
+    rows = torch.stack([chosen.flatten().bincount(minlength=8).view(t, -1).sum(1) for chosen in choices[:layers]])
+    everybodys = [torch.empty_like(rows) for _ in range(t)]
+    dist.all_gather(everybodys, rows)  # [rank][layer, rank]: how many rows travel
+    travel = torch.stack(everybodys).sum(1).fill_diagonal_(0)
+    times, forwards = (3, 2) if mode == 'full' else (2, 1)  # each way
+    return {
+        'counted': (sent.rows, sent.counts),
+        'expected': (
+            times * int(travel[rank].sum() + travel[:, rank].sum()) * 40 * 4,
+            forwards * layers * (t - 1) * 8 // t * 4,
+        ),
+        'by_linux': by_linux,
+    }
+
+
+def sent_if_balanced(weights):
+    """(bytes of rows that a layer sends where each expert has as many, what expert_manual.py says)."""
+    t, layer = dist.get_world_size(), divided(weights, 'none').blocks[0].mlp
+    x = torch.randn(2, T, 40, requires_grad=True)
+    N, k, C = 2 * T, 2, 40
+    chosen = (torch.arange(N * k) % 8).view(N, k)
+    with mock.patch.object(dist, 'all_to_all_single', Sent()) as sent:
+        layer(x, [chosen])[0].sum().backward()
+    return sent.rows, 4 * (t - 1) * N * k * C * 4 // t
+
+
+def run_cases(weights, by_token):
+    """{name: what this rank saw}."""
+    return {
+        'experts': errors_of_experts(weights),
+        'models': errors_of_models(weights, by_token),
+        'sent': {mode: sent_bytes(weights, mode) for mode in ('none', 'selective', 'full')},
+        'balanced': sent_if_balanced(weights),
+    }
+
+
+@pytest.fixture(scope='module', params=[pytest.param(2, marks=pytest.mark.slow), 4])
+def world_size(request):
+    return request.param
+
+
+RESULTS = {}
+
+
+@pytest.fixture
+def seen(world_size):
+    """What each rank saw, [{name: ...}, ...]; the ranks run once."""
+    if world_size not in RESULTS:
+        RESULTS[world_size] = []  # if it fails, it would again
+        weights = first_weights(by_token=False), first_weights(by_token=True)
+        RESULTS[world_size] = run_function(world_size, run_cases, *weights)
+    return RESULTS[world_size]
+
+
+def test_in_float64_outputs_losses_and_gradients_are_exact(seen):
+    """Also where a rank computes nothing, or sends nothing; and bits do not depend on activation checkpointing."""
+    for of_rank in seen:
+        assert len(of_rank['experts']) == 5 and len(of_rank['models']) == 3
+        for name, largest in (of_rank['experts'] | of_rank['models']).items():
+            assert largest <= 1e-12, (name, largest)
+
+
+def test_bytes_sent_are_those_of_the_rows_that_travel(seen):
+    """4 times in all, 6 where forward is computed again, and not with what selective checkpointing keeps."""
+    for of_rank in seen:
+        for mode, result in of_rank['sent'].items():
+            assert result['counted'] == result['expected'], (mode, result)
+            assert sum(result['expected']) <= result['by_linux'] <= 1.1 * sum(result['expected']), (mode, result)
+        none, selective, full = (result['counted'][0] for result in of_rank['sent'].values())
+        assert none == selective == full * 4 / 6 > 0
+        counted, formula = of_rank['balanced']
+        assert counted == formula
+
+
+def test_each_rank_begins_with_its_rows_of_the_one_model():
+    whole, found = make_model(), {}
+    for rank in range(4):
+        model = make_model()
+        experts = expert_manual.split(model, tensor_manual.Ranks(rank, 4, 'of four'))
+        assert [experts[0].here, experts[0].gate.n_matrices] == [2, 2] and len(experts) == 2
+        for name, parameter in model.named_parameters():
+            value = model.initial_value(name, parameter, 7, 'cpu')
+            assert value.shape == parameter.shape
+            found.setdefault(name, []).append(value)
+    for name, parameter in whole.named_parameters():
+        value = whole.initial_value(name, parameter, 7, 'cpu')
+        expected = value.chunk(4) if '.experts.' in name else [value] * 4
+        assert all(torch.equal(*pair) for pair in zip(found[name], expected, strict=True)), name
+
+
+@pytest.mark.parametrize('mode', ['full', 'selective', 'offload'])
+def test_backward_computes_what_forward_has_chosen(mode):
+    """Even if the router would choose otherwise by then, as on a GPU it may near a tie."""
+    weights, gradients = first_weights(by_token=False), []
+    tokens = torch.randint(VOCABULARY, (2, T + 1), generator=torch.Generator().manual_seed(1))
+    for changes in (False, True):
+        model = make_model(router_bias=0.1).to_empty(device='cpu')
+        load(model, weights)
+        offload.checkpoint_activations(model, mode)
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        for router in model.routers:
+            router.bias[3] = 10.0 * changes
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_fully_shard_gathers_experts_twice_also_where_forward_is_computed_again(data, tmp_path):
+    """In forward and in backward: what is computed again in there, inside of a checkpoint, uses what is gathered."""
+
+    def case(mode, steps):
+        keys = [*RUN, f'--activation_checkpointing={mode}', '--expert_parallel=2', '--batch_size=4', '--dataset=tiny']
+        keys += [f'--data_dir={data}', f'--out_dir={tmp_path}/{mode}{steps}', f'--max_iters={steps}']
+        return {'name': f'{mode} {steps}', 'script': 'train_fsdp.py', 'arguments': keys, 'watch': True}
+
+    held = run_many([case(mode, steps) for mode in ('none', 'full') for steps in (1, 3)], 4, tmp_path)
+    gathers = {name: found['collectives']['_allgather_base_'] for name, found in held.items()}
+    for mode in ('none', 'full'):
+        of_step = (gathers[f'{mode} 3'] - gathers[f'{mode} 1']) / 2
+        assert of_step == 1 + 2 * 2 + 2 * 2  # the root once, each of 2 blocks and its experts twice
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ('train_fsdp.py', 2, ['--n_experts=0'], 'expert_parallel=2 with n_experts=0: .* leave it at 1, or set n_experts$'),
+    ('train_fsdp.py', 2, ['--expert_parallel=4'], 'expert_parallel=4 .* n_experts=8 and the 2 ranks .* one of 1, 2,'),
+    ('train_fsdp.py', 2, ['--expert_parallel=0'], 'expert_parallel=0 .* use one of 1, 2,'),
+    ('train_fsdp.py', 2, ['--expert_parallel=-2'], 'expert_parallel=-2 .* use one of 1, 2,'),
+    ('train_fsdp.py', 2, ['--n_experts=9'], 'expert_parallel=2 .* n_experts=9 .* use one of 1,'),
+    (
+        'train_fsdp.py',
+        4,
+        ['--expert_parallel=4', '--replicate_size=2'],
+        r'the 2 ranks .*\(replicate_size=2\): .* 1, 2,',
+    ),
+    ('train_diloco.py', 4, ['--expert_parallel=4', '--num_replicas=2'], r'the 2 ranks of a replica .*=2\): .* 1, 2,'),
+    ('train_fsdp.py', 2, ['--optimizer=muon'], 'expert_parallel=2 with optimizer=muon.* use adamw'),
+    ('train_diloco.py', 2, ['--num_replicas=1', '--optimizer=muon'], 'optimizer=muon.* use adamw'),
+    ('train_fsdp.py', 2, [SELECTIVE], 'expert_parallel=2 with .*selective: .*--fsdp_impl=manual, or .*=full$'),
+    ('train_diloco.py', 2, ['--num_replicas=1', SELECTIVE], 'selective: .*--fsdp_impl=manual, or .*=full$'),
+    ('train_fsdp.py', 4, ['--tensor_parallel=2'], 'tensor_parallel=2: experts are not cut'),
+    ('train_fsdp.py', 2, ['--dtype=float16'], 'dtype=float16: use --dtype=bfloat16, or float32'),
+    ('train_diloco.py', 2, ['--num_replicas=1', '--router_bias=0.1'], '--router_bias=0$'),
+    ('train_ddp.py', 2, [], 'expert_parallel'),
+    ('train_pipeline.py', 2, [], 'expert_parallel'),
+]
+
+
+def name_of_refusal(script, ranks, keys, says):
+    return ' '.join([script, str(ranks), *keys])
+
+
+SHORT_REFUSALS = {'train_fsdp.py 2 --expert_parallel=4', 'train_diloco.py 2 --num_replicas=1 ' + SELECTIVE}
+
+
+@pytest.mark.parametrize(
+    ('script', 'ranks', 'keys', 'says'), slow_but(SHORT_REFUSALS, REFUSED, name_of_refusal), ids=range(len(REFUSED))
+)
+def test_what_cannot_be_divided_says_on_each_rank_in_one_line_what_to_use(tmp_path, script, ranks, keys, says):
+    command = [script, *RUN, '--expert_parallel=2', '--dataset=synthetic', f'--vocab_size={VOCABULARY}', *keys]
+    command += [f'--out_dir={tmp_path / "out"}']
+    lines = refusals([command] * ranks)
+    assert len(lines) == ranks
+    for line in lines:
+        assert re.search(says, line), line
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_mixture_of_transformers_says_how_to_have_it_here():
+    config = types.SimpleNamespace(expert_parallel=2, init_from='models/mixture', num_replicas=1)
+    with pytest.raises(ValueError, match='expert_parallel=2 with init_from=models/mixture: .*--native=True'):
+        meshes.check_expert_parallel(config, 'a Pretrained', 2)
