@@ -29,6 +29,9 @@ numerics=(
     tests/test_tensor_manual.py::test_losses_gradients_and_norms_are_those_of_one_process
     tests/test_tensor_manual.py::test_in_float64_losses_and_gradients_are_exact
     tests/test_tensor_manual.py::test_scores_of_tasks_are_those_of_one_process
+    tests/test_expert_manual.py::test_losses_norms_and_gradients_are_those_of_one_process
+    tests/test_expert_manual.py::test_in_float64_outputs_losses_and_gradients_are_exact
+    tests/test_moe.py
     tests/test_pipeline.py::test_a_step_has_the_loss_the_gradients_and_the_norm_of_one_process
     tests/test_pipeline.py::test_gradients_and_order_are_those_of_torchs_own_schedules
     tests/test_layouts.py::test_a_run_that_changes_its_layout_at_each_step_is_the_run_of_one_process
