@@ -23,7 +23,7 @@ Who holds what?         Rank i of the t has the experts i E/t to (i+1) E/t, whic
                         Everything else of the model is on all ranks alike; the data is not: each rank has its own.
 How do sizes arrive?    How many rows travel is known when the routers have chosen, and not before. So the ranks first
                         exchange counts, t x E/t numbers, and the host waits for them: an all-to-all needs its sizes as
-                        numbers of the host. It is the one wait in a layer (DeepEP and Megatron-LM have it as well).
+                        numbers of the host. It is the one wait in a layer (torchtitan has it as well).
 In backward?            The gradient of what was sent comes back the way that it went: the same all-to-all with the two
                         lists of sizes exchanged. A part may be empty, and a rank may have nothing to compute at all.
 And FSDP?               Dense weights are sharded over all W ranks. An expert is only on the W/t ranks with the same

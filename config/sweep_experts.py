@@ -3,7 +3,7 @@
 #
 #   python prepare_data.py
 #   python compare.py config/sweep_experts.py
-#   python compare.py config/sweep_experts.py --max_iters=2400 --warmup_iters=120    # all of the text, three hours
+#   python compare.py config/sweep_experts.py --max_iters=2400 --warmup_iters=120 --out_dir=out/sweep_long  # whole text
 
 strategies = ['single']
 recipes = {

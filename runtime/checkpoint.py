@@ -508,7 +508,7 @@ def names_of_tensors(model):
 
 
 def in_whole(model, name, tensor):
-    """A parameter of this name, or a moment of it: where tensor_manual.py has cut the model, as part of the whole."""
+    """A parameter of this name, or a moment of it: where the model is cut (model.slices), as part of the whole."""
     slices = getattr(model, 'slices', {})
     return CutTensor(tensor, slices[name]) if name in slices and tensor.dim() else tensor
 

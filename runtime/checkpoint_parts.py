@@ -1,5 +1,5 @@
 """
-What a rank has of a tensor that tensor_manual.py has cut, told to torch.distributed.checkpoint (DCP).
+What a rank has of a tensor that is cut over ranks (model.slices), told to torch.distributed.checkpoint (DCP).
 
 Of a fused matrix it is several ranges of rows, which no DTensor can express. With these two planners DCP writes them
 where they belong in the whole tensor, and reads them from there: the checkpoint is that of any other layout.
@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class CutTensor:
-    """What this rank has of a tensor that tensor_manual.py has cut, as DCP asks for it."""
+    """What this rank has of a tensor that is cut over ranks, as DCP asks for it."""
 
     def __init__(self, tensor, part):
         """tensor: this rank's part, which may be sharded by rows (DTensor). part: the tensor_manual.Slice."""
