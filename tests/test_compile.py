@@ -150,5 +150,8 @@ def test_on_a_gpu_the_loss_is_one_graph_and_the_same_number(monkeypatch, on_cuda
             loss.backward()
             losses.append(loss.item())
     torch._dynamo.reset()
-    assert losses == losses[:1] * 6
+    assert losses[:3] == losses[:1] * 3 and losses[3:] == losses[3:4] * 3
+    # On a GPU the loss is the pointwise form, which adds up in another order: 16 tokens, at most one rounding for each.
+    one_rounding = torch.finfo(torch.float32).eps * losses[0] if on_cuda else 0
+    assert abs(losses[3] - losses[0]) <= tokens.numel() * one_rounding
     assert counter.frame_count == 1 + on_cuda  # one for all blocks, one for the loss
