@@ -16,7 +16,8 @@ brackets at the end of a comment are tags, which keys.py explains; --help leaves
 
 A config file is Python that assigns keys: `batch_size = 4`. Names that begin with `_`, imports and functions are none.
 Files run in order and see the values so far. After nanoGPT's configurator.py, with checks: a key that does not exist or
-a value of the wrong type ends the program with one line. Standard library only, so that `--help` answers at once.
+a value of the wrong type ends the program with one line. Standard library only, so that `--help` and `--version` answer
+at once.
 """
 
 import ast
@@ -39,6 +40,7 @@ from types import ModuleType
 
 from keys import OTHER_TRAINERS
 
+VERSION = '0.9.0'  # CHANGELOG.md says what each has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
 
@@ -66,7 +68,8 @@ def configure(Config, pass_on=None):
     a key that only this script has was written for a train script: what both have (out_dir) is passed on, too.
     Returns (config, explicit): a Config with every key's final value, in the script's order in vars(config), and {key:
     where it was set, the file or 'command line'}, be it to the default; of keys passed on, those of the command line.
-    `--help` prints every key and exits with 0; a mistake prints one line on stderr and exits with 2.
+    `--help` prints every key and `--version` the version, and both exit with 0; a mistake prints one line on stderr and
+    exits with 2.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid imports: no traceback; until report_errors()
@@ -80,6 +83,9 @@ def configure(Config, pass_on=None):
             print(help_text(knobs, values, module.__doc__), flush=True)
         except BrokenPipeError:  # `| head` has seen enough
             os._exit(0)  # sys.exit() would try to write the rest, and complain
+        sys.exit(0)
+    if '--version' in sys.argv[1:]:
+        print(f'{script.name} {VERSION}')
         sys.exit(0)
     explicit, skipped = {}, {}
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from configurator import VERSION
 from runtime.files import FOLDERS, ROOT, write_file
 from runtime.meter import device_name
 
@@ -234,7 +235,7 @@ def header(config):
     command = shlex.join([Path(sys.executable).name, *sys.argv])
     lines = [
         f'command: {command} (WORLD_SIZE={os.environ.get("WORLD_SIZE", "1")})',
-        f'code: {code_version(Path(ROOT))}',
+        f'code: {VERSION}, {code_version(Path(ROOT))}',
         f'versions: python {platform.python_version()}, torch {torch.__version__}, numpy {metadata.version("numpy")}',
         f'host: {platform.node()}, {config["device"]}: {device_name(torch.device(config["device"]))}',
     ]

@@ -206,6 +206,7 @@ PATHS = {  # keys that name files or folders; those of train scripts in one row
     'export_model': {'out_dir', 'data_dir', 'to'},
     'download_model': {'model', 'to'},
     'compare': {'out_dir', 'measured', 'links', 'plot', 'output'},
+    'report': {'out_dir'},
 }
 
 

@@ -16,7 +16,7 @@ NAMES = [page.name for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = [*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'evaluate.py']
-SCRIPTS += ['compare.py']
+SCRIPTS += ['compare.py', 'report.py']
 ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool')
 ROOMS += ('benchmarks',)
 

@@ -11,7 +11,7 @@ from launch import REPO, environment
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
 SCRIPTS = {*TRAIN_SCRIPTS, 'prepare_data.py', 'download_model.py', 'export_model.py', 'sample.py', 'compare.py'}
-SCRIPTS |= {'evaluate.py'}
+SCRIPTS |= {'evaluate.py', 'report.py'}
 LESSONS = {'fsdp_manual.py', 'context_manual.py', 'pipeline_manual.py', 'diloco.py', 'deepspeed_engine.py'}
 # Lessons, too, but lower: planning/ changes a model with them, to see what a rank has and keeps.
 TENSOR = {'tensor_manual.py', 'float8.py'}

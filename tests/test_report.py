@@ -1,0 +1,62 @@
+"""report.py: what an issue should say, from any state of a machine and a run, and nothing that is secret."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPO, environment, run_script
+
+from configurator import VERSION
+
+TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
+
+
+@pytest.fixture(scope='module')
+def out_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('report') / 'run'
+    run_script('train_ddp.py', 'config/sanity_check.py', '--device=cpu', f'--out_dir={folder}')
+    return folder
+
+
+def report(*arguments, **env):
+    return run_script('report.py', *arguments, HOME=str(Path(arguments[0].partition('=')[2]).parent), **env).stdout
+
+
+def test_a_run_is_described_by_its_keys_its_checkpoint_and_its_last_lines(out_dir):
+    text = report(f'--out_dir={out_dir}', '--lines=3', AWS_SECRET_ACCESS_KEY='not-to-be-seen', NCCL_DEBUG='INFO')
+    assert text.startswith(f'```\nversion {VERSION}, commit ') and text.endswith('```\n')
+    assert 'FAILED' not in text
+    for expected in ("arch='llama'", 'step_00000001', 'done: 1 of 1', 'command: ', 'NCCL_DEBUG=INFO', 'python 3.'):
+        assert expected in text
+    assert 'not-to-be-seen' not in text
+    assert str(out_dir.parent) not in text and '~/run' in text  # the home folder, which a user's name is part of
+    assert 'saved' not in text or text.count('\n  2') <= 3 + 4  # the last lines, and how the run began
+
+
+def test_what_is_damaged_or_missing_is_a_line_and_no_end(out_dir):
+    for weights in (out_dir / 'checkpoints' / 'step_00000001').glob('*.distcp'):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    text = report(f'--out_dir={out_dir}')
+    assert 'FAILED  newest checkpoint' in text
+    text = report(f'--out_dir={out_dir}_of_nobody')
+    assert 'there is no such folder' in text
+
+
+def test_without_torch_it_says_so(tmp_path):
+    """As where an installation has failed: Python alone, without any package."""
+    program = (
+        f"import sys, runpy; sys.path[:] = [path for path in sys.path if 'site-packages' not in path] + ['{REPO}']"
+    )
+    program += "; sys.argv = ['report.py']; runpy.run_path('report.py', run_name='__main__')"
+    command, env = [sys.executable, '-S', '-c', program], environment(HOME=str(tmp_path))
+    answer = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert "FAILED  torch: ModuleNotFoundError: No module named 'torch'" in answer.stdout
+
+
+@pytest.mark.parametrize('script', [*TRAIN_SCRIPTS, 'report.py', 'sample.py'])
+def test_version(script):
+    assert run_script(script, '--version').stdout == f'{script} {VERSION}\n'
+    assert f'## {VERSION}' in (REPO / 'CHANGELOG.md').read_text()
+    assert f'version: {VERSION}\n' in (REPO / 'CITATION.cff').read_text()
