@@ -2,6 +2,7 @@
 
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', '
 ROOMS += ('benchmarks',)
 
 # Files that the reader makes, or has from another project.
-THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
+THEIRS = {'loss.png', 'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
 # Flags of programs that are not ours.
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
@@ -109,6 +110,12 @@ def test_every_chapter_is_linked_from_the_readme():
     assert len(CHAPTERS) >= 10
     for chapter in CHAPTERS:
         assert f'](docs/{chapter.relative_to(REPO / "docs")})' in text, f'no link to {chapter.name}'
+
+
+def test_the_pages_that_are_generated_are_up_to_date():
+    pages = runpy.run_path(str(REPO / 'docs/write_reference.py'))['PAGES']
+    for page, text in pages.items():
+        assert (REPO / 'docs/reference' / page).read_text() == text(), 'run `python docs/write_reference.py`'
 
 
 # --- every page -------------------------------------------------------------------------------------------------------
