@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 README = REPO / 'README.md'
 CHAPTERS = sorted((REPO / 'docs').glob('**/*.md'))
-PAGES = [README, *CHAPTERS]
+PAGES = [README, REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *CHAPTERS]
 NAMES = [page.name for page in PAGES]
 
 TRAIN_SCRIPTS = sorted(path.name for path in REPO.glob('train_*.py'))
@@ -27,7 +27,7 @@ THEIRS = {'loss.png', 'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
 FLAGS |= {'time', 'array', 'account', 'nodes'}  # sbatch
-FLAGS |= {'full'}  # tests/run.sh
+FLAGS |= {'full', 'version'}  # tests/run.sh; every script
 FLAGS |= {'key'}  # a placeholder
 MISTAKES = {'batchsize'}  # shown with the error that it gives
 # The scripts that shell scripts hand their arguments to; the others of slurm/ start any train script.
@@ -62,7 +62,7 @@ def keys_of(script):
         keys = set(re.findall(r"'--(\w+)'", (REPO / script).read_text()))  # most import torch before they answer
     if script == 'compare.py':  # which hands keys on to the scripts that it starts
         keys |= keys_of_all(TRAIN_SCRIPTS)
-    return keys | {'help'}
+    return keys | {'help', 'version'}
 
 
 def keys_of_all(scripts):
@@ -139,7 +139,7 @@ def test_functions_that_a_page_names_exist(page):
     """As `Class.method`, in any file; and as `name` in the same part of a line behind `file.py:`."""
     text = page.read_text()
     sources = {path: path.read_text() for path in REPO.glob('*.py')}
-    sources |= {path: path.read_text() for room in ROOMS for path in (REPO / room).glob('*.py')}
+    sources |= {path: path.read_text() for room in (*ROOMS, 'tests') for path in (REPO / room).glob('*.py')}
     for kind, method in re.findall(r'`([A-Z]\w+)\.(\w+)', text):
         owners = [source for source in sources.values() if re.search(rf'^class {kind}\b', source, flags=re.MULTILINE)]
         assert any(f'def {method}(' in source for source in owners), f'there is no {kind}.{method}'
