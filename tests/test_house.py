@@ -1,4 +1,4 @@
-"""The house keeps its rules (see the README's tree): who imports whom, and what stands only once."""
+"""The house keeps its rules (see the tree in docs/code.md): who imports whom, and what stands only once."""
 
 import ast
 import re
