@@ -1,4 +1,4 @@
-"""The coordinate check, small; and its figures in docs/sweeps.md, which take minutes (-m '')."""
+"""The coordinate check, small; and its figures in docs/log.md, which take minutes (-m '')."""
 
 import json
 
