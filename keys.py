@@ -118,7 +118,7 @@ class Keys:
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout [result]
     deterministic = False  # bit-equal repetitions, at a cost in speed
-    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/strategies.md
+    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/memory.md
     timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
     stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
     max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
