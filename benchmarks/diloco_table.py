@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPO))
 from benchmarks.runs import TINY_SYNTHETIC, column, run_script
 from benchmarks.slow_link import NoSlowLink, RowWatch, SlowLink
 
-NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/diloco.md: 0.6 for the 40 rounds of 800 steps
+NESTEROV = ['--outer_lr=0.7', '--outer_momentum=0.6']  # docs/log.md: 0.6 for the 40 rounds of 800 steps
 TWO = ['--num_replicas=2', *NESTEROV]
 AVERAGE = ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']
 METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps

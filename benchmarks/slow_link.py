@@ -1,7 +1,7 @@
 """
 Two hosts on one machine with a slow network between them, and what that network costs each way to train.
 
-    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # the table of docs/diloco.md: 40 minutes
+    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # the table of docs/log.md: 40 minutes
     python benchmarks/slow_link.py --short --cases=ddp,diloco-20 --links=none,100        # random tokens, some minutes
 
 The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and the training is real torchrun with
