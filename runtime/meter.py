@@ -156,7 +156,7 @@ class Meter:
         """
         Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown ones are left out.
 
-        docs/measurements.md says what each is. time/*: means per optimizer step, on CUDA of the GPU's queue.
+        docs/reference/metrics.md says what each is. time/*: means per optimizer step, on CUDA of the GPU's queue.
         comm/sent_gb: what this rank wrote to sockets in its steps and parts (Linux, gloo). mem/weights_gb and so on
         come once, in the first row after measure_state(); mem/rank_*: peaks since the last call.
 
