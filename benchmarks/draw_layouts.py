@@ -56,7 +56,7 @@ def train(folder, data_dir, steps_per_leg):
 
 LEFT, RIGHT = 62, 578
 LOSSES, BARS, DIFFERENCES = (76, 312), 344, (634, 722)  # from where to where on the page; a bar takes 34
-DECADES = (-9, -7, -5)
+DECADES = (-9, -7, -5)  # equal losses are drawn at the lowest
 RAISED = str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹')
 
 
@@ -95,7 +95,7 @@ def draw(found, theme):
     for number, (colour, (name, first, last)) in enumerate(zip(colours, legs, strict=True)):
         top, begin, end = BARS + 34 * number, x(first - 1), x(last)
         if number:
-            drawing.line([(begin, LOSSES[0]), (begin, top + 11)], theme.line, width=1.5, dashes='2 5')
+            drawing.line([(begin, y(changing[first - 1]) + 9), (begin, top)], theme.line, width=1.5, dashes='2 5')
         drawing.box(begin, top, end - begin, 22, colour, rx=5)
         is_left = end < (LEFT + RIGHT) / 2 + 60
         drawing.text(
@@ -106,8 +106,9 @@ def draw(found, theme):
     lowest, highest = min(DECADES), max(DECADES)
     y = scale(10.0**lowest, 10.0**highest, DIFFERENCES[1], DIFFERENCES[0], logarithmic=True)
     for power in DECADES:
+        words = 'equal' if power == lowest else power_of_ten(power)
         drawing.line([(LEFT, y(10.0**power)), (RIGHT, y(10.0**power))], theme.line, width=1)
-        drawing.text(LEFT - 10, y(10.0**power) + 7, power_of_ten(power), theme.quiet, anchor='end')
+        drawing.text(LEFT - 10, y(10.0**power) + 7, words, theme.quiet, anchor='end')
     factor, power = f'{max(apart):.1e}'.split('e')
     words = f'{factor} · {power_of_ten(int(power))}'
     drawing.text(0, DIFFERENCES[0] - 18, f'relative difference of the losses: at most {words}', theme.quiet)
