@@ -54,7 +54,7 @@ def train(folder, data_dir, steps_per_leg):
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
-LEFT, RIGHT = 62, 578
+LEFT, RIGHT = 70, 578
 LOSSES, BARS, DIFFERENCES = (76, 312), 344, (634, 722)  # from where to where on the page; a bar takes 34
 DECADES = (-9, -7, -5)  # equal losses are drawn at the lowest
 RAISED = str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹')
