@@ -19,6 +19,7 @@ sys.path.insert(0, str(REPO))
 from benchmarks import pictures
 from benchmarks.pictures import Drawing
 
+RANKS = 4
 NAMES = ['placements', 'timelines', 'memory', 'bytes']
 
 # --- WHO HOLDS WHAT ---------------------------------------------------------------------------------------------------
@@ -60,12 +61,13 @@ def rectangles(masks):
 def draw_placements(found, theme):
     """found: {strategy: [Held of each rank]}."""
     panel, high, across, down = 66, 26, 7, 6  # of a box, and between two
-    column, row, top = 310, 152, 78
+    column, row, top = 310, 150, 92
     colours = {'weights': (theme.blue, theme.blue2), 'gradients': (theme.orange, theme.orange2)}
     colours['moments'] = (theme.green, theme.green2)
     about = 'Which part of the weights, gradients and optimizer moments each of 4 ranks holds: ' + ', '.join(found)
-    drawing = Drawing(top + 5 * row - 22, about)
-    drawing.text(0, 26, 'Who holds what', theme.text, bold=True, size=25)
+    drawing = Drawing(top + 5 * row + 24, about)
+    drawing.text(0, 26, 'Which rank holds what', theme.text, bold=True, size=25)
+    drawing.text(0, 54, f'each box is the model on one of {RANKS} ranks', theme.quiet)
     for number, (name, ranks) in enumerate(found.items()):
         left, above = column * (number % 2), top + row * (number // 2)
         drawing.text(left, above, name, theme.text, bold=True)
@@ -82,13 +84,13 @@ def draw_placements(found, theme):
     left, above = column, top + row * (len(found) // 2)
     for line, (kind, (colour, _)) in enumerate(colours.items()):
         y = above + 10 + line * (high + down)
-        drawing.box(left, y, 34, high, colour)
-        drawing.text(left + 44, y + 20, kind, theme.text)
-    drawing.box(left + 150, above + 10, 34, high, theme.blue, opacity=0.35)
-    drawing.text(left + 194, above + 30, 'passing', theme.text)
-    drawing.box(left + 150, above + 10 + high + down, 34, high, theme.blue2)
-    drawing.text(left + 194, above + 30 + high + down, 'another', theme.text)
-    drawing.text(0, 52, 'four ranks side by side, in the middle of a step', theme.quiet)
+        drawing.box(left, y, panel, high, colour)
+        drawing.text(left + panel + 14, y + 20, kind, theme.text)
+    y = above + row - 6
+    drawing.box(0, y, panel, high, theme.blue, opacity=0.35)
+    drawing.text(panel + 14, y + 20, 'here for a while', theme.text)
+    drawing.box(left, y, panel, high, theme.blue2)
+    drawing.text(left + panel + 14, y + 20, 'trains on its own', theme.text)
     return drawing
 
 
@@ -98,7 +100,7 @@ def draw_placements(found, theme):
 def draw_timelines(found, theme):
     """found: {strategy: what timelines.of() says}."""
     colours = {'forward': theme.sky, 'backward': theme.blue, 'sends': theme.orange, 'update': theme.green}
-    left, right, high, down = 104, 592, 20, 5
+    left, right, high, down = 116, 592, 20, 5
     most = max(end for bars in found.values() for _, _, _, end in bars) * 1000
     x = pictures.scale(0, most, left, right)
     lanes_of = {name: list(dict.fromkeys(lane for lane, *_ in bars)) for name, bars in found.items()}
@@ -180,9 +182,9 @@ def held_gb():
 
 def draw_memory(found, theme):
     """found: held_gb()."""
-    left, right, top, row = 108, 588, 96, 25
+    left, right, top, row = 128, 486, 96, 25  # what is cut off at the right has its number there
     colours = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
-    most = 160  # GB at the right end
+    most = 120  # GB at the right end
     x = pictures.scale(0, most, left, right)
     drawing = Drawing(top + len(found) * (46 + row * len(LAYOUTS)), 'Memory of a GPU by model and strategy')
     drawing.text(0, 26, f'Memory of each of {GPUS} GPUs', theme.text, bold=True, size=25)
@@ -208,10 +210,11 @@ def draw_memory(found, theme):
                         drawing.box(x(begin), above + 2, x(end) - x(begin), row - 6, colours[part])
                     begin = end
                 words = f'{total:,.0f} GB' if total >= 10 else f'{total:.1f} GB'
-                if total > 0.8 * most:
-                    drawing.text(right - 8, above + 17, words, '#ffffff', anchor='end', bold=True)
-                else:
-                    drawing.text(x(total) + 8, above + 17, words, theme.text if total <= CARD_GB else theme.red)
+                colour = theme.text if total <= CARD_GB else theme.red
+                place = x(min(total, most)) + 8
+                if place < x(CARD_GB) < place + 70:  # not across that line
+                    place = x(CARD_GB) + 10
+                drawing.text(place, above + 17, words, colour)
             above += row
         above += 12
     drawing.line([(x(CARD_GB), card_begins), (x(CARD_GB), above - 12)], theme.red, width=2.5, dashes='6 5')
