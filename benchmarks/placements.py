@@ -87,9 +87,10 @@ class Held:
         )
         self.copy = 0  # which of the copies that train alone
 
-    def mark(self, kind, name, numbers, first):
-        """These elements, by their numbers in the whole model, rest here."""
-        self.own[kind][name].reshape(-1)[numbers.flatten().long().numpy() - first] = True
+    def mark(self, kind, name, numbers, first, where=None):
+        """These elements, by their numbers in the whole model, are here: they rest here, if nothing else is said."""
+        where = self.own if where is None else where
+        where[kind][name].reshape(-1)[numbers.flatten().long().numpy() - first] = True
 
 
 @contextlib.contextmanager
@@ -157,10 +158,9 @@ def _held(strategy, keys, config, rank):
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     for name, parameter in named.items():
-        for moment in optimizer.state[parameter].values():
-            assert local(moment).shape == local(parameter).shape
-        first_moment = next(iter(optimizer.state[parameter].values()))
-        held.mark('moments', name, local(first_moment), first_of[name])
+        moments = [value for key, value in optimizer.state[parameter].items() if key != 'step']
+        assert all(local(moment).shape == local(parameter).shape for moment in moments)
+        held.mark('moments', name, local(moments[0]), first_of[name])
     optimizer.zero_grad(set_to_none=True)
 
     if strategy in ('ddp', 'pipeline'):  # gradients are where weights are, and nothing is gathered
@@ -172,15 +172,21 @@ def _held(strategy, keys, config, rank):
     model(tokens, tokens)[0].backward()
     weight_of = {weight: unit for unit in model.units for weight in unit.weights}
     name_of, modules = {}, {module: module_name for module_name, module in raw_model.named_modules()}
+    slices = getattr(raw_model, 'slices', {})  # of matrices or experts that ranks share: only these are gathered
+
+    def mark_whole(kind, name):
+        part = slices[name].of(numbers[name]) if name in slices else numbers[name]
+        held.mark(kind, name, part, first_of[name], held.whole)
+
     for weight in weight_of:
         name_of[weight] = '.'.join(filter(None, (modules[weight.places[0][0]], weight.places[0][1])))
         if weight.gradient_sum is not None:
-            held.whole['gradients'][name_of[weight]][:] = True
+            mark_whole('gradients', name_of[weight])
         if weight.sharded.grad is not None:
             assert weight.sharded.grad.to_local().shape == weight.sharded.to_local().shape
             held.own['gradients'][name_of[weight]] = held.own['weights'][name_of[weight]]
     model(tokens, tokens)
     for weight, unit in weight_of.items():
         if unit.room.occupant is unit:
-            held.whole['weights'][name_of[weight]][:] = True
+            mark_whole('weights', name_of[weight])
     return held
