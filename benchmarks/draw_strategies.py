@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -160,6 +161,8 @@ PARTS = ('weights', 'gradients', 'moments', 'for a while')
 
 def held_gb():
     """{model: {layout: {part of PARTS: GB of one of GPUS ranks}}}; None where the layout cannot cut the model."""
+    import meshes
+    from model import ModelConfig
     from planning import layouts, memory
     from planning.sizes import empty_model
 
@@ -170,6 +173,8 @@ def held_gb():
         for layout, (strategy, script, own) in LAYOUTS.items():
             keys = layouts.keys_of(script, {**shape, **batch, **own}, on_cpu=False)
             try:
+                if keys.get('tensor_parallel', 1) > 1:
+                    meshes.check_tensor_parallel(SimpleNamespace(**keys), ModelConfig.from_keys(keys))
                 parts = memory.memory_bytes(keys, empty_model(keys), GPUS, strategy)
             except ValueError:
                 found[model][layout] = None
