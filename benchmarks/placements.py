@@ -52,7 +52,7 @@ def keys_of(name):
     _, script, keys = STRATEGIES[name]
     copies = RANKS // keys.get('tensor_parallel', 1)  # ranks that work on different tokens
     batch = {'batch_size': 1, 'global_batch_size': 4 if 'pipeline_stages' in keys else 2 * copies}
-    schedule = {'learning_rate': 0.0, 'weight_decay': 0.0, 'beta1': 0.0, 'compile': False, 'dtype': 'float32'}
+    schedule = {'learning_rate': 1e-3, 'weight_decay': 0.0, 'beta1': 0.0, 'compile': False, 'dtype': 'float32'}
     return layouts.keys_of(script, {**MODEL, **batch, **schedule, **keys}, on_cpu=True)
 
 
