@@ -204,8 +204,21 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f'{link}: no such heading'
 
 
+# As GitHub understands it; alt says what there is to see.
+IN_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="[./]*assets/(?P<dark>\w+_dark\.svg)">'
+    r'\s*<img (?:width="\d+%?" )?src="[./]*assets/(?P<light>\w+_light\.svg)" alt="[^"]{20,}"(?: width="\d+%?")?>'
+    r'\s*</picture>'
+)
+
+
 def test_every_picture_is_shown():
-    shown = set(re.findall(r'!\[[^\]]+\]\([./]*assets/([^)]+)\)', ''.join(page.read_text() for page in PAGES)))
+    text = ''.join(page.read_text() for page in PAGES)
+    shown = set(re.findall(r'!\[[^\]]+\]\([./]*assets/([^)]+)\)', text))
+    for picture in re.findall(r'<picture>.+?</picture>', text, re.DOTALL):  # one for light pages and one for dark ones
+        light, dark = IN_PICTURE.fullmatch(picture).group('light', 'dark')
+        assert dark == light.replace('_light.svg', '_dark.svg'), picture
+        shown |= {light, dark}
     assert shown == {path.name for path in (REPO / 'assets').iterdir()}
 
 
