@@ -1,7 +1,7 @@
 """
 One run that changes its layout in mid-run, again and again, beside the same run left alone: are the losses the same?
 
-    python benchmarks/draw_layouts.py --run      # about 10 minutes on 2 cores; writes docs/layouts.json, then draws
+    python benchmarks/draw_layouts.py --run      # some minutes on 2 cores; writes docs/layouts.json, then draws
     python benchmarks/draw_layouts.py            # draws assets/layouts_light.svg and assets/layouts_dark.svg from it
 
 The model of config/quickstart.py in fp32. Every leg is a script of its own, which resumes the checkpoint that the one
@@ -95,7 +95,7 @@ def draw(found, theme):
     for number, (colour, (name, first, last)) in enumerate(zip(colours, legs, strict=True)):
         top, begin, end = BARS + 34 * number, x(first - 1), x(last)
         if number:
-            drawing.line([(begin, y(changing[first - 1]) + 9), (begin, top)], theme.line, width=1.5, dashes='2 5')
+            drawing.line([(begin, y(changing[first - 1]) + 9), (begin, y(low))], theme.line, width=1.5, dashes='2 5')
         drawing.box(begin, top, end - begin, 22, colour, rx=5)
         is_left = end < (LEFT + RIGHT) / 2 + 60
         drawing.text(

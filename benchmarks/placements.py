@@ -1,7 +1,7 @@
 """
 Which part of a model each rank holds under each strategy: said by the model itself, for benchmarks/draw_strategies.py.
 
-    held = placements.held_by('ZeRO 3 (FSDP)', rank=1)
+    held = placements.held_by_all()['ZeRO 3 (FSDP)'][1]     # of rank 1
     held.own['moments']['blocks.0.attn.qkv.weight']     # True where this rank holds the moments of that element
 
 A small model is really made and cut, once for each of 4 ranks, by the modules that the train scripts use. The value of
@@ -11,6 +11,7 @@ nothing (torch's fake process group): where a weight lies is decided before anyt
 
 import contextlib
 import itertools
+import multiprocessing
 from types import SimpleNamespace
 from unittest import mock
 
@@ -104,17 +105,20 @@ def as_rank(rank):
 
 
 def held_by_all():
-    """{name: [Held of each rank]} of all STRATEGIES."""
-    return {name: [held_by(name, rank) for rank in range(RANKS)] for name in STRATEGIES}
+    """{name: [Held of each rank]} of all STRATEGIES. A process for each rank: torch keeps what one has asked a mesh."""
+    with multiprocessing.get_context('spawn').Pool(RANKS) as pool:
+        by_rank = pool.map(held_by_rank, range(RANKS))
+    return {name: [held[name] for held in by_rank] for name in STRATEGIES}
 
 
-def held_by(name, rank):
-    """The Held of that rank."""
-    strategy, _, _ = STRATEGIES[name]
-    keys = keys_of(name)
-    config = SimpleNamespace(**keys)
-    with as_rank(rank), mock.patch.object(expert_manual, 'exchange_counts', lambda counts, group: counts):
-        return _held(strategy, keys, config, rank)
+def held_by_rank(rank):
+    """{name: Held} of that rank."""
+    held = {}
+    for name, (strategy, _, _) in STRATEGIES.items():
+        keys = keys_of(name)
+        with as_rank(rank), mock.patch.object(expert_manual, 'exchange_counts', lambda counts, group: counts):
+            held[name] = _held(strategy, keys, SimpleNamespace(**keys), rank)
+    return held
 
 
 def _held(strategy, keys, config, rank):

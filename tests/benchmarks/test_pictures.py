@@ -12,16 +12,20 @@ from planning.sizes import empty_model
 FP32 = 4
 
 
+@pytest.fixture(scope='module')
+def held_by_all():
+    return placements.held_by_all()
+
+
 def elements(masks):
     return sum(int(mask.sum()) for mask in masks.values())
 
 
 @pytest.mark.parametrize('name', placements.STRATEGIES)
-def test_ranks_hold_as_many_bytes_as_planned(name):
+def test_ranks_hold_as_many_bytes_as_planned(held_by_all, name):
     strategy, keys = placements.STRATEGIES[name][0], placements.keys_of(name)
     model = empty_model(keys)
-    ranks = [placements.held_by(name, rank) for rank in range(placements.RANKS)]
-    for rank, held in enumerate(ranks):
+    for rank, held in enumerate(held_by_all[name]):
         if strategy == 'pipeline':
             planned = memory.stage_memory(keys, model, placements.RANKS, rank)
         else:
@@ -32,10 +36,10 @@ def test_ranks_hold_as_many_bytes_as_planned(name):
         assert FP32 * sum(int(mask.sum()) for mask in gradients) == planned['gradients'] + planned.get('accumulated', 0)
 
 
-def test_together_the_ranks_hold_each_element_as_often_as_there_are_copies():
+def test_together_the_ranks_hold_each_element_as_often_as_there_are_copies(held_by_all):
     copies = {'DDP': 4, 'ZeRO 3 (FSDP)': 1, 'HSDP, 2 × 2': 2, 'DiLoCo, 2 × 2': 2, 'pipeline, 4 stages': 1}
     for name, expected in copies.items():
-        ranks = [placements.held_by(name, rank) for rank in range(placements.RANKS)]
+        ranks = held_by_all[name]
         for kind in placements.KINDS:
             for parameter in ranks[0].own[kind]:
                 assert (sum(held.own[kind][parameter].astype(int) for held in ranks) == expected).all(), (name, kind)
