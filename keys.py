@@ -24,7 +24,7 @@ from typing import Literal
 class Keys:
     # I/O [per job]
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
-    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses to if there is one
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # resume out_dir; 'never' fails if it holds a run, 'must' if not
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
@@ -45,7 +45,7 @@ class Keys:
     # data [result]
     dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or mixture: 'web:0.7,code:0.3' [result, per job]
     dataset_stages = ()  # shares from a step or fraction of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
-    val_dataset: str | None = None  # validate on it, or on several: 'one,two'; None = dataset's own [result, per job]
+    val_dataset: str | None = None  # dataset(s) to validate on: 'one,two'; None = dataset's own split [result, per job]
     windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, each attends only to itself
     data_dir = 'data'  # where datasets live [result, per job, path]
     batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job]
@@ -65,7 +65,7 @@ class Keys:
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
     n_experts = 0  # mixture of experts (llama, qwen3): small MLPs per block, of which a few compute each token; 0 = off
     experts_per_token = 2  # experts that compute each token; the router chooses them
-    expert_hidden_dim: int | None = None  # of an expert; None = mlp_hidden_dim / experts_per_token: same token cost
+    expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token: same cost
     router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off
     router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001)
     router_bias = 0.0  # balance by a bias per expert, which moves by this much per step; 0 = off (DeepSeek-V3: 0.001)
@@ -152,7 +152,7 @@ class ShardingKeys:
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
     zero_stage = 3  # what is sharded: 1 (manual only) = moments; 2 = also gradients; 3 = also weights
     cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
-    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # gradients: less communication, or less memory
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # sum gradients with less communication, or less memory
     blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
     prefetch = 1  # manual: units gathered ahead of the one at work; 0 = communication and computation take turns
 
@@ -168,7 +168,7 @@ class OuterKeys:
     exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # of what replicas send
     exchange_k = 64  # top2bit: send this many of each 4096 numbers (64 x 64 of a matrix), the largest, in 2 bits each
     error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time; top2bit: always
-    error_decay: float | None = None  # of that, times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
+    error_decay: float | None = None  # errors are sent times this; None = 0.95 for top2bit (SparseLoCo), else 1
     # diloco [per job]
     outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
     plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train

@@ -500,7 +500,7 @@ class Router(nn.Module):
         last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
         fully_shard it arrives rounded.
         choice: a list for activation checkpointing, empty at first, in which the first forward leaves its choice for
-        the second. If a GPU chose again, a near tie could end differently, and backward would not fit to forward.
+        the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
         """
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
         p = logits.softmax(-1)
