@@ -27,7 +27,7 @@ from runtime.batches import accumulation_steps, counted
 
 
 def fsdp_axes(config, world_size):
-    """{axis: size} of train_fsdp.py, without axes of size 1, which would make groups that nobody uses."""
+    """{axis: size} of train_fsdp.py. Axes of size 1 are left out (but 'shard'): they would make groups nobody uses."""
     replicate, tensor = config['replicate_size'], config['tensor_parallel']
     axes = {'replicate': replicate, 'shard': world_size // (replicate * tensor), 'tensor': tensor}
     return {name: size for name, size in axes.items() if size > 1 or name == 'shard'}
