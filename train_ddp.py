@@ -1,5 +1,5 @@
 """
-Train a language model with data parallelism: every rank holds the whole model, gradients are averaged.
+Train a language model with data parallelism: every rank holds the whole model, and gradients are averaged over ranks.
 
     python train_ddp.py config/quickstart.py                          # one process: a CPU or one GPU
     torchrun --nproc_per_node=4 train_ddp.py config/quickstart.py     # 4 GPUs, or 4 CPU processes (gloo)
