@@ -24,8 +24,8 @@ How do parts add up?    For the keys that it has seen, a kernel returns for each
                         lse = log sum exp(scores). From two such results merge() makes that of all their keys.
 And in backward?        Keys and values travel again. Given the final out and lse, the kernel returns each part's share
                         in the gradients of the whole, and these shares simply add up. Those of queries are summed here.
-                        Those of keys and values are summed in fp32 while they follow them around the ring, and are home
-                        after one more hop. With 'gather' a reduce-scatter brings them home.
+                        Those of keys and values follow them around the ring in fp32: each rank adds its share, and one
+                        more hop brings the sum home. With 'gather' a reduce-scatter does that.
 What crosses the wire?  Per rank, layer and sequence, with K heads of D numbers for keys, in b bytes (4 on a CPU, where
                         attention computes in fp32): (N-1) * 2 (T/N) K D b in forward, the same in backward, and for
                         gradients 2 (T/N) K D 4 bytes N times (ring) or N - 1 times (gather).
