@@ -181,8 +181,8 @@ class Pipeline:
     """One stage at work: the forwards and backwards of its parts, and the messages between them."""
 
     def __init__(self, module, mesh, batch_size):
-        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor). The ranks of a copy are one pipeline with data of its
-        own, and those along `tensor` hold each matrix together. batch_size: sequences of a micro-step."""
+        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor). The ranks of a copy are one pipeline with its own
+        data, and those along `tensor` hold each matrix together. batch_size: sequences of a micro-step."""
         self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('copy')
         self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
         self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
