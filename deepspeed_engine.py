@@ -52,7 +52,7 @@ SETTINGS_OF_KEYS = {  # settings of a user's file, and the key with which each h
     'bf16.enabled': 'dtype',
     'fp16.enabled': 'dtype',
 }
-FIXED = {  # settings that have to keep their defaults: others put weights where places_in_zero() does not expect them
+FIXED = {  # settings that keep their defaults, since with others places_in_zero() would not find the weights
     'zero_optimization.round_robin_gradients': False,
     'zero_optimization.zero_hpz_partition_size': 1,
     'zero_optimization.mics_shard_size': -1,
@@ -240,7 +240,7 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
     if loss_scaler := adapting_loss_scaler(engine):
-        loss_scaler.min_scale = 0  # at its default of 1 it would raise; here health.Numbers decides when to stop
+        loss_scaler.min_scale = 0  # with the default, 1, it would raise there; here health.Numbers decides when to stop
     if settings['zero_optimization']['stage'] == 3:
         engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine

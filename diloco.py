@@ -409,7 +409,7 @@ class Outer:
     @contextmanager
     @torch.no_grad()
     def outer_parameters(self):
-        """A context in which the parameters are the anchors. The copy of the parameters takes the gradients' memory."""
+        """A context in which the parameters are the anchors. Their copy takes the memory that gradients have left."""
         inner = {name: local(parameter).clone() for name, parameter in self.parameters.items()}
         self._go_on_from_anchors()
         yield

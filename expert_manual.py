@@ -117,7 +117,7 @@ def rows_by_rank(counts, arriving, rows):
 # --- the exchange -----------------------------------------------------------------------------------------------------
 # Custom operators rather than an autograd.Function, because selective checkpointing knows operators by their names.
 
-begun = 0  # exchanges of this process; if ranks hang in the same layer, it is for the one that has begun fewer of them
+begun = 0  # exchanges of this process; when ranks hang in one layer, the others wait for those that have begun fewer
 
 
 @torch.library.custom_op('expert_manual::exchange', mutates_args=())

@@ -20,17 +20,17 @@ In which layout?        The tensor cores read 8-bit operands only along the dime
                         operand has to lie in memory by rows, the second by columns. x and W^T lie like that already. In
                         backward W, x and dy^T do not, so they are copied, at one byte for each number.
 What is kept?           x in 8 bits, half of what bf16 would keep. Of W only the scale is kept, because backward needs W
-                        in another layout and makes that from the weight itself. 8-bit copies of all blocks' weights
-                        would also undo what FSDP saves when it frees a whole weight after forward and gathers it again.
+                        in another layout and makes that from the weight itself. FSDP frees whole weights after forward
+                        and gathers them again; 8-bit copies of all blocks' weights would take back what that saves.
 What stays as it was?   Parameters and their gradients, with names, shapes and dtypes. So checkpoints, optimizers, FSDP
                         (which gathers weights in bf16, as before) and export need not know about float8. A matmul
                         returns the compute dtype, in which everything between matmuls is computed.
 What is left out?       The head, whose logits differ by little. Embedding, norms and softmax, which are not matmuls.
                         LoRA, whose matrices are so thin that finding their scales takes longer than multiplying.
 
-Finding a scale and then casting reads the tensor twice. This pays off where torch.compile merges these reads into the
-operation before them (without it everything is slower than bf16), and where matmuls are large, with N, in and out of
-some thousands each.
+Finding a scale and then casting reads the tensor twice. So matmuls in 8 bits pay off where torch.compile merges these
+reads into what comes before them (without it everything is slower than bf16), and where the matmuls are large: N, in
+and out of some thousands each.
 
 Formats: Micikevicius et al., arXiv 2209.05433. torchao's float8 and nanochat have the same scales, one for each tensor.
 """

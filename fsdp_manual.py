@@ -87,7 +87,7 @@ def shard(
     zero_stage: 3, 2 or 1, see above. prefetch: blocks gathered ahead of the one at work; 0 = no overlap.
     offload: keep shards and their gradients in the host's memory, where the optimizer then runs.
     experts: modules inside of the blocks whose parameters are sharded over their_mesh, the ranks that hold the same
-        experts. It has as many dimensions as mesh. Their gradients, too, are divided by the number of ranks in mesh.
+        experts; it has as many dimensions as mesh. Their gradients, too, are divided by the number of ranks in mesh.
 
     Call it after activation checkpointing and torch.compile of the blocks, and before the optimizer is made. A model on
     the meta device stays there, and you call to_empty() and initialize it afterwards.
@@ -488,7 +488,7 @@ class ShardedModel(nn.Module):
             Variable._execution_engine.queue_callback(self.finish_backward)  # called when all gradients are there
 
     def after_backward(self, unit):
-        """A unit has all its gradients: free its whole weights, then keep or reduce the gradients."""
+        """A unit has all its gradients: free its whole weights (stages 2, 3), then keep or reduce the gradients."""
         unit.awaits_backward = False
         if self.zero_stage >= 2:
             self.reshard_unit(unit)

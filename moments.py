@@ -18,8 +18,8 @@ largest magnitude of its block. These values are not evenly spaced, since most m
     a first moment     half as many, of either sign, down to 1e-6, and 0, 1, -1
 
     block 0 | block 1 | ... | the rest      a block is 256 columns of one line (the last dimension), or what is left:
-    block 0 | block 1 | ... | the rest      FSDP cuts between lines, so that no block is on two ranks, whatever their
-    block 0 | block 1 | ... | the rest      number is, and each rank has the codes and scales that one process has
+    block 0 | block 1 | ... | the rest      FSDP cuts between lines, so that no block is on two ranks, however many
+    block 0 | block 1 | ... | the rest      there are, and each rank has the codes and scales that one process has
 
 Three things differ from what is published. First, -1 is among the values (there -0.993 is the lowest), since otherwise
 a block whose largest magnitude is negative would get another scale each time it is read and written. Second, a second
@@ -63,7 +63,8 @@ TINY = torch.finfo(torch.float32).tiny
 def levels(signed, device):
     """(the values of the codes 0 to 255, in rising order; the 255 points half-way between them), fp32."""
     positive = [1.0]
-    for decade in range(0 if signed else -1, 7):  # from the one below 1e-6 (1e-7), 1 value, to that below 1, 64 (128)
+    # Between 1e-7 and 1e-6 (unsigned: 1e-8 and 1e-7) 1 value, then twice as many in each decade, 64 (128) below 1.
+    for decade in range(0 if signed else -1, 7):
         count, unit = 2**decade if signed else 2 ** (decade + 1), 10.0 ** (decade - 6)
         positive += [unit * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]  # middles of equal parts
     values = sorted(positive + [0.0] + [-x for x in positive if x < max(positive[1:])] + [-1.0] if signed else positive)

@@ -12,10 +12,9 @@ an f that works by columns, like GELU and SwiGLU, or by heads, like attention:
 
     Y = f(X A) B = sum_i f(X A_i) B_i       A = [A_1 ... A_t] cut by outputs, B by inputs: rank i needs X, A_i and B_i
 
-Between these pairs come norms, dropout and residuals, which look at one token at a time. So that they need not be
-computed on all t ranks, nor their activations be kept on all, rank i does tokens i T/t to (i+1) T/t of each sequence
-("sequence parallelism", arXiv 2205.05198, section 4.2). X then arrives by an all-gather, and Y leaves by a
-reduce-scatter:
+Between these pairs come norms, dropout and residuals, which look at one token at a time. There is no need to compute
+them, and to keep their activations, t times, so rank i does only tokens i T/t to (i+1) T/t of each sequence ("sequence
+parallelism", arXiv 2205.05198, section 4.2). X then arrives by an all-gather, and Y leaves by a reduce-scatter:
 
       (B, T/t, C)            (B, T, C)             (B, T, H/t D)              (B, T, C) partial   (B, T/t, C)
     ---- norm ---- all-gather -- qkv, by heads ---- attention, H/t heads ---- proj -- reduce-scatter ---- + ----
@@ -25,8 +24,8 @@ What is whose?          Cut by rows: qkv (each of q, k, v by heads), up, gate, e
                         and down. Norms, positions and the biases of proj and down have the same values on all ranks.
 In backward?            Every rank has used all of X, so the gradient of X is a sum over ranks: the gradient of an
                         all-gather is a reduce-scatter, and the other way round. So backward sends as many bytes again.
-Which gradients are     Those of matrices, since all tokens passed through them. A parameter that is on all ranks has
-whole?                  seen only this rank's tokens (q_norm and k_norm: this rank's heads), so its gradients are
+Which gradients are     Those of matrices, since all tokens passed through them. A parameter that is on all ranks has on
+whole?                  each seen only the tokens of this rank (q_norm and k_norm: its heads), so its gradients are
                         summed over the ranks, once per step.
 Embedding and head?     Cut by tokens of the vocabulary. Each rank looks up the tokens that it has, and takes 0 for the
                         others; the reduce-scatter sums these. Of the logits each rank has some columns, from which
