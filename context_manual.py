@@ -5,11 +5,12 @@ Context parallelism by hand: each sequence is cut over several ranks, for length
     batch = context.part((x, y))  # of (B, T) this rank's (B, T/4), and an attention layout, which looks at all of T
     loss_sum, ce_sum = model(*batch)  # sums over this rank's targets: those of all ranks add up to the loss
 
-Each layer but attention looks at one token at a time, and needs no change. Attention looks back at keys and values of
-other ranks. Queries stay where they are, and keys and values travel (ring attention, arXiv 2310.01889).
+Every layer but attention looks at one token at a time, so it needs no change. Attention also needs the keys and values
+of other ranks. Queries stay where they are, and keys and values travel (ring attention, arXiv 2310.01889).
 
-Who holds what?         Of N ranks and 2N chunks rank r has the chunks r and 2N-1-r ("zigzag"), an early and a late one:
-                        a late token looks back at more than an early one, and so all ranks have as much to compute.
+Who holds what?         A sequence is cut into 2N chunks for N ranks. Rank r has the chunks r and 2N-1-r ("zigzag"), an
+                        early and a late one. A late token attends to more keys than an early one, so with one chunk of
+                        each kind all ranks have the same amount to compute.
 
     N = 2      chunk  0  1  2  3      keys  0  1  2  3
         rank 0 has    x        x      of 0  \                 \ h  step 0: each rank with its own keys, causal
@@ -19,19 +20,22 @@ Who holds what?         Of N ranks and 2N chunks rank r has the chunks r and 2N-
 
 How do keys travel?     impl='ring': in N - 1 steps from rank to rank, the next ones while these are at work.
                         impl='gather': to all ranks at once (Llama 3, arXiv 2407.21783), not hidden, but one collective.
-How do parts add up?    A kernel returns, per query, out = softmax(scores) values and lse = log sum exp(scores), of the
-                        keys it has seen. Two of them merge to that of all keys: see merge().
-And in backward?        Keys and values travel again. With the final out and lse, the gradients of each part are those
-                        of the whole, and simply add up: those of queries here, those of keys and values in fp32 on
-                        their way round, one hop more and they are home. With 'gather' a reduce-scatter brings them.
+How do parts add up?    For the keys that it has seen, a kernel returns for each query out = softmax(scores) values and
+                        lse = log sum exp(scores). From two such results merge() makes that of all their keys.
+And in backward?        Keys and values travel again. Given the final out and lse, the kernel returns each part's share
+                        in the gradients of the whole, and these shares simply add up. Those of queries are summed here.
+                        Those of keys and values follow them around the ring in fp32: each rank adds its share, and one
+                        more hop brings the sum home. With 'gather' a reduce-scatter does that.
 What crosses the wire?  Per rank, layer and sequence, with K heads of D numbers for keys, in b bytes (4 on a CPU, where
                         attention computes in fp32): (N-1) * 2 (T/N) K D b in forward, the same in backward, and for
                         gradients 2 (T/N) K D 4 bytes N times (ring) or N - 1 times (gather).
-Packed documents?       A document is a stretch of the sequence. So only one of them can reach from the keys of another
-                        rank to these queries, and what it has of both is a rectangle: no mask again, see tiles().
+Packed documents?       A document is one stretch of the sequence. So at most one document has both keys of another rank
+                        and queries of this one that may see them, and all these keys come before all these queries.
+                        What is to be computed is a rectangle, and needs no mask either: see tiles().
 
-A custom operator rather than an autograd.Function: selective checkpointing knows it by its name and keeps its results,
-where it would run a Function's forward, with all hops, once more; and torch.compile takes it for one kernel.
+This is a custom operator rather than an autograd.Function for two reasons. Selective checkpointing knows an operator by
+its name and keeps its results, whereas it would run a Function's forward, with all its hops, a second time. And
+torch.compile treats it as a single kernel.
 """
 
 import bisect
@@ -54,11 +58,11 @@ aten = torch.ops.aten
 
 
 class Context:
-    """The ranks that work on the same sequences, N consecutive ones, and what this one has of a batch."""
+    """The N ranks that share each sequence (consecutive ones), and this rank's part of a batch."""
 
     def __init__(self, ranks, impl, device, timeout_s, tensor=1):
-        """ranks: N, 2 or more. tensor: of tensor_manual.py, ranks that have the same tokens; N * tensor divides the
-        world's. Collective over the world: a group of its own, beside those of FSDP."""
+        """ranks: N, 2 or more. tensor: ranks that hold each matrix together (tensor_manual.py) and so have the same
+        tokens; N * tensor divides the world size. Collective over the world: makes a group besides those of FSDP."""
         self.ranks, self.impl = ranks, impl
         axes = {'batch': dist.get_world_size() // (ranks * tensor), 'context': ranks, 'tensor': tensor}
         mesh = meshes.make(axes, device, timeout_s)
@@ -66,17 +70,17 @@ class Context:
 
     @classmethod
     def from_keys(cls, config, device):
-        """From a script's config, a dict."""
+        """The Context that a script's config, a dict, asks for."""
         names = ('context_parallel', 'context_impl', 'timeout_s', 'tensor_parallel')
         ranks, impl, timeout_s, tensor = (config[name] for name in names)
         return cls(ranks, impl, device, timeout_s, tensor)
 
     def part(self, batch):
-        """The arguments of the model, from (x, y) or (x, y, starts) of whole sequences; T divides by 2N.
+        """This rank's arguments for the model, from a batch of whole sequences, (x, y) or (x, y, starts).
 
-        starts: in host memory (data.batches(starts_on_host=True)), for the host decides which tiles there are.
-
-        That is x, y, None, layout: this rank's columns (B, T/N) of tokens and of targets, no starts, and the layout.
+        x, y: (B, T), where T is a multiple of 2N. starts: in host memory (data.batches(starts_on_host=True)), because
+        the host decides which tiles there are.
+        Returns x, y, None, layout: this rank's columns (B, T/N) of tokens and targets, no starts, and the layout.
         """
         x, y, *starts = batch
         c = x.shape[1] // (2 * self.ranks)
@@ -92,10 +96,13 @@ class Context:
 
 
 def tiles(rank, source, ranks, T, documents=None):
-    """What the queries of `rank` compute with the keys of `source`: yields (rows, queries, keys, causal), slices.
+    """The tiles in which the queries of `rank` meet the keys of `source`: yields (rows, queries, keys, causal).
 
-    T: tokens of a rank. documents: int64 (B, M), where the documents of each row begin in the whole sequence, in their
-    order; unused places hold its length. None: a row is one document. In a causal tile query i sees the keys up to i.
+    rows, queries and keys are slices of the batch and of the two ranks' tokens. In a causal tile query i sees the keys
+    up to i, in any other tile all of them.
+
+    T: tokens of a rank. documents: int64 (B, M), where the documents of each row begin in the whole sequence, in order;
+    unused places hold the sequence's length. None: each row is one document.
     """
     c = T // 2
 
@@ -108,12 +115,12 @@ def tiles(rank, source, ranks, T, documents=None):
         rows_and_starts = [(slice(row, row + 1), starts) for row, starts in enumerate(documents.tolist())]
     for rows, starts in rows_and_starts:
         borders = [*starts, ranks * T]
-        if source == rank:  # each document alone; one that reaches over both chunks holds all that lies between them
+        if source == rank:  # each document alone; one in both chunks also has all the tokens between them
             for begin, end in itertools.pairwise(sorted({before(rank, border) for border in borders})):
                 yield rows, slice(begin, end), slice(begin, end), True
             continue
-        # From an earlier source all queries see its first chunk; of a later one, the late queries see both its chunks.
-        # All these keys stand before all these queries. So the only document in both is that of the first query.
+        # All queries see the first chunk of an earlier source; only the late queries see a later one, both its chunks.
+        # Either way all these keys come before these queries, so only the first query's document can have some of each.
         first, last = (0, c) if source < rank else (c, T)
         position = (rank if source < rank else 2 * ranks - 1 - rank) * c
         number = bisect.bisect_right(borders, position)
@@ -127,9 +134,9 @@ def tiles(rank, source, ranks, T, documents=None):
 
 @dataclass
 class SharedLayout:
-    """An attention layout (see model.py) of sequences of which this rank has T/N tokens."""
+    """An attention layout (see model.py) for sequences of T tokens, of which this rank has T/N."""
 
-    positions: Tensor  # int64 (1 or B, T/N): of this rank's tokens in their sequence or document
+    positions: Tensor  # int64 (1 or B, T/N): places of this rank's tokens in their sequence or document
     documents: Tensor | None  # int64 (B, M), on the host: where each document of a whole sequence begins
     impl: str
     group: str  # its name: custom operators take no objects
@@ -150,7 +157,7 @@ class SharedLayout:
 def attend_over_ranks(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, impl: str, group: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out as q, lse (B, H, T/N)), from the keys and values of all ranks of the group."""
+    """This rank's queries over the keys and values of all ranks of the group: (out as q, lse (B, H, T/N))."""
     out, lse = empty_results(q)
     group = _resolve_process_group(group)
     for source, (keys, values) in blocks_in_turn(torch.stack((k, v)), impl, group):
@@ -165,7 +172,7 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     documents: Tensor | None, impl: str, group: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients by q, k and v, from that by out. out, lse: what forward returned, over all keys."""
+    """The gradients of q, k and v. grad: that of out. out, lse: what forward returned, over all keys."""
     group = _resolve_process_group(group)
     grad_q = q.new_zeros(q.shape, dtype=lse.dtype)
     hop, gradients = None, []
@@ -179,9 +186,9 @@ def attend_backward(
                 total += part
         if impl == 'gather':
             gradients.append(grad_kv)
-        else:  # what the ranks before this one have found for this block has arrived meanwhile; on the sum goes
+        else:  # add this rank's share to those of the ranks before it, which have arrived, and send the sum on
             hop = Hop(grad_kv if hop is None else grad_kv.add_(hop.wait()), group, tag=1)
-    if impl == 'gather':  # a reduce-scatter; gloo's own is an all-reduce inside
+    if impl == 'gather':  # a reduce-scatter, by an all-to-all: gloo's own is an all-reduce inside
         gradients = torch.stack(gradients)  # (N, 2, B, K, T/N, D)
         received = torch.empty_like(gradients)
         dist.all_to_all_single(received, gradients, group=group)
@@ -192,8 +199,8 @@ def attend_backward(
 
 
 def empty_results(q):
-    """out and lse before the first keys: a sum of no exponentials. In memory out is (B, T, H, D), as the next layer
-    wants it."""
+    """out and lse before any keys: 0, and -inf, the log of an empty sum. In memory out is (B, T, H, D), as the next
+    layer wants it."""
     B, H, T, D = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_zeros(B, T, H, D, dtype=dtype).transpose(1, 2), q.new_full((B, H, T), -torch.inf, dtype=dtype)
@@ -227,24 +234,24 @@ def shapes_of_backward(grad, q, k, v, *_):
 
 
 def blocks_in_turn(kv, impl, group):
-    """Yields (source, its keys and values) for each rank of the group. kv: this rank's, (2, B, K, T/N, D)."""
+    """Yields (rank, its keys and values) for each rank of the group. kv: this rank's own, (2, B, K, T/N, D)."""
     if impl == 'gather':
         gathered = kv.new_empty(group.size(), *kv.shape)
         dist.all_gather([*gathered], kv, group=group)
         yield from enumerate(gathered)
         return
     for step in range(group.size()):
-        hop = Hop(kv, group, tag=0) if step < group.size() - 1 else None  # beside what the caller computes with kv
+        hop = Hop(kv, group, tag=0) if step < group.size() - 1 else None  # travels while the caller computes with kv
         yield (group.rank() - step) % group.size(), kv
         if hop:
             kv = hop.wait()
 
 
 class Hop:
-    """A tensor on its way to the next rank, and its like from the rank before. Both stay alive until they are there."""
+    """A tensor on its way to the next rank, while one like it comes from the rank before. It keeps both alive."""
 
     def __init__(self, tensor, group, tag):
-        # Both are posted before either is waited for: of gloo a send waits for the receiver, and all would wait.
+        # Both are posted before either is waited for: a send of gloo waits for its receiver, so all ranks would hang.
         self.sent, self.arriving = tensor, torch.empty_like(tensor)
         rank, ranks = group.rank(), group.size()
         send = dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=(rank + 1) % ranks)
@@ -252,7 +259,7 @@ class Hop:
         self.requests = dist.batch_isend_irecv([send, receive])
 
     def wait(self):
-        """What has arrived."""
+        """The tensor that has arrived."""
         for request in self.requests:
             request.wait()
         return self.arriving
@@ -262,8 +269,11 @@ class Hop:
 
 
 def merge(out, lse, part_out, part_lse):
-    """Take further keys in, in place. out (B, H, T, D): softmax(scores) v over the keys so far, lse (B, H, T): log sum
-    exp(scores). Over both kinds of keys lse is log(e^lse + e^part_lse), and each out counts by its share in that."""
+    """Merge the result for further keys into that for the keys so far, in place.
+
+    out (B, H, T, D): softmax(scores) v over the keys so far. lse (B, H, T): log sum exp(scores). Over all these keys
+    lse is log(e^lse + e^part_lse), and each of the two outs is weighted by its share in that sum.
+    """
     total = torch.logaddexp(lse, part_lse)
     out *= (lse - total).exp()[..., None]
     out += part_out * (part_lse - total).exp()[..., None]
@@ -271,7 +281,7 @@ def merge(out, lse, part_out, part_lse):
 
 
 def forward_kernel(q, k, v, causal, scale):
-    """(out, lse (B, H, T)) by the fused kernel of the device."""
+    """(out, lse (B, H, T)) of one tile, by the fused kernel of the device."""
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if q.dtype.itemsize == 2:
@@ -282,7 +292,8 @@ def forward_kernel(q, k, v, causal, scale):
 
 
 def backward_kernel(grad, q, out, lse, k, v, causal, scale):
-    """Gradients by q, k, v. out and lse are those over all keys, of which k and v are a part: P = exp(scores - lse)."""
+    """The gradients of q, k and v of one tile. out and lse are those over all keys, so that P = exp(scores - lse) is
+    this tile's part of the whole softmax."""
     lse = lse.contiguous()
     if q.is_cpu:
         arguments = (grad, q, k, v, out, lse, 0.0, causal)

@@ -1,14 +1,15 @@
 """
-Between train_deepspeed.py and DeepSpeed: its JSON configuration, and the run's weights and optimizer state by parameter
-name, brought into and out of the flat slices in which ZeRO keeps them.
+What stands between train_deepspeed.py and DeepSpeed: its JSON configuration, and the run's weights and optimizer state,
+which are moved by parameter name into and out of the flat slices in which ZeRO keeps them.
 
     engine_config = configuration(config, ...)  # the keys as DeepSpeed's JSON, or the user's file checked against them
     engine = start(deepspeed, model, opt, raw_model, engine_config, device, timeout)  # from rows on the host
     holder = take_back(engine, opt, raw_model)  # and there again, for a checkpoint
 
 ZeRO (arXiv 1910.02054) flattens the parameters of a group, one after the other, and gives each rank an equal part of
-the fp32 weights and moments; under stage 3 each parameter is cut by itself. Checkpoints know none of this: they hold
-whole tensors by name, of which each rank writes rows. So every strategy and any number of ranks can go on from them.
+the fp32 weights and moments; under stage 3 each parameter is cut by itself. Checkpoints do not depend on any of this:
+they hold whole tensors by name, of which each rank writes rows, so every strategy and any number of ranks can resume
+from them.
 
 Written for deepspeed 0.19: places_in_zero(), gradients(), refresh() and forget_order() use its optimizers' attributes.
 """
@@ -28,19 +29,19 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 INSTALL = 'pip install -r requirements-deepspeed.txt'
 BUCKET = 2**25  # numbers that are reduced together: 134 MB in fp32, five times DDP's buckets
-LEFT_OUT = (None, 'auto')  # values in a user's file for which ours stand in
-SECTIONS_OF_KEYS = {  # of a user's file: keys of the script decide, so nothing but "auto" may stand in them
+LEFT_OUT = (None, 'auto')  # values in a user's file that are replaced by ours
+SECTIONS_OF_KEYS = {  # sections of a user's file that keys of the script decide, so they may hold nothing but "auto"
     'optimizer': '--optimizer, --learning_rate, --weight_decay, ...',
     'scheduler': '--lr_schedule, --warmup_iters, ...',
     'amp': '--dtype',
     'torch_autocast': '--dtype',
 }
-# "type" in such a section, beside "auto": (the key that decides, its value for DeepSpeed's names)
+# In these sections "type" may be given, too: (the key it has to agree with, {DeepSpeed's name: the key's value})
 TYPES = {
     'optimizer': ('optimizer', {'Adam': 'adamw', 'AdamW': 'adamw'}),
     'scheduler': ('lr_schedule', {'WarmupLR': 'constant', 'WarmupDecayLR': 'linear', 'WarmupCosineLR': 'cosine'}),
 }
-SETTINGS_OF_KEYS = {  # that have to agree with a key
+SETTINGS_OF_KEYS = {  # settings of a user's file, and the key with which each has to agree
     'train_batch_size': 'global_batch_size',
     'train_micro_batch_size_per_gpu': 'batch_size',
     'gradient_accumulation_steps': 'global_batch_size',
@@ -51,25 +52,25 @@ SETTINGS_OF_KEYS = {  # that have to agree with a key
     'bf16.enabled': 'dtype',
     'fp16.enabled': 'dtype',
 }
-FIXED = {  # that keep their defaults: with other values weights lie elsewhere than places_in_zero() knows
+FIXED = {  # settings that keep their defaults, since with others places_in_zero() would not find the weights
     'zero_optimization.round_robin_gradients': False,
     'zero_optimization.zero_hpz_partition_size': 1,
     'zero_optimization.mics_shard_size': -1,
     'zero_optimization.zero_quantized_weights': False,
     'zero_optimization.zero_quantized_nontrainable_weights': False,
     'zero_optimization.zero_quantized_gradients': False,
-    'zero_optimization.cpu_offload': False,  # old names, which the key cpu_offload would not know
+    'zero_optimization.cpu_offload': False,  # old names, which the check against the key cpu_offload would miss
     'zero_optimization.cpu_offload_params': False,
 }
 
 
 def package(device):
-    """The package deepspeed, imported for this device. Raises ValueError where it is missing or of another version."""
+    """Import the package deepspeed for this device. Raises ValueError if it is missing or has another version."""
     os.environ['DS_ACCELERATOR'] = device.type  # read once, by the import
-    os.environ.setdefault('LOCAL_RANK', str(device.index or 0))  # expected without torchrun, too
+    os.environ.setdefault('LOCAL_RANK', str(device.index or 0))  # which deepspeed needs even without torchrun
     try:
         import deepspeed
-    except Exception as error:  # where it finds CUDA but no nvcc, its own MissingCUDAException, which is no ImportError
+    except Exception as error:  # if it finds CUDA but no nvcc, it raises MissingCUDAException, which is no ImportError
         raise ValueError(f'train_deepspeed.py needs the package deepspeed ({error}): {INSTALL}') from error
     if not deepspeed.__version__.startswith('0.19.'):
         raise ValueError(f'deepspeed {deepspeed.__version__} is installed, 0.19 is expected: {INSTALL}')
@@ -101,8 +102,9 @@ def refuse_unsupported(config):
 def configuration(config, accumulation_steps, file=None):
     """DeepSpeed's configuration (a dict, as in its JSON) of a run with these keys.
 
-    file: a JSON file of the user's. Its settings hold, but those that a key of the script decides must agree with the
-    key; 'auto' and what is left out are filled in. Raises ValueError with all that contradict: setting, value and key.
+    file: a JSON file of the user's. Its settings hold, but those that are 'auto' or left out are filled in, and those
+    that a key of the script decides have to agree with the key. Raises ValueError with the setting, the value and the
+    key of every conflict.
     """
     zero = {
         'stage': config['zero_stage'],
@@ -147,7 +149,7 @@ def read_settings(file):
 
 
 def contradictions(theirs, ours, config):
-    """What is wrong with each setting of the user's file that is unknown, or that a key decides in another way."""
+    """What is wrong with the user's settings: a text for each one that is unknown or in conflict with a key."""
     found = []
     for section, keys in SECTIONS_OF_KEYS.items():
         key, values = TYPES.get(section, ('', {}))
@@ -166,7 +168,7 @@ def contradictions(theirs, ours, config):
     key_settings = {path: setting(ours, path) for path in SETTINGS_OF_KEYS}
     for path, expected in (key_settings | FIXED).items():
         given, key = setting(theirs, path), SETTINGS_OF_KEYS.get(path)
-        expected = 'none' if expected is None else expected  # of offload_...: the section is left out
+        expected = 'none' if expected is None else expected  # for offload_..., whose section we leave out
         if given not in (*LEFT_OUT, expected):
             where = f'with {key}={config[key]}' if key else 'here'
             wrong = f'"{path}" is {json.dumps(given)}, {where} it has to be {json.dumps(expected)}'
@@ -175,19 +177,19 @@ def contradictions(theirs, ours, config):
 
 
 def is_auto(value):
-    """Whether all that is given is 'auto'."""
+    """Whether a value, and every value inside of it, is 'auto' or None."""
     return all(map(is_auto, value.values())) if isinstance(value, dict) else value in LEFT_OUT
 
 
 def setting(settings, path):
-    """What stands at a path like 'zero_optimization.stage', or None."""
+    """The value at a path like 'zero_optimization.stage', or None."""
     for name in path.split('.'):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings
 
 
 def merged(ours, theirs):
-    """Their settings, with ours for what they leave out or call 'auto'. 'auto' that we have nothing for is left out."""
+    """Their settings, and ours where they leave one out or set it to 'auto'. An 'auto' unknown to ours is dropped."""
     result = dict(ours)
     for name, value in theirs.items():
         if isinstance(value, dict):
@@ -201,23 +203,23 @@ def merged(ours, theirs):
 
 
 def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
-    """DeepSpeed's engine over the process group that is there. Collective.
+    """DeepSpeed's engine over the process group that exists already. Collective.
 
-    model: what is to be trained, on meta. raw_model: its weights, as rows (see shard_rows), which are freed. optimizer:
-    over raw_model's parameters, with their state if there is one; it is given the engine's flat slices in their place.
-    timeout: of the engine's collectives, a timedelta.
+    model: the model to train, on meta. raw_model: has its weights as rows (see shard_rows), which are freed. optimizer:
+    over raw_model's parameters, perhaps with state; it is made to step the engine's flat slices instead. timeout: of
+    the engine's collectives, a timedelta.
     Raises ValueError for settings that DeepSpeed refuses.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay fp32
         parameter.data = parameter.data.to(model.compute_dtype)
-    # To be cut under stage 3, a parameter passes through the device by itself: the whole model need not fit.
+    # Under stage 3 parameters pass through the device one by one when they are cut, so the whole need not fit there.
     model.to_empty(device='cpu' if settings['zero_optimization']['stage'] == 3 else device)
     states = retarget(optimizer, raw_model, model)
-    # Its comm module would compile a shared-memory all-reduce for CPUs, which only its inference uses.
+    # Its comm module would compile a shared-memory all-reduce for CPUs, which it uses only for inference.
     deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # of a run before, in this process
+    deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None  # of an earlier run in this process
     warnings.filterwarnings('ignore', category=FutureWarning, module='torch.distributed')  # new names of collectives
     logging.getLogger('DeepSpeed').setLevel(logging.WARNING)
     logging.getLogger('DeepSpeed').addFilter(lambda record: 'untested optimizer' not in record.getMessage())
@@ -230,7 +232,7 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
                 deepspeed.zero.Init(module=model, config_dict_or_path=settings)
             options = {'config': settings, 'dist_init_required': False}
             engine = deepspeed.initialize(model=model, optimizer=optimizer, **options)[0]
-        except RuntimeError:  # memory or a collective, no setting
+        except RuntimeError:  # out of memory, or a collective: not the settings
             raise
         except Exception as error:  # pydantic's, assertions, ...
             line = f'{type(error).__name__}: {" ".join(str(error).split())}'.partition(' For further')[0][:300]
@@ -238,18 +240,19 @@ def start(deepspeed, model, optimizer, raw_model, settings, device, timeout):
     _set_pg_timeout(timeout, engine.data_parallel_group)
     hand_over(engine, optimizer, raw_model, states)
     if loss_scaler := adapting_loss_scaler(engine):
-        loss_scaler.min_scale = 0  # at its least, 1, it would raise; here health.Numbers decides when to stop
+        loss_scaler.min_scale = 0  # with the default, 1, it would raise there; here health.Numbers decides when to stop
     if settings['zero_optimization']['stage'] == 3:
         engine.module.register_forward_hook(lambda *_: forget_order(engine))
     return engine
 
 
 def forget_order(engine):
-    """After a forward pass without gradients: let stage 3 learn anew in which order the modules run.
+    """After a forward pass without gradients, let stage 3 learn anew in which order the modules run.
 
-    It gathers weights ahead, in the order of the pass before, and does not wait for one that is on its way when another
-    module than expected takes it. A pass that returns logits, as in finetune.self_test(), calls the head as a module; a
-    pass for the loss takes its weight. The price: in one step after each evaluation nothing is gathered ahead.
+    Stage 3 gathers weights ahead in the order of the pass before. If another module than expected takes a weight that
+    is on its way, it does not wait for that weight. And the order does change: a pass that returns logits, as in
+    finetune.self_test(), calls the head as a module, while a pass for the loss only takes its weight. The price is that
+    nothing is gathered ahead in one step after each evaluation.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if not torch.is_grad_enabled() and not coordinator.is_invalid_trace():
@@ -257,19 +260,19 @@ def forget_order(engine):
 
 
 def adapting_loss_scaler(engine):
-    """DeepSpeed's loss scaler under fp16, unless the user's file has made the scale a fixed one; else None."""
+    """DeepSpeed's loss scaler under fp16; None without fp16, or if the user's file fixes the scale."""
     loss_scaler = getattr(engine.optimizer, 'loss_scaler', None)
     return loss_scaler if engine.fp16_enabled() and loss_scaler.dynamic else None
 
 
 def gradients(engine):
-    """This rank's part of the gradient, as a list of tensors: after the last backward(), before step()."""
+    """This rank's part of the gradient, a list of tensors. Call it after the last backward() and before step()."""
     zero = engine.optimizer
     if hasattr(zero, 'fp32_groups_gradient_flat_partition'):  # stage 1 in bf16 has an optimizer of its own
         return zero.fp32_groups_gradient_flat_partition
     if getattr(zero, 'cpu_offload', False) or getattr(zero, 'offload_optimizer', False):
         if engine.device.type == 'cuda':
-            torch.cuda.synchronize()  # they are copied into pinned memory, for which nobody has waited yet
+            torch.cuda.synchronize()  # they are copied into pinned memory, and nobody has waited for that yet
         is_stage_3 = engine.zero_optimization_stage() == 3
         flats = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats]
@@ -277,10 +280,10 @@ def gradients(engine):
 
 
 def step(engine, optimizer, skip):
-    """Clip, update this rank's slices, gather the weights, free the gradients; all but the update if `skip`, a bool.
+    """Clip, update this rank's slices, gather the weights and free the gradients. skip: bool, to leave out the update.
 
-    An engine cannot be told to skip an update. But what updates is our optimizer, whose step() it calls without
-    arguments, perhaps several times, and a hook of torch's may add one.
+    The engine cannot be told to skip an update. But it updates by calling our optimizer's step() without arguments,
+    perhaps several times, and a hook of torch's can add the argument.
     """
     hook = optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, {**kwargs, 'skip': skip}))
     engine.step()
@@ -288,7 +291,7 @@ def step(engine, optimizer, skip):
 
 
 def dtypes(engine, compute):
-    """The log's line: what a user's deepspeed_config may have made of them. compute: the key dtype, resolved."""
+    """A line for the log with the dtypes, which a user's deepspeed_config may have changed. compute: the key dtype."""
     flats = [flat for flat, _, _, _ in places_in_zero(engine).values()]
     masters, reduction = flats[0].dtype if flats else torch.float32, engine.communication_data_type
     line = f'dtypes: weights {masters}, compute {compute}, gradient reduction {reduction}, optimizer state {masters}'
@@ -296,7 +299,7 @@ def dtypes(engine, compute):
 
 
 def held(engine, optimizer, gradients):
-    """(weights, for compute and in fp32; gradients; optimizer state) of this rank, as lists of tensors."""
+    """(weights, gradients, optimizer state) of this rank, as lists of tensors. Weights: for compute, and in fp32."""
     weights = {flat for flat, _, _, _ in places_in_zero(engine).values()}
     for parameter in engine.module.parameters():
         weights |= {parameter.data, getattr(parameter, 'ds_tensor', None)}
@@ -304,16 +307,16 @@ def held(engine, optimizer, gradients):
 
 
 def places_in_zero(engine):
-    """{parameter: (flat, start, first, length)} of the parameters that this rank has numbers of.
+    """Where this rank's fp32 weights are: {parameter: (flat, start, first, length)}, if it has any of the parameter's.
 
-    flat[start : start + length], of its fp32 weights, are the numbers from `first` on of the flattened parameter.
+    flat[start : start + length] holds the numbers first to first + length of the flattened parameter.
     """
     zero, places = engine.optimizer, {}
     if engine.zero_optimization_stage() == 3:
         for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
             start = 0
             for parameter in group:
-                size = parameter.partition_numel()  # on every rank: the last one's may end in padding
+                size = parameter.partition_numel()  # the same on every rank; the last one's may end in padding
                 first = dist.get_rank() * size
                 if first < parameter.ds_numel:
                     places[parameter] = flat, start, first, min(size, parameter.ds_numel - first)
@@ -330,7 +333,7 @@ def places_in_zero(engine):
 
 
 def refresh(engine):
-    """Make the weights for compute those of fp32 again, on all ranks."""
+    """Copy the fp32 weights into the weights for compute again, on all ranks."""
     zero = engine.optimizer
     if engine.zero_optimization_stage() < 3:
         zero.update_lp_params()
@@ -345,7 +348,7 @@ def refresh(engine):
 
 
 def shard_rows(model, mesh):
-    """Make every parameter of a model on the meta device a DTensor, Shard(0), as fully_shard does."""
+    """Make every parameter of a model on the meta device a DTensor, sharded by rows (Shard(0)) as in fully_shard."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -354,7 +357,7 @@ def shard_rows(model, mesh):
 
 
 def retarget(optimizer, raw_model, model):
-    """Put the parameters of `model` in the place of those of raw_model; returns the state that these had, by name."""
+    """Give the optimizer the parameters of `model` instead of raw_model's; returns the state of these, by name."""
     names = {parameter: name for name, parameter in raw_model.named_parameters()}
     parameters = dict(model.named_parameters())
     for group in optimizer.param_groups:
@@ -368,13 +371,13 @@ def retarget(optimizer, raw_model, model):
 def hand_over(engine, optimizer, raw_model, states):
     """Give the engine the weights of raw_model (rows, see shard_rows) and the optimizer's state by name; free the rows.
 
-    Collective: each parameter is whole for a moment, in host memory.
+    Collective. Each parameter is whole for a moment, in host memory.
     """
     places = places_in_zero(engine)
     for (name, image), parameter in zip(raw_model.named_parameters(), engine.module.parameters(), strict=True):
         for slot, value in {None: image, **states.pop(name, {})}.items():
             whole = value.full_tensor().flatten() if isinstance(value, DTensor) else value
-            if not parameter.requires_grad:  # ZeRO has no fp32 weights of it; its rows stay, for the checkpoints
+            if not parameter.requires_grad:  # ZeRO has no fp32 weights of it; its rows stay, for checkpoints
                 copy_frozen(parameter, whole)
             if parameter not in places:
                 continue
@@ -397,9 +400,10 @@ def hand_over(engine, optimizer, raw_model, states):
 
 
 def check_placed(engine, raw_model):
-    """Raise ValueError unless the weights for compute are those of raw_model; below stage 3, where each rank sees them.
+    """Raise ValueError unless the weights for compute are those of raw_model. Under stage 3 nothing is checked, because
+    there a rank does not see whole weights.
 
-    Each rank compares the rows that it has of both: numbers in a wrong place would train without any other sign.
+    Each rank compares its own rows, because numbers in a wrong place would train without any other sign.
     """
     if engine.zero_optimization_stage() == 3:
         return
@@ -415,7 +419,7 @@ def check_placed(engine, raw_model):
 
 
 def copy_frozen(parameter, whole):
-    """Fill a frozen parameter of the engine, in stage 3 this rank's slice of it, from its whole value, flattened."""
+    """Fill a frozen parameter of the engine (under stage 3 this rank's slice) from its whole value, flattened."""
     if not hasattr(parameter, 'ds_tensor'):
         parameter.copy_(whole.view(parameter.shape))
         return
@@ -426,9 +430,9 @@ def copy_frozen(parameter, whole):
 
 @torch.no_grad()
 def take_back(engine, optimizer, raw_model):
-    """Fill the rows of raw_model with the engine's fp32 weights; returns an optimizer that holds its state in rows.
+    """Fill the rows of raw_model with the engine's fp32 weights; returns an optimizer that holds the state in rows.
 
-    Collective: each parameter is whole for a moment, on the device. drop(raw_model) frees the rows again.
+    Collective. Each parameter is whole for a moment, on the device. drop(raw_model) frees the rows again.
     """
     places, rank, world_size = places_in_zero(engine), dist.get_rank(), dist.get_world_size()
     holder = torch.optim.Optimizer(raw_model.parameters(), {})
@@ -443,7 +447,7 @@ def take_back(engine, optimizer, raw_model):
                 flat, start, first, length = places[parameter]
                 source = flat if slot is None else optimizer.state[flat][slot]
                 whole[first : first + length] = source[start : start + length]
-            dist.all_reduce(whole)  # of what one rank has and zeros: exact
+            dist.all_reduce(whole)  # exact: each number is on one rank, and 0 on the others
             chunks = whole.view(image.shape).chunk(world_size)
             rows = (chunks[rank] if rank < len(chunks) else chunks[0][:0]).clone().cpu()
             if slot is None:
@@ -455,7 +459,7 @@ def take_back(engine, optimizer, raw_model):
 
 
 def drop(raw_model):
-    """Free the rows of what is trained; names and shapes stay."""
+    """Free the rows of the parameters that are trained; names and shapes stay."""
     for image in raw_model.parameters():
         if image.requires_grad:
             image._local_tensor = image._local_tensor.to('meta')

@@ -5,28 +5,29 @@ Replicas of the model train alone for `inner_steps` steps. Then, for every param
 
     delta_m = anchor - theta_m                   pseudo-gradient of replica m; the anchor is where all of them started
     delta   = mean of delta_m over the replicas  the exchange: all that ever travels between them
-    anchor  = outer optimizer(anchor, delta)     the outer parameters: what is evaluated, saved and exported
+    anchor  = outer optimizer(anchor, delta)     the outer parameters, which are evaluated, saved and exported
     theta_m = anchor                             every replica goes on from there, with its own inner optimizer state
 
     outer = diloco.Outer(parameters, update, replica_group, inner_steps=100)
-    ...                                          # one inner step, in which nothing is sent to another replica
+    ...                                          # one inner step, in which replicas send each other nothing
     for fragment in outer.to_land(step):         # exchanges that began overlap_steps ago
         outer.land(fragment, step)
     for fragment in outer.to_send(step):         # every inner_steps, each fragment of the model at its own time
         outer.send(fragment, step)
 
-Each rank holds its shard of the anchors and of the outer momentum in fp32, whatever the parameters are: between bf16
-parameters two thirds of the small differences would be zero. A *bucket* is what is exchanged at once, a stretch of the
-fragment's numbers laid end to end: a parameter may fill several, and several may share one.
+Each rank holds its shard of the anchors and of the outer momentum in fp32, whatever dtype the parameters have, because
+between bf16 parameters two thirds of the small differences would be zero. The numbers of a fragment, laid end to end,
+are exchanged in stretches, which are called *buckets*: a parameter may fill several of them, and several may share one.
 
 How a bucket is averaged over M replicas (rank i of each replica exchanges with the ranks i of the others):
 
     all-to-all   replica m sends the j-th part of its delta to replica j, encoded; j decodes all, and averages in fp32
     all-gather   replica j sends that average to all, encoded again; everybody decodes the same bytes
 
-So all replicas hold the same bits, and each sends 2 (M-1)/M of its shard, in the dtype of the exchange. For 4 replicas
-of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per round. exchange/codec.py has the dtypes; in 'top2bit' each
-replica sends the largest numbers alone (SparseLoCo, arXiv 2508.15706), to all others: see Outer._average_largest().
+So all replicas end up with the same bits, and each rank sends 2 (M-1)/M times its shard, in the dtype of the exchange.
+For 4 replicas of 1B parameters in bf16 that is 2 * 3/4 * 2 GB = 3 GB per replica and round. exchange/codec.py has the
+dtypes. In 'top2bit' each replica sends only its largest numbers (SparseLoCo, arXiv 2508.15706), and sends them to all
+others: see Outer._average_largest().
 """
 
 import hashlib
@@ -45,19 +46,21 @@ from exchange.codec import BLOCKS, BYTES, decode, decode_top2bit, encode, encode
 from exchange.collectives import all_to_all, gather
 
 BUCKET, CACHED = 2**22, 2**17  # numbers exchanged at a time, 16 MB of fp32; numbers that stay in a core's cache
-OVERLAPPED_CTAS = 4  # of NCCL at most while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
-TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')  # of a fragment, in steps
+OVERLAPPED_CTAS = 4  # at most, for NCCL while the GPU computes: each keeps one of an H100's 132 multiprocessors busy
+# Of a fragment, in steps: when it was last sent, up to which step its anchors know what was learned, when all replicas
+# last had the same parameters, and when the exchange in flight is to be applied.
+TIMES = ('sent_at', 'anchored_at', 'equal_at', 'lands_at')
 
-# A stretch of a fragment's numbers, first to end. pieces: [(parameter, first, end)], of which it consists; their sizes.
+# A stretch of a fragment's numbers, first to end. pieces: the [(parameter, first, end)] in it. sizes: of these pieces.
 Bucket = namedtuple('Bucket', 'first end pieces sizes')
 
-# What an exchange tells of itself: inner products of the replicas' pseudo-gradients (M, M), bytes that this rank sent,
-# and [(kind, begin, end)] of what it did when.
+# What an exchange reports: inner products of the replicas' pseudo-gradients (M, M), the bytes that this rank sent, and
+# [(kind, begin, end)] of its computations and transfers.
 Told = namedtuple('Told', 'gram bytes spans')
 
 
 def digest(tensors):
-    """sha256 of tensors' numbers as fp32: depends on every bit and on the order."""
+    """sha256 of the tensors' numbers as fp32. It depends on every bit and on the order."""
     sha256 = hashlib.sha256()
     for tensor in tensors:
         sha256.update(tensor.float().cpu().numpy())
@@ -68,12 +71,12 @@ def digest(tensors):
 
 
 class Fragment:
-    """Parameters that are exchanged together, with their anchors, outer momentum and what is on its way."""
+    """Parameters that are exchanged together, with their anchors, outer momentum and the exchange in flight."""
 
     def __init__(self, index, parameters, offset, home, pinned, with_error, bucket, whole):
-        """parameters: {name: parameter}. offset: sent after the steps that leave this rest modulo inner_steps.
+        """parameters: {name: parameter}. offset: the fragment is sent after steps with step % inner_steps == offset.
 
-        whole: no bucket ends inside of a parameter; one with `bucket` numbers or more ends with its last parameter.
+        whole: no bucket ends inside of a parameter; it ends with the parameter that reaches a multiple of `bucket`.
         """
         self.index, self.parameters, self.offset = index, parameters, offset
         self.places, size = {}, 0  # name -> (first, end) among the fragment's numbers
@@ -90,14 +93,14 @@ class Fragment:
         self.error = torch.zeros(size, device=home, pin_memory=pinned) if with_error else None
         self.lands_at = None  # step after which the exchange in flight is to be applied; None: nothing is in flight
         self.flights = []  # [(bucket, its delta, handle)] of that exchange
-        self.delta = None  # of a fragment in flight: this replica's pseudo-gradient, then the average
+        self.delta = None  # while in flight: this replica's pseudo-gradient, which becomes the average
 
     def begin_at(self, step):
-        """At this step the parameters are the anchors, and these know all that was learned until then."""
+        """Note that at this step the parameters equal the anchors, which know all that was learned until then."""
         self.equal_at = self.sent_at = self.anchored_at = step
 
     def bucket(self, first, end):
-        """The bucket of the numbers first to end."""
+        """The Bucket of the fragment's numbers first to end."""
         pieces = []
         for parameter, (start, stop) in zip(self.parameters.values(), self.places.values(), strict=True):
             if start < end and stop > first:
@@ -105,18 +108,18 @@ class Fragment:
         return Bucket(first, end, pieces, [stop - start for _, start, stop in pieces])
 
     def views(self, flat):
-        """{name: the part of a flat tensor that belongs to a parameter, as a tensor or DTensor like it}."""
+        """{name: the parameter's part of a flat tensor of all numbers, as a tensor or DTensor of its shape}."""
         return {name: like(self.parameters[name], flat[first:end]) for name, (first, end) in self.places.items()}
 
 
 def local(parameter):
-    """This rank's part of a parameter. Looked up each time: sharding with offload exchanges it for a pinned copy."""
+    """This rank's part of a parameter. Look it up each time: sharding with offload replaces it by a pinned copy."""
     with torch.no_grad():
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def like(parameter, flat):
-    """A tensor, or DTensor with this local part, of the parameter's shape."""
+    """This flat local part as a tensor or DTensor like the parameter."""
     part = flat.view(local(parameter).shape)
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
 
@@ -124,8 +127,8 @@ def like(parameter, flat):
 def assign_to_fragments(parameters, num_fragments):
     """[names of the parameters of fragment 0, of 1, ...]; the block is the first number in a parameter's name.
 
-    Block i is in fragment i % num_fragments (the paper's strided pattern). What is in no block (embedding, final norm,
-    head) goes, the largest first, to the fragment that has the fewest numbers so far.
+    Block i is in fragment i % num_fragments (the paper's strided pattern). Parameters outside of the blocks (embedding,
+    final norm, head) go, the largest first, to the fragment that has the fewest numbers so far.
     Raises ValueError when there are more fragments than blocks.
     """
     found = {name: re.search(r'(?:^|\.)(\d+)\.', name) for name in parameters}
@@ -152,16 +155,19 @@ class Outer:
     parameters: {name: tensor or DTensor}, each once and only those that train; anchors start as copies of them.
     update: function (anchor, delta, momentum) that takes an outer step in place on flat fp32 tensors.
     group: process group of the ranks that hold this shard, one in each replica. timeout: timedelta of an exchange.
-    inner_steps: H. num_fragments: P, each sent every H steps, one every H/P. overlap_steps: steps from send to land.
+    inner_steps: H. num_fragments: P; each is sent every H steps, so that one is sent every H/P steps.
+    overlap_steps: steps from sending a fragment to landing it.
     mix: alpha of theta = alpha * theta + (1 - alpha) * anchor, when a fragment lands.
-    dtype: of the exchange, a key of BYTES. error_feedback: keep what rounding cost, and send it the next time, times
-    error_decay (None: 0.95 for top2bit, which always does so, and 1). k: of 4096 numbers, how many top2bit sends.
+    dtype: of the exchange, a key of BYTES. k: how many of each 4096 numbers top2bit sends.
+    error_feedback: keep what an exchange lost by rounding, and add it to the next one; top2bit always does so.
+    error_decay: what that is multiplied by. None: 0.95 for top2bit, 1 for others.
     on_host: anchors, momentum and errors in (pinned) host memory. bucket: numbers exchanged at a time.
-    in_whole: function (name, tensor) of what the exchange does not see: which part of the whole a rank has; None = all.
-    own: {name: tensor} of what each replica has for itself and never exchanges, such as the load of its experts.
+    own: {name: tensor} that each replica has for itself and never exchanges, such as the load of its experts.
+    in_whole: function (name, tensor) for tensors(), which says what part of a whole parameter this tensor is, if the
+        model is cut in another way, too (checkpoint.in_whole). None: it is not.
 
-    With overlap_steps=0 a bucket is exchanged while the one before it is applied: besides anchors and momentum that
-    takes a few buckets of memory. Overlapped exchanges hold their fragment's pseudo-gradient until they land.
+    With overlap_steps=0 a bucket is exchanged while the one before it is applied, so that all this takes a few buckets
+    of memory besides anchors and momentum. Overlapped exchanges hold their fragment's pseudo-gradient until they land.
     """
 
     def __init__(
@@ -170,21 +176,22 @@ class Outer:
     ):  # fmt: skip
         self.parameters, self.update, self.own = dict(parameters), update, dict(own)
         self.in_whole = in_whole or (lambda name, tensor: tensor)
-        # A group of its own, with the same ranks: the mesh's may be that of all ranks, which the main thread uses while
-        # the exchange is in flight, and two threads that share a group may meet in another order on another rank.
+        # A group of its own, with the same ranks. The mesh's group may be that of all ranks, which the main thread uses
+        # while an exchange is in flight, and two threads on one group may issue their collectives in different orders
+        # on different ranks.
         ranks = dist.get_process_group_ranks(group)
         first, options = local(next(iter(self.parameters.values()))), None
         if overlap_steps and first.is_cuda:  # NCCL's kernels spin while they wait for the slowest replica
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = OVERLAPPED_CTAS
-            options._timeout = timeout or options._timeout  # or torch warns that new_group()'s goes before it
+            options._timeout = timeout or options._timeout  # else torch warns that new_group()'s overrides it
         self.group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, pg_options=options)
         self.replicas, self.replica = len(ranks), dist.get_rank(group)
         self.inner_steps, self.overlap_steps, self.mix, self.dtype = inner_steps, overlap_steps, mix, dtype
         self.device, self.on_host = first.device, on_host and first.is_cuda
         self.on_cuda = self.device.type == 'cuda'
-        # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Always one at a time
-        # and in the order in which they were sent, which is the same on every rank.
+        # An exchange runs beside the computation: in a stream of the GPU, or on a CPU in a thread. Exchanges run one at
+        # a time, in the order in which they were sent, which is the same on every rank.
         self.stream = torch.cuda.Stream(self.device) if self.on_cuda else None
         self.thread = None if self.on_cuda else ThreadPoolExecutor(max_workers=1, thread_name_prefix='exchange')
 
@@ -204,17 +211,17 @@ class Outer:
     # --- when -------------------------------------------------------------------------------------------------------
 
     def to_land(self, step, last=False):
-        """The fragments whose exchange is to be applied after this step; after the last one all that are in flight."""
+        """The fragments whose exchange is to be applied after this step; after the last one, all that are in flight."""
         flying = [fragment for fragment in self.fragments if fragment.lands_at is not None]
-        sending = set() if last else {*self.to_send(step)}  # the last one may be late if inner_steps has changed since
+        sending = set() if last else {*self.to_send(step)}  # if inner_steps has changed, they may still be in flight
         due = [fragment for fragment in flying if last or fragment.lands_at <= step or fragment in sending]
         return sorted(due, key=lambda fragment: fragment.lands_at)
 
     def to_send(self, step, last=False):
-        """The fragments to send after this step; after the last one, once nothing is in flight, all that have changed.
+        """The fragments to send after this step; after the last step, once nothing is in flight, all that have changed.
 
-        One that has not changed is left out: an outer step with a delta of zero would still move its anchors, by their
-        momentum.
+        A fragment that has not changed is left out, because an outer step with a delta of zero would still move its
+        anchors, by their momentum.
         """
         if last:
             return [fragment for fragment in self.fragments if fragment.equal_at < step]
@@ -232,7 +239,7 @@ class Outer:
 
     @torch.no_grad()
     def send(self, fragment, step, last=False):
-        """Start to exchange a fragment's pseudo-gradient; without overlap_steps, or if it is the last, land it, too."""
+        """Start to exchange a fragment's pseudo-gradient. Without overlap_steps, or if it is the last, land it, too."""
         assert fragment.lands_at is None, f'fragment {fragment.index} is sent while its last exchange is in flight'
         fragment.sent_at, fragment.lands_at = step, step + self.overlap_steps
         if self.overlap_steps and not last:
@@ -250,7 +257,7 @@ class Outer:
     def land(self, fragment, step, mix=None):
         """Wait for a fragment's average, take the outer step with it, and let the parameters go on from the anchors.
 
-        Without fragment_mix, what the replica has learned during the exchange is dropped, as in the paper with alpha 0.
+        Without fragment_mix this drops what the replica has learned during the exchange, like alpha = 0 in the paper.
         """
         mix = self.mix if mix is None else mix
         for flight in fragment.flights:
@@ -261,7 +268,7 @@ class Outer:
             fragment.equal_at = step
 
     def _start_exchange(self, fragment, bucket):
-        """(bucket, its delta, handle): the exchange turns the delta, in place, into the average over the replicas."""
+        """Returns (bucket, its delta, handle). The exchange turns the delta, in place, into the replicas' average."""
         first, end, pieces, sizes = bucket
         with self._timed('compute'):  # the pseudo-gradient: anchor - theta
             kept = fragment.delta  # until the fragment lands
@@ -293,7 +300,7 @@ class Outer:
             self.spans += told.spans
         with self._timed('compute'):
             anchor, momentum = fragment.anchor[first:end], fragment.momentum[first:end]
-            here = [state.to(self.device, non_blocking=True) for state in (anchor, momentum)]  # themselves, mostly
+            here = [state.to(self.device, non_blocking=True) for state in (anchor, momentum)]  # copies only if on_host
             self.update(here[0], delta, here[1])
             if self.on_host:
                 anchor.copy_(here[0], non_blocking=True)
@@ -305,8 +312,8 @@ class Outer:
                 torch._foreach_copy_(parts_of(pieces), anchors)
 
     def _wait(self, handle):
-        """Hold up the host (thread) or the current stream (GPU) until an exchange is through; returns what it told."""
-        if handle is None:  # alone, or it was through when the run was saved
+        """Hold up the host (thread) or the current stream (GPU) until an exchange is done, and return its Told."""
+        if handle is None:  # one replica, or the exchange was done when the run was saved
             return None
         if self.thread:
             return handle.result()
@@ -315,7 +322,7 @@ class Outer:
 
     @torch.no_grad()
     def _average(self, delta, error, _):
-        """Turn delta, flat fp32, into the average over the replicas, in place. In the thread or the stream."""
+        """Turn delta, flat fp32, into the average over the replicas, in place. Runs in the thread or the stream."""
         replicas, n, spans = self.replicas, len(delta), []
         multiple = BLOCKS.get(self.dtype, 4)
         part = -(-n // (replicas * multiple)) * multiple  # numbers that one replica averages
@@ -329,7 +336,7 @@ class Outer:
             received = all_to_all(encoded, self.group)
         with self._timed('compute', spans):
             theirs = decode(received, self.dtype)  # (replicas, part)
-            mine = theirs[0] * (1 / replicas)  # (part), of the average
+            mine = theirs[0] * (1 / replicas)  # (part): this replica's part of the average
             for other in theirs[1:]:
                 mine.add_(other, alpha=1 / replicas)
             encoded_mine = encode(mine[None], self.dtype)
@@ -339,7 +346,8 @@ class Outer:
             if error is not None:
                 lost = padded - decode(encoded, self.dtype).flatten()
                 own = slice(self.replica * part, (self.replica + 1) * part)
-                # What rounding the average cost: this replica's share of the next average makes up for it.
+                # What was lost by rounding the average. This replica alone makes up for it in the next one, where its
+                # numbers count 1 / replicas: hence times replicas.
                 lost[own] += (mine - decode(encoded_mine, self.dtype)[0]) * replicas
                 error.copy_(lost[:n], non_blocking=True)
             delta.copy_(decode(gathered, self.dtype).flatten()[:n])
@@ -348,11 +356,12 @@ class Outer:
 
     @torch.no_grad()
     def _average_largest(self, delta, error, shapes):
-        """The same with a few numbers of each replica (SparseLoCo, arXiv 2508.15706); delta: tensors of these shapes.
+        """_average() with only a few numbers of each replica (SparseLoCo, arXiv 2508.15706).
 
             a_m = error_decay * e_m + delta_m;   D_m = Q(top-k(a_m));   e_m = a_m - D_m;   delta = mean of all D_m
 
-        The mean divides by the number of replicas, also where few have sent a number.
+        The mean always divides by the number of replicas, even where only a few have sent a number. delta: flat, of
+        tensors with these shapes.
         """
         replicas, spans = self.replicas, []
         with self._timed('compute', spans):
@@ -370,25 +379,25 @@ class Outer:
                 error.copy_(delta, non_blocking=True)
             delta.zero_()
             gram = torch.empty(replicas, replicas, dtype=torch.float64, device=self.device)
-            for replica, (places, numbers) in enumerate(sent):  # in this order on all replicas: the same bits
+            for replica, (places, numbers) in enumerate(sent):  # all replicas add in this order: the same bits
                 theirs = torch.zeros_like(delta)
                 theirs[places] = numbers
                 gram[replica] = torch.stack([theirs[others] @ values for others, values in sent])
                 delta.add_(theirs, alpha=1 / replicas)
-        return Told(gram / replicas, (replicas - 1) * len(encoded), spans)  # health() adds up what all replicas know
+        return Told(gram / replicas, (replicas - 1) * len(encoded), spans)  # each has all, health() adds them up
 
     # --- exchanged by somebody else (pool/replica.py) ---------------------------------------------------------------
 
     @torch.no_grad()
     def pseudo_gradient(self, fragment):
-        """What this rank's rows have learned since the last outer step: anchor - theta, flat fp32, a new tensor."""
+        """anchor - theta of this rank's rows, what they have learned since the last outer step: new, flat, fp32."""
         theta = torch.cat([local(parameter).flatten() for parameter in fragment.parameters.values()]).float()
         return torch.sub(fragment.anchor.to(self.device), theta, out=theta)
 
     @torch.no_grad()
     def step_with(self, fragment, delta, step):
-        """Take an outer step with an average, flat fp32, on the host, where all jobs compute the same bits."""
-        anchor, momentum = fragment.anchor.cpu(), fragment.momentum.cpu()  # themselves, if they are there
+        """Take an outer step with an average (flat fp32), on the host, where all jobs compute the same bits."""
+        anchor, momentum = fragment.anchor.cpu(), fragment.momentum.cpu()  # no copies, if they are there already
         for part in zip(anchor.split(CACHED), delta.split(CACHED), momentum.split(CACHED), strict=True):
             self.update(*part)
         torch._foreach_copy_([fragment.anchor, fragment.momentum], [anchor, momentum])
@@ -400,7 +409,7 @@ class Outer:
     @contextmanager
     @torch.no_grad()
     def outer_parameters(self):
-        """A context in which the parameters are the anchors. It copies the parameters, into the gradients' room."""
+        """A context in which the parameters are the anchors. Their copy takes the memory that gradients have left."""
         inner = {name: local(parameter).clone() for name, parameter in self.parameters.items()}
         self._go_on_from_anchors()
         yield
@@ -424,7 +433,7 @@ class Outer:
 
     @torch.no_grad()
     def restart_from_anchors(self):
-        """Let all parameters be the anchors, what is in flight landed; returns the step that they are of."""
+        """Land what is in flight, and set all parameters to the anchors; returns the step that the anchors are of."""
         for fragment in self.fragments:
             if fragment.lands_at is not None:
                 self.land(fragment, fragment.sent_at)
@@ -435,7 +444,7 @@ class Outer:
         return step
 
     def step_of_anchors(self):
-        """The step that the outer parameters are of; of several fragments the oldest counts."""
+        """The step that the outer parameters are of: that of the oldest fragment."""
         return min(fragment.anchored_at for fragment in self.fragments)
 
     def state(self, step):
@@ -450,9 +459,9 @@ class Outer:
     def tensors(self, mid_round):
         """{key: tensor} to save, or to load in place. Waits for what is in flight.
 
-        model.NAME: the anchors. outer.NAME.momentum. In the middle of a round also replica3.model.NAME, and
-        outer.NAME.average of fragments in flight. replica3.NAME.error with error feedback. replica3.model.NAME of what
-        a replica has for itself, always.
+        model.NAME: the anchors. outer.NAME.momentum: their momentum. outer.NAME.average: of fragments in flight.
+        replica3.NAME.error: of error feedback. replica3.model.NAME: what replica 3 has for itself, and in the middle of
+        a round its parameters.
         """
         own = f'replica{self.replica}'
         tensors = {f'{own}.model.{name}': tensor for name, tensor in self.own.items()}
@@ -476,12 +485,12 @@ class Outer:
         return tensors
 
     def resume(self, saved, read):
-        """Go on from a checkpoint whose model.* the parameters hold by now; returns the step to go on at.
+        """Go on from a checkpoint whose model.* has been loaded into the parameters; returns the step to go on at.
 
         saved: the checkpoint's state, with state() under 'diloco' unless train_ddp.py or train_fsdp.py wrote it.
         read: function that fills {key: tensor} from the checkpoint, as far as it has them.
-        In the middle of a round, with another number of replicas, they go back to the outer parameters and their step.
-        Raises ValueError when the checkpoint's fragments, in the middle of a round, are others.
+        If it was saved in the middle of a round and the number of replicas has changed, all replicas go back to the
+        outer parameters and their step. Raises ValueError if the fragments have changed in the middle of a round.
         """
         step, state = saved['step'], saved.get('diloco')
         self.restart_from_parameters(step)
@@ -498,7 +507,7 @@ class Outer:
             for number, fragment in enumerate(self.fragments):
                 for key in TIMES:
                     setattr(fragment, key, state[key][number])
-                if fragment.lands_at is not None:  # its average is in the checkpoint: nothing to wait for
+                if fragment.lands_at is not None:  # its average is in the checkpoint, so there is nothing to wait for
                     fragment.delta = delta = torch.empty_like(fragment.anchor, device=self.device)
                     fragment.flights = [(bucket, delta[bucket.first : bucket.end], None) for bucket in fragment.buckets]
         tensors = self.tensors(mid_round=state['mid_round'] and same_replicas)
@@ -508,15 +517,16 @@ class Outer:
         return step
 
     def optimizer_key(self, saved=None):
-        """What precedes this replica's inner optimizer state in a checkpoint; saved: state of the one to load from.
+        """The prefix of this replica's inner optimizer state in a checkpoint. saved: the state of one to load from.
 
-        Replica 0's has the name that every strategy gives it. With another number of replicas, some share one.
+        Replica 0's prefix is that of every strategy. If the checkpoint has fewer replicas, several load the same state.
         """
         replica = self.replica % (saved.get('diloco', {}).get('num_replicas', 1) if saved else self.replicas)
         return f'replica{replica}.optim' if replica else 'optim'
 
     def checksums(self):
-        """(of the anchors, of the parameters) on this rank: equal on all ranks of its group after an outer step."""
+        """Checksums (of the anchors, of the parameters) on this rank, which all ranks of its group share after an outer
+        step."""
         if self.on_host:
             torch.cuda.synchronize()
         anchors = digest(fragment.anchor for fragment in self.fragments)
@@ -526,7 +536,7 @@ class Outer:
 
     @contextmanager
     def _timed(self, kind, spans=None):
-        """Note the time until the context ends, of the host or of the GPU's stream; kind: wait, compute or transfer."""
+        """A context that notes its time, of the host or of the GPU's stream. kind: wait, compute or transfer."""
         begin = self._now()
         yield
         (self.spans if spans is None else spans).append((kind, begin, self._now()))
@@ -548,21 +558,23 @@ class Outer:
 
     def health(self):
         """
-        Metrics since the last call, that is of a round. Collective over all ranks, one small all-reduce.
+        Metrics since the last call, that is, of a round. Collective over all ranks: one small all-reduce.
 
         diloco/cosine, diloco/cosine_min: between the pseudo-gradients of two replicas, mean and smallest of all pairs.
-        diloco/replica_norm: of one replica's pseudo-gradient, root mean square. diloco/delta_norm: of the average.
+        diloco/replica_norm: norm of a replica's pseudo-gradient, root mean square. diloco/delta_norm: of the average.
         diloco/drift: distance of the replicas from their mean, root mean square. diloco/momentum_norm.
-        diloco/wait_s, transfer_s, compute_s: training waited; in collectives; differences, encoding, outer steps.
-        diloco/bytes: that rank 0 sent; diloco/bytes_formula: round_bytes().
-        Exchanges count when they land; without any, only the momentum is told. A norm that is not finite stays so.
+        diloco/wait_s: seconds that training waited. diloco/transfer_s: in collectives. diloco/compute_s: for
+        differences, encoding and outer steps.
+        diloco/bytes: sent by this rank (the log has rank 0's). diloco/bytes_formula: round_bytes().
+        Exchanges count when they land. If none has, the only norm is the momentum's. A norm that is not finite is given
+        as it is.
         """
         if self.on_cuda:
             torch.cuda.current_stream().synchronize()  # not with what is in flight
         parts = [part for fragment in self.fragments for part in fragment.momentum.split(BUCKET)]
         square = sum(part.square().sum().double().cpu() for part in parts)
         sums = torch.cat((self.gram.flatten().cpu(), square.reshape(1) / self.replicas))
-        dist.all_reduce(sums)  # over the shards, too: each has the inner products of its part
+        dist.all_reduce(sums)  # over the shards as well: each has the inner products of its part
         row = {'diloco/momentum_norm': math.sqrt(sums[-1].item())}
         if self.bytes_sent:
             row |= norms_of_replicas(sums[:-1].view(self.replicas, self.replicas))
@@ -572,7 +584,7 @@ class Outer:
         return row
 
     def rehearse(self, numbers, dtype):
-        """(seconds, of them computing) that an exchange of this many numbers takes; nobody uses the result."""
+        """Time an exchange of this many numbers, all zeros: returns (seconds, how many of them were computation)."""
         scratch = {'scratch': torch.zeros(numbers, device=self.device)}
         home, whole = self.fragments[0].anchor.device, dtype == 'top2bit'
         fragment = Fragment(0, scratch, 0, home, self.on_host, False, BUCKET, whole)
@@ -588,8 +600,8 @@ class Outer:
         return seconds, computing
 
     def round_bytes(self, dtype):
-        """Bytes that this rank sends in a round: 2 N b (M-1)/M for its shard of N numbers of b bytes, without scales.
-        In top2bit N b (M-1), for the N numbers that it keeps of them."""
+        """Bytes that this rank sends in a round, without scales: 2 N b (M-1)/M for its shard of N numbers of b bytes,
+        and in top2bit N b (M-1), where N counts only the numbers that are sent."""
         if dtype == 'top2bit':
             shapes = [local(parameter).shape for parameter in self.parameters.values()]
             return BYTES[dtype] * sum(int(kept(shape, self.k).sum()) for shape in shapes) * (self.replicas - 1)
@@ -607,7 +619,7 @@ def norms_of_replicas(gram):
         'diloco/delta_norm': math.sqrt(max(mean_square, 0.0)),  # max(nan, 0) is nan, max(0, nan) is 0
         'diloco/drift': math.sqrt(max(drift, 0.0)),
     }
-    if norms.all():  # of a pseudo-gradient of zero there is no direction
+    if norms.all():  # a pseudo-gradient of zero has no direction
         first, second = torch.triu_indices(len(gram), len(gram), 1)
         cosines = gram[first, second] / (norms[first] * norms[second])
         row |= {'diloco/cosine': cosines.mean().item(), 'diloco/cosine_min': cosines.min().item()}
@@ -615,7 +627,7 @@ def norms_of_replicas(gram):
 
 
 def parts_of(pieces):
-    """Flat views of the (parameter, first, end) of a bucket, of which writing changes the parameters."""
+    """Flat views of a bucket's pieces (parameter, first, end); writing to them changes the parameters."""
     return [local(parameter).view(-1)[first:end] for parameter, first, end in pieces]
 
 

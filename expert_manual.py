@@ -6,9 +6,9 @@ Expert parallelism by hand: the experts of a mixture lie on different ranks, and
     loss_sum, ce_sum = model(x, y)  # each rank calls it with tokens of its own, all ranks as often
     loss_sum.backward()
 
-Most weights of a mixture are experts', and each token meets only a few of them. FSDP alone would gather them all, in
-every layer and micro-step, to use each for a few tokens. Here an expert stays where it is and computes the tokens of
-all t ranks. One layer with 4 experts, of which each token chose 2, on t = 2 ranks; a1 is token a for expert 1:
+Most weights of a mixture belong to experts, and a token meets only a few of them. FSDP alone would gather all experts
+in every layer and micro-step, to use each for a few tokens. Here an expert stays where it is, and computes the tokens
+of t ranks that chose it. One layer with 4 experts, 2 for each token, on t = 2 ranks; a1 is token a for expert 1:
 
                          rank 0: tokens a, b         rank 1: tokens c, d
     sorted by expert     a0 b0 a1 | b2               d0 | c2 d2 c3              what is behind | is rank 1's
@@ -20,24 +20,25 @@ all t ranks. One layer with 4 experts, of which each token chose 2, on t = 2 ran
     weigh and sum        a = a0 + a1, b = b0 + b2    c = c2 + c3, d = d0 + d2   as without, in model.MoE
 
 Who holds what?         Rank i of the t has the experts i E/t to (i+1) E/t, which are consecutive rows of each weight.
-                        Everything else of the model is on all ranks alike; the data is not: each rank has its own.
-How do sizes arrive?    How many rows travel is known when the routers have chosen, and not before. So the ranks first
-                        exchange counts, t x E/t numbers, and the host waits for them: an all-to-all needs its sizes as
-                        numbers of the host. It is the one wait in a layer (torchtitan has it as well).
-In backward?            The gradient of what was sent comes back the way that it went: the same all-to-all with the two
+                        The rest of the model is the same on all ranks. The data is not: each rank has its own.
+How do sizes arrive?    How many rows travel is not known before the routers have chosen. So the ranks first exchange
+                        these counts, t x E/t numbers, and the host waits for them, because it has to tell an all-to-all
+                        its sizes. It is the one wait in a layer (torchtitan has it as well).
+In backward?            The gradients of the rows go back the way that the rows came: the same all-to-all, with the two
                         lists of sizes exchanged. A part may be empty, and a rank may have nothing to compute at all.
-And FSDP?               Dense weights are sharded over all W ranks. An expert is only on the W/t ranks with the same
-                        part; it is sharded over these.
-What is its gradient?   An expert has seen the tokens of t ranks, and its gradient is their sum already. So the sum over
-                        the W/t ranks is that over all of them, and the average divides by W as for dense weights.
-                        (FSDP, left to itself, divides by the number of ranks that it has summed over: W/t.)
-What crosses the wire?  Per rank, layer and micro-step, if all experts have as many tokens: (t-1)/t N k C numbers in the
-                        compute dtype for each of dispatch and combine, in forward and again in backward: 4 of them.
-                        With activation_checkpointing=full or offload forward is done twice: 6. selective keeps them.
-When is that less?      FSDP alone gathers all experts of a layer, 3 E M C numbers, twice in each micro-step; of E/t
-                        experts it is a t-th of that. What is saved is more than what is sent if 2 * 3 E M > 4 N k:
-                        many small experts, and not too many tokens on a rank.
-And a checkpoint?       Has whole weights. model.slices says which rows of them this rank has.
+And FSDP?               Dense weights are sharded over all W ranks. An expert is on only W/t ranks, one in each group of
+                        t, and is sharded over those.
+What is its gradient?   An expert has seen the tokens of t ranks, so its gradient is already the sum over these. The sum
+                        over its W/t ranks is then that over all W, and the average divides by W, as for dense weights.
+                        (FSDP, left to itself, would divide by the number of ranks that it has summed over, W/t.)
+What crosses the wire?  Per rank, layer and micro-step, with N tokens of C numbers on a rank, k experts for each, and as
+                        many tokens for every expert: (t-1)/t N k C numbers in the compute dtype for dispatch and again
+                        for combine, in forward and again in backward, so 4 of them. activation_checkpointing=full and
+                        offload do forward twice, which makes 6. selective keeps the results.
+When is that less?      FSDP alone gathers all experts of a layer, 3 E M C numbers, twice in each micro-step. With E/t
+                        experts on a rank it gathers a t-th of that. This saves more than is sent if 2 * 3 E M > 4 N k,
+                        so with many small experts, and not too many tokens on a rank.
+And a checkpoint?       It has whole weights. model.slices says which rows of them this rank has.
 """
 
 import torch
@@ -52,12 +53,12 @@ from tensor_manual import Slice
 
 
 def split(model, ranks):
-    """Leave this rank its part of the experts of a GPT, which computes with the others from here on, in place.
+    """Keep this rank's part of a GPT's experts, in place; from here on the model computes together with other ranks.
 
-    ranks: tensor_manual.Ranks, whose size divides the number of experts. model.slices is then {name of an expert's
-    parameter: which rows of it are here}. Before FSDP; a model on the meta device stays there.
+    ranks: tensor_manual.Ranks, whose size divides the number of experts. Call it before FSDP. A model on the meta
+    device stays there. Sets model.slices to {name of an expert's parameter: Slice of the rows that are here}.
 
-    Returns the modules of experts, which FSDP shards over the ranks that have the same ones.
+    Returns the modules with experts, which FSDP has to shard over the ranks that have the same ones.
     """
     model.slices, whole_value = {}, model.initial_value
     for block in model.blocks:
@@ -71,7 +72,7 @@ def split(model, ranks):
             setattr(model.get_submodule(module_name), own_name, nn.Parameter(part))
 
     def initial_value(name, parameter, seed, device):
-        """GPT.initial_value(), of which this rank keeps its part: the same model for any number of ranks."""
+        """This rank's part of GPT.initial_value(), so that the model is the same for any number of ranks."""
         if name not in model.slices:
             return whole_value(name, parameter, seed, device)
         part = model.slices[name]
@@ -82,7 +83,7 @@ def split(model, ranks):
 
 
 class SharedExperts(Experts):
-    """Some of the experts, for rows of several ranks. Rows go in and come out as in Experts: by expert, of all E."""
+    """Some of the experts, for rows of several ranks. Seen from outside it is Experts: rows for all E, by expert."""
 
     def __init__(self, experts, ranks):
         nn.Module.__init__(self)
@@ -92,14 +93,14 @@ class SharedExperts(Experts):
             linear.n_matrices = self.here
 
     def forward(self, rows, ends):
-        """rows (R, C), sorted by expert; ends (E) int32, as in Experts.forward(): the same of what they computed."""
+        """rows (R, C), sorted by expert; ends (E) int32, as in Experts.forward(). Returns (R, C), in the same order."""
         counts = ends.diff(prepend=ends.new_zeros(1)).view(-1, self.here)  # (t, E/t): to each rank, for its experts
         arriving = exchange_counts(counts, self.ranks.group)  # (t, E/t): from each rank, for the experts of this one
         sent, received = rows_by_rank(counts, arriving, rows)
-        rows = exchange(rows, sent, received, self.ranks.group)  # by rank, and of each rank by expert
+        rows = exchange(rows, sent, received, self.ranks.group)  # sorted by rank, those of a rank by expert
 
-        expert = torch.arange(self.here, device=rows.device).repeat(len(sent))  # of each of these t x E/t parts
-        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))  # (R') of each row
+        expert = torch.arange(self.here, device=rows.device).repeat(len(sent))  # of each of the t x E/t parts
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(received))  # (R'), of each row
         order = expert.argsort(stable=True)
         place = order.argsort()
         rows = TakeRows.apply(rows, order, place[:, None])
@@ -109,21 +110,21 @@ class SharedExperts(Experts):
 
 
 def rows_by_rank(counts, arriving, rows):
-    """How many of the rows (R, C) go to each rank, and how many come from each: two lists, for which the host waits."""
+    """How many of the rows (R, C) go to each rank, and how many come from each, as lists. The host waits for them."""
     return torch.stack((counts.sum(1), arriving.sum(1))).tolist()
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
-# Custom operators rather than an autograd.Function: selective activation checkpointing knows them by their names.
+# Custom operators rather than an autograd.Function, because selective checkpointing knows operators by their names.
 
-begun = 0  # exchanges of this process. Of ranks that stand still in one layer, the others wait for who has begun fewer.
+begun = 0  # exchanges of this process; when ranks hang in one layer, the others wait for those that have begun fewer
 
 
 @torch.library.custom_op('expert_manual::exchange', mutates_args=())
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """To each rank the next so many rows (R, C), and from each as many: (R', C). Collective. Backward: the way back.
+    """Send consecutive rows (R, C) to the ranks in turn, and return those that arrive, (R', C), by rank. Collective.
 
-    sent, received: how many, one number per rank; 0 is fine.
+    sent, received: how many rows go to each rank and come from it; 0 is fine. Backward sends the gradients back.
     """
     global begun
     begun += 1
@@ -134,7 +135,7 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> 
 
 @torch.library.custom_op('expert_manual::exchange_counts', mutates_args=())
 def exchange_counts(counts: Tensor, group: str) -> Tensor:
-    """Row i of counts (t, n), whole numbers, goes to rank i; row i of what is returned is from there. Collective."""
+    """Send row i of counts (t, n), integers, to rank i; row i of what is returned comes from rank i. Collective."""
     global begun
     begun += 1
     arrived = torch.empty_like(counts)
@@ -143,7 +144,7 @@ def exchange_counts(counts: Tensor, group: str) -> Tensor:
 
 
 @exchange.register_fake
-def shape_of_exchanged(rows, sent, received, group):  # what planning/activations.py has to know
+def shape_of_exchanged(rows, sent, received, group):  # for planning/activations.py
     return rows.new_empty(sum(received), *rows.shape[1:])
 
 

@@ -1,35 +1,36 @@
 """
 Matmuls in 8 bits: the three of every Linear in the blocks, at twice the rate of bf16 on the tensor cores of Hopper.
 
-    float8.convert(model)  # on the meta device, before it is compiled or sharded; nothing else learns of it
+    float8.convert(model)  # on the meta device, before it is compiled or sharded, which need not know of it
 
                             exponent   mantissa   largest   smallest   rounding moves a number by at most
     e4m3 (float8_e4m3fn)       4 bits     3 bits       448       2^-9   1/16 of it
     e5m2 (float8_e5m2)         5          2          57344      2^-16   1/8
     bfloat16                   8          7           3e38      1e-40   1/256
 
-Which format for what?  x and W are e4m3: they need digits more than range. Gradients are e5m2: within one tensor they
-                        spread over more powers of two, and what is too small for the format becomes 0.
-Where do they begin?    Few numbers of a model lie between 2^-9 and 448. So each tensor has a scale of its own, its amax
-                        (the largest |value|) / 448, by which it is divided and then just fills the format. The scale is
-                        found in every pass anew, and stays on the device: the matmul multiplies its fp32 sums by it.
+Which format for what?  x and W are e4m3, because they need digits more than range. Gradients are e5m2, because those of
+                        one tensor spread over more powers of two, and whatever is too small for a format becomes 0.
+Why are there scales?   Few numbers of a model lie between 2^-9 and 448. So each tensor is divided by its own scale, its
+                        amax (the largest |value|) / 448, after which it just fills the format. The scale is found anew
+                        in every pass, and stays on the device: the matmul multiplies its fp32 sums by it.
 Which matmuls?          y  = x W^T     e4m3 x e4m3     x (N, in), W (out, in) and y (N, out), for N tokens
                         dx = dy W      e5m2 x e4m3
                         dW = dy^T x    e5m2 x e4m3     sums over tokens: N is a multiple of 16, as in and out are
-In which layout?        The tensor cores read both 8-bit operands along the dimension that is summed over, and no other
-                        way: the first one lies in memory by rows, the second by columns. That is how x and W^T lie. In
-                        backward W, x and dy^T do not, and are copied, a byte for each number.
-What is kept?           x in 8 bits, half of what bf16 keeps. Of W only the scale: backward needs it in another layout,
-                        and makes that from the weight itself. Under FSDP the whole weight is freed after forward and
-                        gathered again; 8-bit copies of all blocks would take back what that saves.
+In which layout?        The tensor cores read 8-bit operands only along the dimension that is summed over, so the first
+                        operand has to lie in memory by rows, the second by columns. x and W^T lie like that already. In
+                        backward W, x and dy^T do not, so they are copied, at one byte for each number.
+What is kept?           x in 8 bits, half of what bf16 would keep. Of W only the scale is kept, because backward needs W
+                        in another layout and makes that from the weight itself. FSDP frees whole weights after forward
+                        and gathers them again; 8-bit copies of all blocks' weights would take back what that saves.
 What stays as it was?   Parameters and their gradients, with names, shapes and dtypes. So checkpoints, optimizers, FSDP
-                        (which gathers weights in bf16, as ever) and export know nothing of all this. What a matmul
-                        returns has the compute dtype, and so has everything between matmuls.
-What is left out?       The head, whose logits differ by little. Embedding, norms and softmax, which are no matmuls.
-                        LoRA, whose matrices are thin: to find their scales takes longer than to multiply.
+                        (which gathers weights in bf16, as before) and export need not know about float8. A matmul
+                        returns the compute dtype, in which everything between matmuls is computed.
+What is left out?       The head, whose logits differ by little. Embedding, norms and softmax, which are not matmuls.
+                        LoRA, whose matrices are so thin that finding their scales takes longer than multiplying.
 
-To find a scale and to cast is to read the tensor twice. It pays where torch.compile merges that into what comes before
-(without it, all is slower than bf16), and where matmuls are large: N, in and out of some thousands each.
+Finding a scale and then casting reads the tensor twice. So matmuls in 8 bits pay off where torch.compile merges these
+reads into what comes before them (without it everything is slower than bf16), and where the matmuls are large: N, in
+and out of some thousands each.
 
 Formats: Micikevicius et al., arXiv 2209.05433. torchao's float8 and nanochat have the same scales, one for each tensor.
 """
@@ -44,34 +45,35 @@ from torch import nn
 from model import Linear, linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # bytes: what the tensor cores read of a row, or column, at once
+MULTIPLE = 16  # bytes of a row or column that the tensor cores read at once
 
 
 def scale_of(tensor, dtype):
-    """What a tensor is divided by so that its largest |value| becomes the largest number of an 8-bit dtype: fp32, 0-d.
+    """The scale (fp32, 0-d) of a tensor: divided by it, its largest |value| becomes the largest of an 8-bit dtype.
 
-    A tensor of zeros must not be divided by 0, hence the clamp: at the smallest normal fp32 number, so that it matters
-    to tensors below 5e-36 (e4m3) or 7e-34 (e5m2) alone. An inf or nan anywhere is in the scale, too: see quantize().
+    The clamp keeps a tensor of zeros from being divided by 0. It is at the smallest normal fp32 number, and so matters
+    only to tensors below 5e-36 (e4m3) or 7e-34 (e5m2). An inf or nan in the tensor gets into the scale: see quantize().
     """
     amax = tensor.abs().amax().float()
     return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantize(tensor, scale, dtype):
-    """The nearest 8-bit numbers to tensor / scale; the same shape and strides.
+    """The 8-bit numbers nearest to tensor / scale, with the same shape and strides.
 
-    There is nothing to clamp, for |tensor| <= amax. With a nan in the tensor the scale is nan. With an inf it is inf,
-    and inf / inf = nan; the rest becomes 0, which the matmul multiplies by the scale: 0 * inf = nan. So loss or
-    gradient of such a step are nan, as in other dtypes, and the step is skipped.
+    Nothing has to be clamped, since |tensor| <= amax. If the tensor has a nan, the scale is nan. If it has an inf, the
+    scale is inf: inf / inf = nan, and all other numbers become 0, which the matmul multiplies by the scale: 0 * inf =
+    nan. Either way the loss or the gradient of this step is nan, as in other dtypes, and the step is skipped.
     """
     return (tensor.float() / scale).to(dtype)
 
 
 def multiply(a, b, scale_a, scale_b, dtype, fast=False):
-    """(a * scale_a) @ (b * scale_b) of 8-bit a (M, K), by rows, and b (K, N), by columns, in `dtype`.
+    """(a * scale_a) @ (b * scale_b) in `dtype`. a (M, K) and b (K, N) are in 8 bits; a lies by rows, b by columns.
 
-    fast: the tensor cores add up in about 14 bits (arXiv 2412.19437, section 3.5.2), and do not hand their sums on to
-    fp32 every now and then. Enough for y, whose operands are rounded more coarsely; gradients are summed in fp32.
+    fast: the tensor cores add up in about 14 bits (arXiv 2412.19437, section 3.5.2) and do not hand their sums on to
+    fp32 from time to time. This is enough for y, whose operands are rounded more coarsely. Gradients are summed in
+    fp32.
     """
     with without_onednn() if a.is_cpu and not torch.compiler.is_compiling() else contextlib.nullcontext():
         return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
@@ -79,7 +81,7 @@ def multiply(a, b, scale_a, scale_b, dtype, fast=False):
 
 @contextlib.contextmanager
 def without_onednn():
-    """On a CPU, which is for tests: oneDNN's kernel for two e4m3 takes 500 times as long as torch's own (2.13)."""
+    """For tests on a CPU, where oneDNN's kernel for two e4m3 takes 500 times as long as torch's own (2.13)."""
     was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -89,13 +91,13 @@ def without_onednn():
 
 
 def by_columns(matrix):
-    """The same matrix with each column in one piece of memory; a copy if it has its rows so."""
+    """The same matrix with each column contiguous in memory; a copy, unless it lies like that already."""
     return matrix.T.contiguous().T
 
 
 class Float8Matmul(torch.autograd.Function):
-    """x W^T of x (N, in) and W (out, in). W is cast to x's dtype first: whether it is an fp32 master (DDP) or was
-    gathered in bf16 (FSDP), the numbers are the same."""
+    """x W^T of x (N, in) and W (out, in). W is cast to x's dtype first, so that an fp32 master (DDP) and a weight that
+    was gathered in bf16 (FSDP) give the same numbers."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -119,7 +121,7 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def linear_in_8_bits(x, weight, bias=None, *, dtype):
-    """F.linear(x, weight, bias) by three matmuls of 8 bits: x (..., in), weight (out, in) -> (..., out) in `dtype`."""
+    """F.linear(x, weight, bias) by three matmuls in 8 bits: x (..., in), weight (out, in) -> (..., out) in `dtype`."""
     y = Float8Matmul.apply(x.to(dtype).flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias.to(dtype)
 
@@ -128,11 +130,11 @@ def linear_in_8_bits(x, weight, bias=None, *, dtype):
 
 
 def convert(model):
-    """Let the Linears of a model's blocks multiply in 8 bits, in place. model: a GPT, or finetune.ForTraining.
+    """Make the Linears of a model's blocks multiply in 8 bits, in place. model: a GPT, or finetune.ForTraining.
 
     Each keeps its parameters. Where transformers has an nn.Linear, model.Linear takes its place.
     """
-    # Under DDP the layers of transformers are handed fp32, and it is autocast that makes them compute in another dtype.
+    # The dtype is given because layers of transformers are handed fp32 under DDP, and rely on autocast to cast it.
     matmul = partial(linear_in_8_bits, dtype=model.compute_dtype)
     for parent in [parent for block in model.blocks for parent in block.modules()]:
         for name, layer in [*parent.named_children()]:
@@ -147,7 +149,7 @@ def convert(model):
 
 @contextlib.contextmanager
 def paused(model):
-    """The same layers multiply in the compute dtype meanwhile: for the self-test, which compares with transformers."""
+    """A context in which these layers multiply in the compute dtype, for the self-test against transformers."""
     layers = [layer for block in model.blocks for layer in block.modules() if isinstance(layer, Linear)]
     matmuls = [layer.matmul for layer in layers]
     try:
@@ -159,15 +161,15 @@ def paused(model):
             layer.matmul = matmul
 
 
-# The keys that a layer's inputs and outputs follow from.
+# The keys that decide how many inputs and outputs a layer has.
 KEYS = {'qkv': ('n_embd', 'head_dim'), 'proj': ('head_dim', 'n_embd'), 'down': ('mlp_hidden_dim', 'n_embd')}
 KEYS |= dict.fromkeys(('up', 'gate'), ('n_embd', 'mlp_hidden_dim'))
 
 
 def check(config, model, strategy):
-    """[a line for the log]. Raises ValueError for a run that cannot multiply in 8 bits.
+    """Returns [a line for the log]. Raises ValueError for a run that cannot multiply in 8 bits.
 
-    config: all keys, resolved. model: planning.sizes.part_of_rank(config), what a rank has of each matrix.
+    config: all keys, resolved. model: planning.sizes.part_of_rank(config), with a rank's part of each matrix.
     """
     given, or_without = 'matmul_dtype=float8', 'or leave matmul_dtype out'
     on_cuda = config['device'].startswith('cuda')
@@ -225,7 +227,7 @@ def check(config, model, strategy):
 
 
 def advice(config, key):
-    """What to change a key to, with 'or ' at its end; '' where the folder of a pretrained model says the sizes."""
+    """What to change a key to, with 'or ' at its end; '' if the sizes are those of a pretrained model's folder."""
     if key is None:
         return ''
     if key == 'head_dim':

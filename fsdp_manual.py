@@ -5,39 +5,45 @@ Fully sharded data parallelism by hand: what `fully_shard` does, in one file to 
     optimizer = torch.optim.AdamW(raw_model.parameters())  # they are sharded now: each rank steps its own slices
     model(x).backward()  # all-gathers the weights and reduce-scatters the gradients by itself
 
-Each parameter is a DTensor: every rank keeps a slice of its rows in fp32, the master weight; one that is not trained
-keeps its own dtype. A *unit* is what is gathered at once: a block, or a parameter of the root (what is in no block:
-embedding, final norm, head).
+Every parameter becomes a DTensor, of which each rank keeps a slice of the rows. This slice is the fp32 master weight;
+only a parameter that is not trained keeps its own dtype. Weights are gathered by the *unit*, which is usually one
+block. Parameters outside of all blocks (embedding, final norm, head) are called the root. A root parameter that is
+larger than a block is a unit of its own, and the others together are one more.
 
-One block under stage 3, with its neighbours; time runs to the right, each line is a stream (on a CPU, gloo's threads):
+Block i under stage 3, between its neighbours. Time runs to the right, and each line is a stream (on a CPU, gloo's
+threads gather and reduce):
 
     forward     gather   | gather i+1  |             backward     gather   | gather i-1  |
                 compute  |   block i   | block i+1                compute  |   block i   | block i-1
                                                                   reduce   |  reduce i+1 | reduce i
 
 When is a weight whole?  From before_forward() to after_forward(), and from before_backward() to after_backward().
-Who frees it?            Nobody needs to: all blocks of one model are whole in the same memory, a Room, one after the
-                         other. The next block overwrites the last, so what autograd saved of block i's weights in
-                         forward is valid again as soon as block i is back in the room. The root has rooms of its own.
-Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer, until the ranks
-wait?                    have summed it. From then on in .grad of the DTensor, where clipping and optimizer find it.
-What crosses the wire?   Weights in compute_dtype: (ranks - 1) / ranks of the unit per gather; bytes, as nf4 packs
-                         frozen weights, as they are. Of gradients as many numbers per reduction; they are summed in
-                         fp32, and send_gradients() says how they travel.
-                         With n blocks and stage 3: 2n - 1 gathers of blocks and n reductions per backward pass.
+Who frees it?            Nobody has to. All blocks of a model take turns in the same memory, a Room, where the next
+                         block overwrites the last. The tensors that autograd saved of block i's weights in forward lie
+                         in this room, too, so they are valid again as soon as block i has been gathered back into it.
+                         The root has rooms of its own.
+Where does its gradient  In .grad of the whole weight until after_backward(), then in a flat buffer until the ranks have
+wait?                    summed it, and from then on in .grad of the DTensor, where clipping and the optimizer find it.
+What crosses the wire?   In a gather each rank receives (ranks - 1) / ranks of the unit, in compute_dtype (frozen nf4
+                         weights as the bytes in which they are packed). A reduction moves as many numbers; gradients
+                         are summed in fp32, and send_gradients() says in which dtype they travel.
+                         With n blocks, stage 3 takes 2n - 1 gathers and n reductions of blocks for one forward and
+                         backward pass.
 
-The stages of ZeRO (arXiv 1910.02054) shard the moments (1), the gradients, too (2), and the weights, too (3). For the
-code that means how long a block stays whole; see reshard_unit() and finish_backward():
+The stages of ZeRO (arXiv 1910.02054) shard the optimizer's moments (1), the gradients as well (2), and the weights as
+well (3). In this code the stage decides how long a block stays whole; see reshard_unit() and finish_backward():
 
     3  while it computes, one block at a time       2  from its forward to its backward, each block in its own room
     1  from the first forward of an optimizer step to the last backward
 
-Where a block has parts that lie on other ranks (the experts of expert_manual.py), these are sharded over fewer of them:
-a mesh of their own. Such a block has two units, each with its process group, its room and its buffers, a ShardGroup.
-They are gathered and reduced one after the other, and all of the above holds for each.
+With expert parallelism (expert_manual.py) different ranks hold different experts, so an expert can be sharded only over
+those ranks that hold the same one. They form a mesh of their own, and every block has two units: its experts, and the
+rest. A ShardGroup holds the process group, the room and the buffers for one of the two. The two units of a block are
+gathered and reduced one after the other, and everything said above holds for each.
 
-Gradients of several micro-steps add up where set_requires_gradient_sync() says: False keeps a whole fp32 gradient on
-every rank, 4 bytes for every parameter of the model, and sends nothing; True (the default) sends and keeps a shard.
+set_requires_gradient_sync() decides where the gradients of several micro-steps add up. With True (the default) each
+micro-step sends its gradients, and a rank keeps the sum of its shard. With False nothing is sent, and every rank keeps
+a whole gradient in fp32, which is 4 bytes for every parameter of the model.
 """
 
 import itertools
@@ -76,16 +82,16 @@ def shard(
 
     blocks: modules of the model in the order in which they run; or lists of consecutive modules, each list one unit.
     mesh: DeviceMesh of one dimension, or of two: (replicate, shard), which is HSDP.
-    compute_dtype: of the whole weights, and so of the computation. The shards are fp32 whatever the parameters were,
-        but that one which is not trained keeps its dtype, as bfloat16; what is uint8 stays so when it is whole, too.
+    compute_dtype: dtype of the whole weights, and so of the computation. Shards are fp32, whatever dtype the parameters
+        had, unless they are not trained: then they keep their dtype. uint8 stays uint8 when it is whole, too.
     zero_stage: 3, 2 or 1, see above. prefetch: blocks gathered ahead of the one at work; 0 = no overlap.
-    offload: shards and their gradients in the host's memory; the optimizer then runs there.
-    experts: modules inside of the blocks whose parameters are sharded over their_mesh, of as many dimensions as mesh:
-        ranks with the same part of the model. Their gradients are divided by the ranks of mesh as well.
+    offload: keep shards and their gradients in the host's memory, where the optimizer then runs.
+    experts: modules inside of the blocks whose parameters are sharded over their_mesh, the ranks that hold the same
+        experts; it has as many dimensions as mesh. Their gradients, too, are divided by the number of ranks in mesh.
 
-    Call it after activation checkpointing and torch.compile of the blocks, before the optimizer is made. A model on
-    the meta device stays there: to_empty() and initialization follow.
-    Raises ValueError, with one line, for blocks or parameters that cannot be sharded; then nothing has been changed.
+    Call it after activation checkpointing and torch.compile of the blocks, and before the optimizer is made. A model on
+    the meta device stays there, and you call to_empty() and initialize it afterwards.
+    Raises ValueError, with one line, for blocks or parameters that cannot be sharded, before it changes anything.
     """
     blocks = [[*block] if isinstance(block, (list, tuple, nn.ModuleList)) else [block] for block in blocks]
     check_blocks(model, blocks)
@@ -106,7 +112,7 @@ def shard(
 
 
 def check_blocks(model, blocks):
-    """Raise ValueError unless `blocks` lists all of the model's modules of that kind, each once."""
+    """Raise ValueError unless `blocks` lists, each once, all modules of the model that are of the same types."""
     listed = [module for modules in blocks for module in modules]
     kinds = {type(module) for module in listed}
     inside = {inner for module in listed for inner in module.modules() if inner is not module}
@@ -121,11 +127,11 @@ def check_blocks(model, blocks):
 def assign_parameters(model, blocks):
     """(units of the blocks, units of the root), each a list of {parameter: [(module, attribute), ...]}.
 
-    A tied parameter has several places. A parameter of the root that is larger than a block, like an embedding, is a
+    A tied parameter has several places. A parameter of the root that is larger than any block, like an embedding, is a
     unit of its own; the rest of the root is one unit. Raises ValueError for a parameter that cannot be sharded.
     """
     units, root = [{} for _ in blocks], {}
-    unit_of = {}  # module, or a module inside of it -> its unit
+    unit_of = {}  # module of a block, or any module inside of it -> its unit
     for unit, modules in zip(units, blocks, strict=True):
         for module in modules:
             unit_of |= dict.fromkeys(module.modules(), unit)
@@ -153,7 +159,7 @@ def assign_parameters(model, blocks):
 
 
 def split_unit(parameters, theirs):
-    """The parameters of a block's unit as one or two: what is in `theirs` has a mesh of its own."""
+    """Split a block's parameters into two units, those not in `theirs` and those in it; into one if it is empty."""
     parts = [{}, {}]
     for parameter, places in parameters.items():
         parts[parameter in theirs][parameter] = places
@@ -161,17 +167,17 @@ def split_unit(parameters, theirs):
 
 
 class Weight:
-    """One parameter: its slice on this rank, its whole in the unit's room, and its place in the flat buffers.
+    """One parameter: this rank's slice, the whole weight in the unit's room, and its place in the flat buffers.
 
-    A flat buffer is of bytes, since what is gathered may be of two dtypes: (ranks, bytes per rank), of which columns
-    offset:offset+nbytes of row r are rank r's slice: ceil(rows/ranks) rows, `size` numbers, padded where a rank has
-    fewer, as the last ones may, or none.
+    A flat buffer holds bytes, (ranks, bytes per rank), because a unit may have weights of two dtypes. Rank r's slice of
+    this parameter is in row r, columns offset:offset+nbytes. It has room for ceil(rows/ranks) rows, which are `size`
+    numbers. The last ranks may hold fewer rows, or none, and the rest is padding.
     """
 
     def __init__(self, places, parameter, group, offset, device, compute_dtype):
         self.places = places  # [(module, attribute)]; several if tied
         self.shape, self.stride = parameter.shape, torch.empty(parameter.shape, device='meta').stride()
-        self.dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype  # when it is whole
+        self.dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype  # of the whole weight
         dtype = torch.float32 if parameter.requires_grad else parameter.dtype
         placements = (Replicate(),) * (group.mesh.ndim - 1) + (Shard(0),)
         self.spec = DTensorSpec(group.mesh, placements, TensorMeta(self.shape, self.stride, dtype))
@@ -186,8 +192,8 @@ class Weight:
         local = parameter.detach()[first:end].to(device, dtype, copy=True)
         self.local_shape = local.shape
         self.register(nn.Parameter(self.as_dtensor(local), requires_grad=parameter.requires_grad))
-        self.sharded = self.whole = None  # the DTensor; the parameter that computes, see Unit.move_into()
-        self.gradient_sum = None  # of micro-steps that were not reduced
+        self.sharded = self.whole = None  # the DTensor; the whole weight, from Unit.move_into()
+        self.gradient_sum = None  # over micro-steps that were not reduced
 
     def as_dtensor(self, local):
         """The DTensor whose slice on this rank is `local`. (DTensor.from_local() would move it to the GPU.)"""
@@ -199,16 +205,16 @@ class Weight:
             module._parameters[attribute] = parameter
 
     def local_shard(self, pin):
-        """This rank's slice. The DTensor is looked up, since to_empty() and the like put another one in its place."""
+        """This rank's slice. The DTensor is looked up each time, since to_empty() and similar calls replace it."""
         module, attribute = self.places[0]
         if self.sharded is not module._parameters[attribute]:
             self.sharded = module._parameters[attribute]
-            if pin:  # page-locked host memory: copied to the GPU while the host goes on
+            if pin:  # page-locked, so that the copy to the GPU does not hold up the host
                 self.sharded._local_tensor = self.sharded._local_tensor.pin_memory()
         return self.sharded._local_tensor
 
     def take_gradient(self):
-        """What backward left in .grad of the whole weight, added to that of earlier micro-steps; None if nothing."""
+        """Take the gradient that backward left in the whole weight, plus the sum of earlier micro-steps; or None."""
         gradient, total = self.whole.grad, self.gradient_sum
         self.whole.grad = self.gradient_sum = None
         if gradient is None:
@@ -225,20 +231,20 @@ class Weight:
 
 
 class Room:
-    """Memory in which one unit at a time is whole: its occupant. Blocks share one under stage 3."""
+    """Memory for the whole weights of one unit at a time, the occupant. Under stage 3 all blocks share one room."""
 
     def __init__(self, nbytes, device):
         self.flat, self.occupant = torch.empty(nbytes, dtype=torch.uint8, device=device), None
 
     def has_memory(self, wanted):
-        """Give the memory back, or have it again. The tensors that lie in this room do not notice."""
+        """Allocate the memory, if it is wanted, or free it. The tensors that lie in this room stay as they are."""
         storage = self.flat.untyped_storage()
         if wanted != (storage.size() > 0):
             storage.resize_(self.flat.nbytes if wanted else 0)
 
 
 class ShardGroup:
-    """The ranks that hold the slices of units between them, and the memory in which their blocks take turns."""
+    """The ranks over which some units are sharded, and the memory in which the units of blocks take turns."""
 
     def __init__(self, mesh):
         self.mesh, self.process_group = mesh, mesh.get_group(mesh.ndim - 1)
@@ -248,7 +254,7 @@ class ShardGroup:
         self.reduce_buffers = {}
 
     def make_room(self, units, device, shared, prefetch):
-        """Have rooms for these units, one of each block: shared by all, or for each its own."""
+        """Give these units, one of each block, their rooms: a single one for all if it is shared, else one each."""
         self.units, largest = units, max(unit.nbytes for unit in units)
         room = Room(largest, device) if shared else None
         for unit in units:
@@ -259,40 +265,40 @@ class ShardGroup:
 
 class Unit:
     """
-    Parameters that are gathered together and reduced together. Where its whole weights are, and what modules see:
+    Parameters that are gathered together and reduced together. is_whole: whether modules see their whole weights.
 
-        state                   is_whole   room.occupant   in ShardedModel.in_flight
-        sharded                 no         another, None   no
-        on its way (prefetch)   no         another, None   yes: in a buffer
-        at work                 yes        this unit       no
-        done for now (stage 3)  no         this unit       no: free to stay, the next unit that needs the room takes it
+        state                   is_whole   room.occupant     in ShardedModel.in_flight
+        sharded                 no         another or None   no
+        on its way (prefetch)   no         another or None   yes: it arrives in a buffer
+        at work                 yes        this unit         no
+        done for now (stage 3)  no         this unit         no: it stays until another unit needs the room
     """
 
     def __init__(self, parameters, index, group, device, compute_dtype):
         """parameters: {parameter: [(module, attribute), ...]}. index: of the block, None for the root."""
         self.index, self.group, self.weights, self.shard_bytes = index, group, [], 0
 
-        # Matrices first: vectors may leave an odd offset behind them, and matmuls want weights at multiples of 16. Last
-        # what is bytes already, behind which no float may begin.
+        # Matrices come first, because matmuls want weights at multiples of 16, and a vector may end at an odd offset.
+        # uint8 comes last, because it may end at any byte, and no float may begin there.
         def order(parameter):
             return not parameter.is_floating_point(), -parameter.dim()
 
         for parameter, places in sorted(parameters.items(), key=lambda item: order(item[0])):
             self.weights.append(Weight(places, parameter, group, self.shard_bytes, device, compute_dtype))
             self.shard_bytes += self.weights[-1].nbytes  # per rank, with padding
-        self.shard_bytes += -self.shard_bytes % compute_dtype.itemsize  # the next rank's slice begins with floats
+        self.shard_bytes += -self.shard_bytes % compute_dtype.itemsize  # as the next rank's slice begins with floats
         self.nbytes = group.ranks * self.shard_bytes
-        # The slices of one parameter, rank after rank, are that parameter: it can be gathered into its room as it is.
-        # Not so a block, while another one computes in that room.
+        # The slices of a single parameter, rank after rank, are the whole parameter, so it can be gathered right into
+        # its room. A block cannot, because another one computes in that room meanwhile.
         self.needs_no_buffer = group.ranks == 1 or (index is None and len(self.weights) == 1)
         self.is_whole = self.awaits_backward = False
 
     def move_into(self, room):
-        """Lay out the whole weights in a room. What they hold comes with fill()."""
+        """Lay out the whole weights in a room; fill() will bring their values."""
         self.room, self.places, offset, ranks = room, [], 0, self.group.ranks
         for weight in self.weights:
-            # set_() and no view of the room: a view shares the room's version counter, and autograd would take every
-            # refill for a change of what it has saved.
+            # set_() rather than a view of the room: a view shares the room's version counter, so that autograd would
+            # take every refill of the room for a change of the weights that it has saved.
             place = (room.flat.untyped_storage(), offset // weight.dtype.itemsize, weight.shape, weight.stride)
             whole = torch.empty(0, dtype=weight.dtype, device=room.flat.device).set_(*place)
             weight.whole = nn.Parameter(whole, requires_grad=weight.dtype.is_floating_point)
@@ -302,7 +308,7 @@ class Unit:
     def load_shards(self, row, pin):
         """Copy this rank's slices into `row` of a flat buffer, which casts them to the compute dtype."""
         shards = [weight.local_shard(pin).flatten() for weight in self.weights]
-        if shards[0].device != row.device:  # from the host as they are, and cast on the GPU
+        if shards[0].device != row.device:  # from the host: cast on the GPU, after the copy
             shards = [local.to(row.device, non_blocking=True) for local in shards]
         places = [row[weight.offset : weight.offset + weight.nbytes].view(weight.dtype) for weight in self.weights]
         places = [place[: weight.local_size] for weight, place in zip(self.weights, places, strict=True)]
@@ -332,27 +338,27 @@ class Unit:
 
 
 class Lane:
-    """Work beside the computation: in a stream of the GPU, or in the threads that run gloo's collectives."""
+    """Where work runs beside the computation: a stream of the GPU, or the threads that run gloo's collectives."""
 
     def __init__(self, device):
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == 'cuda' else None
 
     def begin(self):
-        """A context for work that is to follow all that was issued so far. The host does not wait."""
+        """A context for work that has to wait for all that was issued so far. The host does not wait."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.stream)
 
     def run(self, collective, output, source, group):
-        """Start a collective. wait() of what this returns holds up the host (gloo) or the current stream (NCCL)."""
+        """Start a collective. The wait() of its handle holds up the host (gloo) or the current stream (NCCL)."""
         if self.stream is None:
             return collective(output, source, group=group, async_op=True)
         collective(output, source, group=group)
         return self.mark()
 
     def mark(self):
-        """Something to wait for: the end of what was issued in this lane."""
+        """A handle for the end of all that was issued in this lane so far; None on a CPU."""
         return self.stream.record_event() if self.stream else None
 
 
@@ -361,21 +367,21 @@ def differentiable(tree):
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-# In flight: the weights whose gradients travel, those among them without one on this rank, the memory for the average,
-# what is sent (kept until it has left), what arrives (gloo), and what to wait for.
+# A reduction in flight: the weights whose gradients travel, those among them that have no gradient on this rank, memory
+# for the average, what is sent (kept alive until it has left), what arrives (under gloo), and the handle to wait for.
 Reduction = namedtuple('Reduction', 'weights unused average sent received handle')
 
 
 class ShardedModel(nn.Module):
-    """A model whose units are unsharded and reduced around its computation; called like the model itself.
+    """A model whose units are gathered before they compute and reduced after their backward. Call it like the model.
 
-    As under DistributedDataParallel, `module` is the model: its parameters keep their names. Methods that the training
-    loop calls have the names that they have in fully_shard.
+    As under DistributedDataParallel, `module` is the model, and its parameters keep their names. The methods that the
+    training loop calls have the same names as in fully_shard.
     """
 
     def __init__(self, model, meshes, units, root, compute_dtype, zero_stage, prefetch, offload):
-        """meshes: one, or two where blocks have two units each. units: of each block {parameter: places} of every unit;
-        root: of each unit of the root."""
+        """meshes: one, or two if every block has two units. units: for each block a list with {parameter: places} of
+        each of its units. root: {parameter: places} of each unit of the root."""
         super().__init__()
         self.module, self.zero_stage, self.offload = model, zero_stage, offload
         self.on_cuda = meshes[0].device_type == 'cuda'
@@ -398,7 +404,7 @@ class ShardedModel(nn.Module):
 
         self.prefetch = prefetch
         self.gather_lane, self.reduce_lane = Lane(self.device), Lane(self.device)
-        self.in_flight = {}  # unit -> (buffer, handle) of the gathers that were started ahead
+        self.in_flight = {}  # unit -> (buffer, handle) of gathers that were started ahead
         self.sync_gradients = self.reshards_root = True
         self.in_backward = self.holds_sums = False  # holds_sums: gradients of a micro-step that was not reduced
         self.alive = 0
@@ -412,13 +418,13 @@ class ShardedModel(nn.Module):
         self.sync_gradients = sync
 
     def set_reshard_after_backward(self, reshard, recurse=False):
-        """Whether the next backward pass ends with the root resharded: the optimizer steps then. Blocks: zero_stage."""
+        """Whether the next backward pass ends with the root resharded, for the optimizer's step. Blocks: zero_stage."""
         self.reshards_root = reshard
 
     # --- when -----------------------------------------------------------------------------------------------------
 
     def hook_block(self, units, first, last):
-        """Have a block whole while it computes, in forward and in backward. first, last: its modules, often one."""
+        """Keep a block whole while it computes, in forward and in backward. first, last: of its modules, often one."""
         index = units[0].index
 
         def before_forward(module, args, kwargs):
@@ -444,9 +450,9 @@ class ShardedModel(nn.Module):
                 self.unshard(unit)
             self.prefetch_blocks(index, -1)  # issued before this block's backward, so ahead of its reduction
 
-        def after_backward(gradient):  # an input has its gradient: the backward of the block is through
+        def after_backward(gradient):  # an input has its gradient, so the block's backward is done
             for unit in units:
-                if unit.awaits_backward:  # unshard() of the block that comes next in backward may have finished it
+                if unit.awaits_backward:  # unshard() of the next block in backward may have done it already
                     self.after_backward(unit)
 
         first.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -482,14 +488,14 @@ class ShardedModel(nn.Module):
             Variable._execution_engine.queue_callback(self.finish_backward)  # called when all gradients are there
 
     def after_backward(self, unit):
-        """All gradients of a block are there: free its weights, then see to the gradients."""
+        """A unit has all its gradients: free its whole weights (stages 2, 3), then keep or reduce the gradients."""
         unit.awaits_backward = False
         if self.zero_stage >= 2:
             self.reshard_unit(unit)
         self.keep_or_reduce(unit)
 
     def finish_backward(self):
-        """The end of a backward pass: the root's turn, and that of blocks whose inputs needed no gradient."""
+        """End a backward pass, with the gradients of the root and of blocks whose inputs needed no gradient."""
         for unit in itertools.chain(*reversed(self.blocks)):
             if unit.awaits_backward or unit.has_gradients():
                 self.after_backward(unit)
@@ -505,16 +511,16 @@ class ShardedModel(nn.Module):
             self.steps += 1
 
     def reshard_unit(self, unit):
-        """The block is done for now. Stage 3: its room is the next one's. Stage 2: the memory goes back."""
+        """A unit of a block is done for now. Stage 3: the next block may have its room. Stage 2: free the room."""
         unit.register_shards()
         if self.zero_stage == 2 and unit.room.occupant is unit:
             self.occupy(unit.room, None)
             unit.room.has_memory(False)
 
     def reshard(self):
-        """Let everyone see the shards, and forget the whole weights: the shards may change now."""
+        """Let the modules see the shards again, and forget all whole weights, because the shards may change now."""
         for unit in list(self.in_flight):
-            self.finish_all_gather(unit)  # started ahead for a block that then did not run
+            self.finish_all_gather(unit)  # started ahead for a block that did not run after all
         for unit in self.units:
             unit.register_shards()
             if unit.room.occupant is not None:
@@ -523,13 +529,13 @@ class ShardedModel(nn.Module):
     # --- gather -----------------------------------------------------------------------------------------------------
 
     def unshard(self, unit):
-        """Return with the unit's weights whole: they still are, or are on their way, or are gathered now."""
+        """Make the unit's weights whole: they may be in their room still, or on their way, or are gathered now."""
         if unit.is_whole:
             return
         occupant = unit.room.occupant
         if occupant is not None and occupant.is_whole:
             assert self.in_backward, f'block {unit.index} runs inside of block {occupant.index}'
-            self.after_backward(occupant)  # it is done: this block's backward needs what that one's has found
+            self.after_backward(occupant)  # it is done, since this block's backward begins with its gradient
         if occupant is not unit:
             if unit not in self.in_flight:
                 self.in_flight[unit] = self.start_all_gather(unit)
@@ -548,10 +554,10 @@ class ShardedModel(nn.Module):
                     self.in_flight[unit] = self.start_all_gather(unit)
 
     def start_all_gather(self, unit):
-        """Send this rank's slices to the others and receive theirs, all in one flat buffer: (buffer, handle).
+        """Send this rank's slices to the others and receive theirs in one flat buffer; returns (buffer, handle).
 
-        Neither the buffer nor the room is used by what was issued after this call; so the lane has to wait only for
-        what was issued before it, and runs beside the block whose computation the caller issues next.
+        Nothing that is issued after this call uses the buffer or the room. So the gather waits only for what was issued
+        before it, and runs beside the block whose computation the caller issues next.
         """
         group = unit.group
         unit.room.has_memory(True)
@@ -564,7 +570,7 @@ class ShardedModel(nn.Module):
                 handle = self.gather_lane.mark()
             elif self.on_cuda:
                 handle = self.gather_lane.run(all_gather, gathered.flatten(), mine, group.process_group)
-            else:  # gloo's all-gather copies more: sending to each rank with one all-to-all takes 0.6 of its time
+            else:  # gloo's all-gather copies more: an all-to-all with the same for each rank takes 0.6 of its time
                 to_send = mine.repeat(group.ranks)
                 handle = self.gather_lane.run(dist.all_to_all_single, gathered.flatten(), to_send, group.process_group)
         self.count('gathers', (group.ranks - 1) * unit.shard_bytes)
@@ -575,12 +581,12 @@ class ShardedModel(nn.Module):
         if unit.index is None:
             return torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)  # once a step
         group = unit.group
-        if not group.free_buffers:  # taken by a block that then did not run
+        if not group.free_buffers:  # taken for a block that did not run after all
             self.finish_all_gather(next(other for other in self.in_flight if other in group.units))
         return group.free_buffers.pop()
 
     def finish_all_gather(self, unit, into_room=False):
-        """Wait for a gather, copy it into the unit's room if it is wanted, and have the buffer back."""
+        """Wait for a gather, copy it into the unit's room if it is wanted there, and take the buffer back."""
         buffer, handle = self.in_flight.pop(unit)
         self.wait(handle)
         if into_room:
@@ -594,7 +600,7 @@ class ShardedModel(nn.Module):
             unit.group.free_buffers.append(buffer)
 
     def occupy(self, room, unit):
-        """unit (or None) is now what is whole in the room."""
+        """Note that from now on this unit, or none, is whole in the room."""
         self.now_alive((unit.nbytes if unit else 0) - (room.occupant.nbytes if room.occupant else 0))
         room.occupant = unit
 
@@ -610,7 +616,7 @@ class ShardedModel(nn.Module):
             weight.gradient_sum = None if gradient is None else gradient.float()
 
     def start_reduce_scatter(self, unit):
-        """Send each rank its slice of this rank's gradients, see send_gradients(); the result is taken up later."""
+        """Start to send each rank its slice of this rank's gradients; finish_reduce_scatter() takes up the result."""
         weights = [weight for weight in unit.weights if weight.whole.requires_grad]
         gradients = [weight.take_gradient() for weight in weights]
         unused = {weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is None}
@@ -620,19 +626,19 @@ class ShardedModel(nn.Module):
         self.finish_reduce_scatter(group)  # at most one of a group in flight: its buffers are free then
         dtype = torch.float32 if self.holds_sums else self.compute_dtype
         for number, weight in enumerate(weights):
-            if weight in unused:  # it counts as 0: on another rank there may be a gradient
+            if weight in unused:  # it counts as 0, since another rank may have a gradient
                 gradients[number] = torch.zeros(weight.shape, dtype=dtype, device=self.device)
         gradients = [gradient.to(dtype) for gradient in gradients]
         size = sum(weight.size for weight in weights)  # numbers per rank, with padding
         group.reduction = Reduction(weights, unused, *self.send_gradients(unit, gradients, size, dtype))
 
     def send_gradients(self, unit, gradients, size, dtype):
-        """(room for the average of this rank's slices, what is sent, what arrives (gloo), handle).
+        """Returns (memory for the average of this rank's slices, what is sent, what arrives (gloo), handle).
 
-        Under NCCL it is one reduce-scatter in fp32. gloo's reduce-scatter is an all-reduce inside, which sends twice
-        the bytes. So under gloo the ranks exchange their slices (all-to-all), and finish_reduce_scatter() sums them.
-        There the gradient of a single half-precision micro-step travels as it is, and is widened when it is summed: to
-        widen it before it is sent would cost twice the bytes and change no bit of the sum.
+        Under NCCL this is one reduce-scatter in fp32. gloo's reduce-scatter is an all-reduce inside, which sends twice
+        the bytes, so under gloo the ranks exchange their slices (all-to-all), and finish_reduce_scatter() sums them.
+        There the gradient of a single micro-step in half precision is sent as it is, and becomes fp32 when it is
+        summed. To make it fp32 before it is sent would cost twice the bytes and change no bit of the sum.
         """
         group, ranks = unit.group, unit.group.ranks
         average = torch.empty(size, device=self.device)
@@ -662,7 +668,7 @@ class ShardedModel(nn.Module):
             for other in others:
                 average.add_(other)
             self.average_over_ranks(average, group)
-        if self.offload and self.on_cuda:  # not to be waited for, unless the host reads it below
+        if self.offload and self.on_cuda:  # the host waits for this only if it reads it below
             is_read = unused or any(weight.sharded.grad is not None for weight in weights)
             average = average.to('cpu', non_blocking=not is_read)
         for weight, flat in zip(weights, average.split([weight.size for weight in weights]), strict=True):
@@ -679,12 +685,12 @@ class ShardedModel(nn.Module):
             total.mul_(1 / self.world_size)
 
     def reduce_buffer(self, kind, unit, size, dtype):
-        """Flat memory for gradients on their way: one for all blocks, and one for the root, at the end of backward."""
+        """Flat memory for gradients on their way: blocks share one, and a unit of the root gets its own."""
         if unit.index is None:
             return torch.empty(size, dtype=dtype, device=self.device)
         group = unit.group
         buffer = group.reduce_buffers.get((kind, dtype))
-        if buffer is None or buffer.numel() < size:  # for the block of which most is trained
+        if buffer is None or buffer.numel() < size:  # enough for the block with the most trained numbers
             trained = [sum(w.size for w in unit.weights if w.whole.requires_grad) for unit in group.units]
             buffer = torch.empty(group.ranks * max(trained), dtype=dtype, device=self.device)
             group.reduce_buffers[kind, dtype] = buffer
@@ -693,7 +699,7 @@ class ShardedModel(nn.Module):
     # --- count ------------------------------------------------------------------------------------------------------
 
     def wait(self, handle):
-        """Wait for a collective, and note for how long: that is communication which the computation does not hide."""
+        """Wait for a collective, and note for how long: this is communication that the computation does not hide."""
         if handle is not None:
             began = self.now()
             handle.wait()
@@ -719,7 +725,7 @@ class ShardedModel(nn.Module):
             self.counts.update({kind: 1, f'{kind}_gb': received / 1e9})
 
     def now_alive(self, nbytes):
-        """So many bytes more, or fewer, are in rooms with whole weights or in buffers that these arrive in."""
+        """Count so many bytes more, or fewer, in rooms with whole weights and in buffers in which these arrive."""
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
 
@@ -728,9 +734,10 @@ class ShardedModel(nn.Module):
         self.counts, self.steps, self.waits, self.peak = Counter(dict.fromkeys(kinds, 0)), 0, [], self.alive
 
     def communication(self):
-        """Metrics since the last call. Per optimizer step: collectives, GB (1e9 bytes) that this rank received in them,
-        and fsdp/wait, the milliseconds that the computation waited for them. whole_gb, whole_peak_gb: whole weights and
-        buffers in which they arrive, now and at most. On CUDA it waits for the device."""
+        """Metrics since the last call. Per optimizer step: the number of collectives, the GB (1e9 bytes) that this rank
+        received in them, and fsdp/wait, the milliseconds that the computation waited for them. fsdp/whole_gb and
+        fsdp/whole_peak_gb: whole weights and the buffers in which they arrive, now and at most, in GB. On CUDA this
+        call waits for the device."""
         if self.on_cuda:
             torch.cuda.synchronize()
         self.read_waits()

@@ -1,40 +1,42 @@
 """
-Moments of an optimizer in fewer bits: what `optimizer_dtype` does to what Adam and the like keep for each weight.
+Moments of an optimizer in fewer bits: how Adam and the like store what they keep for each weight (`optimizer_dtype`).
 
                 bytes a number          where
     float32     4                       the default
     bfloat16    2, rounded by chance    all moments
-    int8        1 + 4/256               those of matrices; of embeddings, head, norms and biases float32 stays
+    int8        1 + 4/256               those of matrices; embeddings, head, norms and biases keep float32
 
-AdamW keeps two, so with a weight and its gradient in fp32 a parameter takes 16, 12 or 10 bytes. A step reads a piece of
-the moments, has optim.py's kernel update it in fp32, and writes it back, so that never more than a piece is in fp32.
-Checkpoints hold fp32, and nothing is lost on the way there and back: what a code stands for gives that code again.
+AdamW keeps two moments, so with a weight and its gradient in fp32 a parameter takes 16, 12 or 10 bytes. A step reads a
+piece of the moments, lets optim.py's kernel update it in fp32, and writes it back, so that never more than one piece is
+in fp32. Checkpoints hold fp32, and nothing is lost on the way there and back, because the value that a code stands for
+gives the same code again.
 
-int8 (Dettmers et al., arXiv 2110.02861). A number is a code, 0 to 255, times the largest magnitude of its block. What
-the codes stand for is not evenly spaced, since most moments are far smaller than the largest one:
+int8 (Dettmers et al., arXiv 2110.02861). A number is stored as a code from 0 to 255, whose value is multiplied by the
+largest magnitude of its block. These values are not evenly spaced, since most moments are far smaller than the largest:
 
     a second moment    128 values between 0.1 and 1, 64 between 0.01 and 0.1, ... down to 1e-7, and 1 itself
     a first moment     half as many, of either sign, down to 1e-6, and 0, 1, -1
 
     block 0 | block 1 | ... | the rest      a block is 256 columns of one line (the last dimension), or what is left:
-    block 0 | block 1 | ... | the rest      FSDP cuts between lines, so that no block is on two ranks, whatever their
-    block 0 | block 1 | ... | the rest      number is, and each rank has the codes and scales that one process has
+    block 0 | block 1 | ... | the rest      FSDP cuts between lines, so that no block is on two ranks, however many
+    block 0 | block 1 | ... | the rest      there are, and each rank has the codes and scales that one process has
 
-Three things differ from what is published. -1 is among the values (there -0.993 is the lowest), since otherwise a block
-whose largest magnitude is negative would get another scale whenever it is read and written. A second moment does not
-become 0, after which a small gradient would make a step out of all proportion: one more decade takes the place of 0.
-And which moments have 8 bits is decided by the whole parameter, not by what a rank has of it.
+Three things differ from what is published. First, -1 is among the values (there -0.993 is the lowest), since otherwise
+a block whose largest magnitude is negative would get another scale each time it is read and written. Second, a second
+moment never becomes 0, after which a small gradient would make a step out of all proportion; one more decade takes the
+place of 0. Third, the whole parameter decides which moments have 8 bits, rather than a rank's part of it.
 
-Embeddings and head keep fp32. Most rows of an embedding have no gradient in a step, and the few that have one differ in
-size by orders of magnitude with how frequent their tokens are, so that in 8 bits it is here that training becomes
-unstable (section 2.3 of the paper). The head has the same tokens in its rows, and is often the same matrix. Parameters
-of fewer than 4096 numbers are too few to matter.
+Embeddings and head keep fp32. Most rows of an embedding have no gradient in a step, and the gradients of the few others
+differ by orders of magnitude, with the frequency of their tokens. This is where training in 8 bits becomes unstable
+(section 2.3 of the paper). The head has the same tokens in its rows, and is often the same matrix. Parameters of fewer
+than 4096 numbers keep fp32, too, because they are too small to matter.
 
-bfloat16 has 8 bits of the fraction. A second moment falls by at most (1 - beta2) of itself in a step, with 0.999 at
-most a quarter of the way to the next number of bfloat16. Rounding to the nearest would take that back each time, and
-such moments only grow, to 1.24 in place of 0.95 in an example of tests/test_moments.py. So they are rounded up or down
-by chance, in proportion to the distances, and are right in the mean. The chance is a function of (seed, parameter,
-moment, step, index in the whole parameter): the same on any number of ranks, and in a run that was resumed.
+bfloat16 has 8 bits of the fraction. In a step a second moment falls by at most (1 - beta2) of itself. With 0.999 this
+is at most a quarter of the way to the next number of bfloat16. Rounding to the nearest would undo it each time, so such
+moments would only grow (to 1.24 instead of 0.95 in an example of tests/test_moments.py). Moments are therefore rounded
+up or down by chance, in proportion to the distances, so that they are right in the mean. The chance is a function of
+(seed, parameter, moment, step, index in the whole parameter), so it is the same on any number of ranks, and in a run
+that was resumed.
 """
 
 import functools
@@ -59,35 +61,36 @@ TINY = torch.finfo(torch.float32).tiny
 
 @functools.cache
 def levels(signed, device):
-    """(what the codes 0 to 255 stand for, in rising order; the 255 points half-way between them), fp32."""
+    """(the values of the codes 0 to 255, in rising order; the 255 points half-way between them), fp32."""
     positive = [1.0]
-    for decade in range(0 if signed else -1, 7):  # from 1e-6 (1e-7), with 1 value in it, to 1, with 64 (128)
+    # Between 1e-7 and 1e-6 (unsigned: 1e-8 and 1e-7) 1 value, then twice as many in each decade, 64 (128) below 1.
+    for decade in range(0 if signed else -1, 7):
         count, unit = 2**decade if signed else 2 ** (decade + 1), 10.0 ** (decade - 6)
-        positive += [unit * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]  # of equal parts the middles
+        positive += [unit * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]  # middles of equal parts
     values = sorted(positive + [0.0] + [-x for x in positive if x < max(positive[1:])] + [-1.0] if signed else positive)
     values = torch.tensor(values, dtype=torch.float64)
     return values.float().to(device), ((values[1:] + values[:-1]) / 2).float().to(device)
 
 
 def table_of(name, device):
-    """levels() for the moment called so."""
+    """levels() for the moment of this name."""
     return levels(name not in UNSIGNED, device)
 
 
 def quantise(numbers, table):
-    """(..., width) fp32 -> codes, uint8 of the same shape, and scales, fp32 (...): each number to the nearest value."""
+    """fp32 (..., width) -> codes, uint8 of the same shape, and scales, fp32 (...). Rounds to the nearest value."""
     scales = numbers.abs().amax(-1)
     ratios = numbers / scales.clamp_min(TINY).unsqueeze(-1)
     return torch.bucketize(ratios, table[1], out_int32=True).to(torch.uint8), scales
 
 
 def dequantise(codes, scales, table):
-    """The inverse; quantise() of what it returns gives the same codes and scales."""
+    """The inverse of quantise(), which gives the same codes and scales again for what this returns."""
     return table[0][codes.int()] * scales.unsqueeze(-1)
 
 
 def stretches(columns):
-    """[(its columns, its blocks, their width), ...] of a line: the whole blocks, and the one that is left."""
+    """A line's [(slice of columns, slice of blocks, width of a block), ...]: its full blocks, then what is left."""
     whole = columns // BLOCK
     found = [(slice(0, whole * BLOCK), slice(0, whole), BLOCK)] if whole else []
     rest = columns - whole * BLOCK
@@ -98,8 +101,8 @@ def stretches(columns):
 
 
 def chance(index, key):
-    """16 bits (int64, 0 to 65535) for each of these indices, by Thomas Mueller's hash of 32 bits. Integers of 64 bits
-    hold all products, so that a CPU and a GPU agree."""
+    """16 pseudo-random bits (int64, 0 to 65535) for each of these indices, by Thomas Mueller's 32-bit hash. 64-bit
+    integers hold all products, so that a CPU and a GPU agree."""
     x = (index + key) & 0xFFFFFFFF
     x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
     x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
@@ -107,10 +110,10 @@ def chance(index, key):
 
 
 def round_by_chance(numbers, bits):
-    """fp32 -> bfloat16, to one of the two neighbours, to each as often as the number is near to it. bits: chance().
+    """fp32 -> bfloat16, to one of the two neighbours, the more often the nearer the number is to it. bits: chance().
 
-    bfloat16 is the upper half of fp32. Where the lower half, 0 to 65535, and the bits together reach 65536, that
-    carries over into the upper half: the next number away from 0.
+    bfloat16 is the upper half of fp32. Where the lower half, 0 to 65535, and the bits add up to 65536 or more, a carry
+    goes into the upper half, which makes it the next number away from 0.
     """
     return ((numbers.view(torch.int32) + bits.int()) & -65536).view(torch.float32).bfloat16()
 
@@ -119,15 +122,15 @@ def round_by_chance(numbers, bits):
 
 
 class Form(NamedTuple):
-    """How the moments of one parameter rest."""
+    """How the moments of one parameter are stored."""
 
     dtype: str  # 'bfloat16' or 'int8'
     name: str  # seed and name of the parameter, for chance()
-    part: object = None  # tensor_manual.Slice, if that has cut the parameter
+    part: object = None  # tensor_manual.Slice, if the parameter is cut
 
 
 def forms_of(model, dtype, seed):
-    """{parameter: Form} of those whose moments are not fp32. `model` is sharded, if it will be."""
+    """{parameter: Form} for the parameters whose moments are not fp32. Call it after `model` is sharded, if it is."""
     assert dtype in DTYPES, dtype
     eligible = in_8_bits(model) if dtype == 'int8' else set(model.parameters()) if dtype == 'bfloat16' else ()
     slices = getattr(model, 'slices', {})
@@ -136,32 +139,32 @@ def forms_of(model, dtype, seed):
 
 
 def in_8_bits(model):
-    """The parameters whose moments int8 is for: see above."""
+    """The parameters whose moments `int8` stores in 8 bits, see above."""
     matrices, tables, slices = set(), set(), getattr(model, 'slices', {})
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) or name.rpartition('.')[2] in ('head', 'lm_head')
         for own_name, parameter in module.named_parameters(recurse=False):
-            whole = slices.get(f'{name}.{own_name}', parameter)  # expert_manual.py leaves a rank but some of the rows
+            whole = slices.get(f'{name}.{own_name}', parameter)  # expert_manual.py keeps only some of the rows
             if parameter.dim() >= 2 and whole.shape.numel() >= SMALLEST:
                 (tables if is_table else matrices).add(parameter)
     return matrices - tables  # a head may be the embedding
 
 
 def bytes_held(shape, dtype):
-    """Of one moment of a parameter, or of a rank's part of it."""
+    """The bytes that one moment takes, of a parameter or of a rank's part of it."""
     blocks = math.prod(shape[:-1]) * math.ceil(shape[-1] / BLOCK) if shape else 0
     return {'float32': 4, 'bfloat16': 2, 'int8': 1}[dtype] * math.prod(shape) + (4 * blocks if dtype == 'int8' else 0)
 
 
 def zeros(form, parameter, name):
-    """{slot: tensor} of the moment `name` before the first step, sharded as the parameter is."""
+    """{slot: tensor} of the moment `name` before the first step, sharded like the parameter."""
     if form.dtype == 'bfloat16':
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16)}
     return {name: torch.zeros_like(parameter, dtype=torch.uint8), name + SCALES: zero_scales(parameter)}
 
 
 def zero_scales(parameter):
-    """(..., lines, blocks in a line): the columns of each are this rank's, since they are cut by rows, too."""
+    """Scales (..., blocks of a line), sharded by rows like the parameter, so that a rank has those of its own codes."""
     blocks = math.ceil(parameter.shape[-1] / BLOCK)
     part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     scales = part.new_zeros((*part.shape[:-1], blocks), dtype=torch.float32, requires_grad=False)
@@ -173,7 +176,7 @@ def zero_scales(parameter):
 
 
 def in_fp32(slots, name):
-    """The moment `name` of a parameter's state, this rank's part of it, as a checkpoint holds it."""
+    """This rank's part of the moment `name`, in fp32 as a checkpoint holds it. slots: the parameter's state."""
     value = local(slots[name])
     if value.dtype == torch.bfloat16:
         return value.float()
@@ -188,7 +191,7 @@ def in_fp32(slots, name):
 def from_fp32(form, parameter, name, value):
     """{slot: tensor} of the moment `name`, from this rank's part of it in fp32: the inverse of in_fp32().
 
-    What an fp32 run has saved is rounded to the nearest.
+    Moments that were saved by an fp32 run are rounded to the nearest.
     """
     slots = zeros(form, parameter, name)
     if form.dtype == 'bfloat16':
@@ -205,7 +208,7 @@ def from_fp32(form, parameter, name, value):
 
 
 class Part:
-    """This rank's part of a parameter and of its moments, which rest in fewer bits."""
+    """This rank's part of a parameter and of its moments, which are stored in fewer bits."""
 
     def __init__(self, form, parameter, state, names):
         self.form, self.names, self.theta = form, names, local(parameter)
@@ -215,12 +218,12 @@ class Part:
         self.first = first_of_lines(parameter, form.part) if form.dtype == 'bfloat16' else None
 
     def keys(self, t):
-        """For chance() in step t, one for each moment."""
+        """The keys for chance() in step t, one for each moment."""
         return [zlib.crc32(f'{self.form.name} {name} {t:.0f}'.encode()) for name in self.names]
 
     def pieces(self, g, most):
-        """(width of blocks, theta, g, tensors of the moments, index of the first number of each line), as lines of at
-        most so many numbers, or one. g: the gradient."""
+        """Yields consecutive lines in pieces of at most `most` numbers, or of one line: (width of a block, theta, g,
+        tensors of the moments, index of each line's first number). g: the gradient."""
         theta, g = as_lines(self.theta), as_lines(g)
         tensors = [[as_lines(tensor) for tensor in moment] for moment in self.tensors]
         columns, at_once = theta.shape[1], max(1, most // theta.shape[1])
@@ -235,10 +238,10 @@ class Part:
 
 
 def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first):
-    """One step of optim.py's kernel on what Part.pieces() yields, in place.
+    """One step of optim.py's kernel on a piece from Part.pieces(), in place.
 
-    tables: of the codes of each moment, or None. keys: of Part.keys(). skip: None, or a flag on the device: where it is
-    1, nothing changes.
+    tables: for each moment the table of its codes, or None. keys: from Part.keys(). skip: None, or a flag on the
+    device; if it is 1, nothing changes.
     """
     before = None if skip is None else theta.clone()
     theta_blocks, g = theta.unflatten(1, (-1, width)), g.unflatten(1, (-1, width))  # (lines, blocks, width)
@@ -262,7 +265,7 @@ def update(kernel, scalars, width, tables, keys, skip, theta, g, moments, first)
 
 
 def first_of_lines(parameter, part):
-    """The index in the whole parameter of the first number of each line that this rank holds, int64 (lines)."""
+    """For each line that this rank holds, the index of its first number in the whole parameter, int64 (lines)."""
     is_cut = part is not None and part.dim is not None
     whole = part.shape if is_cut else parameter.shape
     rows = torch.arange(whole[0])
@@ -280,7 +283,7 @@ def first_of_lines(parameter, part):
 
 
 def as_lines(tensor):
-    """(lines, columns): a line is the last dimension; of a vector each number is one."""
+    """As (lines, columns). A line is the last dimension; in a vector each number is a line."""
     return tensor.view(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
 
 
@@ -290,7 +293,7 @@ def local(tensor):
 
 
 def in_parts(items, size_of, most):
-    """Lists of consecutive items whose sizes add up to `most` or less, or of one item."""
+    """Yields lists of consecutive items, each of one item or of several whose sizes add up to `most` or less."""
     part, size = [], 0
     for item in items:
         if part and size + size_of(item) > most:

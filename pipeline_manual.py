@@ -5,15 +5,16 @@ Pipeline parallelism by hand: every rank holds some of the blocks, and activatio
     stage = pipeline_manual.Stage(model, rank, stages, chunks)  # its blocks; embedding or head at the ends
     pipeline = pipeline_manual.Pipeline(stage, mesh, batch_size)  # mesh: (stages, copies, ranks of each matrix)
     with pipeline.weights_cast():
-        for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does, at one time
+        for actions in pipeline_manual.timetable(stages, chunks, micro_steps):  # what each stage does at one time
             ...  # pipeline.forward(action, x, y) or pipeline.backward(action, 1 / targets), or nothing
             pipeline.exchange(actions)
     pipeline.sum_gradients()
 
-A *part* is what a micro-step runs through at once: some blocks, as many as in every other part or, where the output
-head is much work, fewer in the last one (meshes.blocks_of_parts()). Part k is on stage k % stages: with one chunk stage
-i holds part i, with two chunks parts i and i + stages. What 4 stages do with 4 micro-steps, time
-to the right, F and B for forward and backward of a micro-step:
+The blocks are divided into *parts*, each of which a micro-step runs through in one go. All parts have equally many
+blocks, unless the output head is so much work that the last part gets fewer (meshes.blocks_of_parts()). Part k is on
+stage k % stages: with one chunk stage i holds part i, with two chunks it holds parts i and i + stages.
+
+What 4 stages do with 4 micro-steps. Time runs to the right; F and B are forward and backward of a micro-step:
 
     stage 0  F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
     stage 1  .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
@@ -21,15 +22,18 @@ to the right, F and B for forward and backward of a micro-step:
     stage 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
              warm-up             steady          drain
 
-Who waits for whom?     All ranks know the whole timetable. What an action finds out leaves when it is done, and each
-                        rank posts its messages of one column together: no send waits for a receive behind it.
-What crosses the wire?  For every micro-step and border between parts (batch_size, block_size, n_embd) numbers in
-                        compute_dtype: activations forward, their gradients back. Then once per step the fp32 gradients
-                        over the copies of a stage, and those of a tied embedding between first and last stage. With
-                        tensor parallelism inside a stage (tensor_manual.py) a rank sends its part of the block_size.
-What is kept?           Of each micro-step, from its forward to its backward, what autograd needs: on stage i of p at
-                        most p - i of them, however many there are. That is why a backward comes as soon as it can.
-What is lost?           The dots, the bubble: (stages - 1) / (chunks * micro_steps) of the time of the work.
+Who waits for whom?     All ranks know the whole timetable. The result of an action leaves as soon as the action is
+                        done, and each rank posts all its messages of one column together, so no send waits for a
+                        receive that is posted behind it.
+What crosses the wire?  Between two parts, for every micro-step, (batch_size, block_size, n_embd) numbers in
+                        compute_dtype: activations forward, and their gradients back. With tensor parallelism inside a
+                        stage (tensor_manual.py) each rank sends its own part of the block_size. Once per step the
+                        copies of a stage sum their fp32 gradients, and the first and the last stage those of a tied
+                        embedding.
+What is kept?           What autograd needs of a micro-step, from its forward to its backward. With one chunk, stage i
+                        of p keeps this for at most p - i micro-steps, however many there are, because each backward
+                        runs as early as it can.
+What is lost?           The dots, called the bubble: (stages - 1) / (chunks * micro_steps) of the time of the work.
 """
 
 from collections import namedtuple
@@ -53,8 +57,8 @@ Action = namedtuple('Action', 'kind part micro_step')  # kind: 'forward' or 'bac
 def timetable(stages, chunks, micro_steps, backward=True):
     """[[Action or None of stage 0, of stage 1, ...], ...], one list for each time. backward=False: only forwards.
 
-    Each stage has its actions in a fixed order, see order_of_stage(), and begins one as soon as what it needs has come
-    from another stage; forward and backward count as one unit of time each.
+    Each stage does its actions in a fixed order, see order_of_stage(), and begins the next one as soon as it has come
+    by what it needs from another stage. A forward and a backward count as one unit of time each.
     """
     queues = [order_of_stage(stage, stages, chunks, micro_steps, backward) for stage in range(stages)]
     ready, times = {Action('forward', 0, micro_step) for micro_step in range(micro_steps)}, []
@@ -72,8 +76,8 @@ def timetable(stages, chunks, micro_steps, backward=True):
 def order_of_stage(stage, stages, chunks, micro_steps, backward=True):
     """The Actions of a stage: warm-up (forwards), steady (one forward, one backward), drain (backwards).
 
-    With several chunks the micro-steps go through in groups of `stages`: a group through the first chunk, then the same
-    group through the second one. The warm-up is the shortest with which no later stage has to wait in between.
+    With several chunks the micro-steps go in groups of `stages`: a group goes through the first chunk, then the same
+    group through the second one. The warm-up is the shortest after which no later stage has to wait in between.
     """
     order = [
         (chunk, micro_step)
@@ -85,7 +89,7 @@ def order_of_stage(stage, stages, chunks, micro_steps, backward=True):
     if not backward:
         return forwards
     backwards = [Action('backward', (chunks - 1 - chunk) * stages + stage, micro_step) for chunk, micro_step in order]
-    to_the_end = stages - 1 - stage  # stages behind this one
+    to_the_end = stages - 1 - stage  # stages after this one
     warm_up = to_the_end if chunks == 1 else 2 * to_the_end + (chunks - 1) * stages
     steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
     return [*forwards[:warm_up], *steady, *backwards[max(0, len(order) - warm_up) :]]
@@ -105,8 +109,8 @@ def used_by(action, last):
 class Stage(nn.Module):
     """The parts of a model.GPT that are on one stage. Parameters keep their names: `blocks.7.attn.qkv.weight`.
 
-    The embedding is with part 0, the final norm and the head with the last part. A tied one is on both stages, under
-    both of its names, so that optimizer and checkpoint see in it what they see in the whole model."""
+    The embedding is with part 0, the final norm and the head with the last part. A tied embedding is on both of these
+    stages, and under both of its names, so that optimizer and checkpoint treat it as they do in the whole model."""
 
     def __init__(self, model, stage, stages, chunks):
         """model: on the meta device, so that what other stages hold costs nothing."""
@@ -125,7 +129,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for part in parts for number in self.of(part)})
         self.final_norm = model.final_norm if is_last else None
         self.head = model.head if is_last or self.holds_tied else None
-        # What a checkpoint has besides: checkpoint.load() leaves it to the other stages.
+        # What else is in a checkpoint: checkpoint.load() leaves it to the other stages.
         self.names_elsewhere = {name for name, _ in model.named_parameters()} - {n for n, _ in self.named_parameters()}
 
     def of(self, part):
@@ -133,16 +137,18 @@ class Stage(nn.Module):
         return range(*self.borders[part : part + 2])
 
     def _apply(self, *args, **kwargs):
-        """As in GPT: to_empty() replaces the parameters of one module after another."""
+        """As in GPT: to_empty() replaces parameters module by module, which unties the head from the embedding."""
         super()._apply(*args, **kwargs)
         if self.holds_tied:
             self.head.weight = self.embed.weight
         return self
 
     def forward(self, part, x, y=None, starts=None):
-        """GPT.forward from the first block of a part to its last. x: tokens (B, T) for part 0, activations (B, T, C)
-        else; y, starts: as there. Returns activations (B, T, C), and of the last part (loss_sum, ce_sum). T is
-        block_size; after tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C)."""
+        """One part of GPT.forward. x: for part 0 tokens (B, T), for others activations (B, T, C). y, starts: as in GPT.
+
+        Returns activations (B, T, C), but from the last part (loss_sum, ce_sum). T is block_size. After
+        tensor_manual.Split the activations are those of this rank's tokens, (B, T/t, C).
+        """
         T = self.config.block_size
         positions, layout = torch.arange(T, device=x.device), None
         if self.rotary is not None:
@@ -175,22 +181,22 @@ class Pipeline:
     """One stage at work: the forwards and backwards of its parts, and the messages between them."""
 
     def __init__(self, module, mesh, batch_size):
-        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor): those of a copy are one pipeline and see its data,
-        and so many of them hold each matrix together. batch_size: sequences of a micro-step."""
+        """module: a Stage. mesh: DeviceMesh (stage, copy, tensor). The ranks of a copy are one pipeline with its own
+        data, and those along `tensor` hold each matrix together. batch_size: sequences of a micro-step."""
         self.module, self.group, self.copies = module, mesh.get_group('stage'), mesh.get_group('copy')
         self.stages, self.stage = mesh.size(0), mesh.get_local_rank('stage')
         self.device = torch.device('cuda', torch.cuda.current_device()) if mesh.device_type == 'cuda' else 'cpu'
         self.shape = (batch_size, module.config.block_size // mesh.size(2), module.config.n_embd)
-        self.kept = {}  # (part, micro-step) -> what went in and what came out, from forward to backward
+        self.kept = {}  # (part, micro-step) -> its input and output, from forward to backward
         self.result = None  # of the last action: activations, or their gradient
         self.arriving = {}  # Action that needs it -> (tensor, work to wait for)
-        self.leaving = []  # [(tensor, work to wait for)] of the last exchange: the memory is needed until then
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)  # NCCL: the first call is of all ranks
+        self.leaving = []  # [(tensor, work to wait for)] of the last exchange, kept alive until it has left
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)  # NCCL: the first call needs all ranks
 
     @contextmanager
     def weights_cast(self):
-        """A context in which the blocks have their weights in compute_dtype, cast once for all micro-steps. They would
-        cast by themselves, but autograd keeps that until backward: a copy for each micro-step on its way."""
+        """A context in which the blocks' weights are in compute_dtype, cast once for all micro-steps. The blocks would
+        cast them, too, but autograd keeps what they cast until backward: one copy for each micro-step on its way."""
         dtype, masters = self.module.compute_dtype, [(m, m._parameters) for m in self.module.blocks.modules()]
         for module, parameters in masters:
             module._parameters = {name: p if p is None else p.to(dtype) for name, p in parameters.items()}
@@ -199,8 +205,8 @@ class Pipeline:
             module._parameters = parameters
 
     def forward(self, action, x, y, starts=None):
-        """The forward of one part and micro-step. Returns its cross-entropy, a sum over tokens; 0 before the last part.
-        x, y, starts: the micro-step's batch, the same on all stages. Under no_grad() nothing is kept for backward."""
+        """The forward of one part and micro-step. Returns the cross-entropy, a sum over tokens, or 0 before the last
+        part. x, y, starts: the micro-step's batch, the same on all stages. Under no_grad() nothing is kept."""
         h, ce_sum = x, 0.0
         if action.part > 0:
             h = self.receive(action).requires_grad_(torch.is_grad_enabled())
@@ -213,22 +219,22 @@ class Pipeline:
         return ce_sum
 
     def backward(self, action, loss_factor):
-        """The backward of one part and micro-step; gradients add up in .grad. loss_factor: 0-d, what the loss, a sum
-        over the tokens of one micro-step, is multiplied by."""
+        """The backward of one part and micro-step. Gradients add up in .grad. loss_factor: 0-d tensor that multiplies
+        the loss, a sum over the micro-step's tokens."""
         h, output = self.kept.pop((action.part, action.micro_step))
         gradient = loss_factor if action.part == self.module.last else self.receive(action)
         torch.autograd.backward(output, gradient)
-        self.result = h.grad  # None for tokens
+        self.result = h.grad  # None for tokens, of part 0
 
     def receive(self, action):
-        """What an action needs of another stage. Waits for it, on a GPU without the host."""
+        """The tensor that an action needs from another stage. Waits for it; on a GPU the host does not."""
         tensor, work = self.arriving.pop(action)
         work.wait()
         return tensor
 
     def exchange(self, actions):
-        """Send the result of this stage's action to the stage that needs it, and receive what the other stages' actions
-        have for this one. actions: one list of the timetable; all stages call this once for each."""
+        """Send the result of this stage's action to the stage that needs it, and begin to receive what other stages'
+        actions have for this one. actions: one list of the timetable. All stages call this once for each list."""
         operations, users = [], []
         for source, action in enumerate(actions):
             user = used_by(action, self.module.last) if action else None
@@ -238,11 +244,11 @@ class Pipeline:
             elif target == self.stage != source:
                 tensor = torch.empty(self.shape, dtype=self.module.compute_dtype, device=self.device)
                 operation, peer = dist.irecv, source
-            else:  # nothing to send, or between others
+            else:  # nothing to send, or a message between other stages
                 continue
             operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer))
             users.append(user)
-        # One batch: under NCCL one kernel, in which no message waits for another. gloo returns a work for each of them.
+        # One batch: under NCCL it is one kernel, in which no message waits for another; gloo returns a work for each.
         works = dist.batch_isend_irecv(operations) if operations else []
         works = works * len(operations) if len(works) == 1 else works
         before, self.leaving = self.leaving, []
@@ -251,13 +257,13 @@ class Pipeline:
                 self.arriving[user] = operation.tensor, work
             else:
                 self.leaving.append((operation.tensor, work))
-        # Those of the time before: their receivers have posted them by now, or will without waiting for this rank.
+        # Sends of the time before: their receivers are posted by now, or will be without waiting for this rank.
         for _, work in before:
             work.wait()
 
     def sum_gradients(self):
         """Sum the gradients over the copies of this stage, a block at a time, and those of a tied embedding over the
-        first and the last stage. After the last backward of a step."""
+        first and the last stage. Call it after the last backward of a step."""
         blocks = [[*block.parameters()] for block in self.module.blocks.values()]
         in_blocks = {parameter for block in blocks for parameter in block}
         rest = [parameter for parameter in self.module.parameters() if parameter not in in_blocks]
@@ -276,5 +282,5 @@ class Pipeline:
             mine.add_(theirs)  # a + b on one, b + a on the other: the same bits
 
     def norm_groups(self):
-        """As tensor_manual.Split.norm_groups(): the stages, of which two hold a tied embedding."""
+        """As tensor_manual.Split.norm_groups(): the group of the stages, two of which hold a tied embedding."""
         return [(self.group, {self.module.embed.weight: 2} if self.module.holds_tied and self.stages > 1 else {})]

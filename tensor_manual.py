@@ -7,32 +7,36 @@ Tensor parallelism by hand: every matrix is cut over several ranks, which then c
     loss_sum.backward()
     tensor.sum_partial_gradients()
 
-Two matrices in a row need one sum (Megatron-LM, arXiv 1909.08053, section 3). With t ranks, f of GELU or SwiGLU, or of
-attention, which works on one head at a time:
+Two matrices in a row need only one sum over the ranks (Megatron-LM, arXiv 1909.08053, section 3). With t ranks, and for
+an f that works by columns, like GELU and SwiGLU, or by heads, like attention:
 
     Y = f(X A) B = sum_i f(X A_i) B_i       A = [A_1 ... A_t] cut by outputs, B by inputs: rank i needs X, A_i and B_i
 
-Between these pairs there are norms, dropout and residuals, which look at one token at a time. They need not be done t
-times, and their activations need not be kept t times: rank i does tokens i T/t to (i+1) T/t of each sequence ("sequence
-parallelism", arXiv 2205.05198, section 4.2). So X arrives by an all-gather, and Y leaves by a reduce-scatter:
+Between these pairs come norms, dropout and residuals, which look at one token at a time. There is no need to compute
+them, and to keep their activations, t times, so rank i does only tokens i T/t to (i+1) T/t of each sequence ("sequence
+parallelism", arXiv 2205.05198, section 4.2). X then arrives by an all-gather, and Y leaves by a reduce-scatter:
 
       (B, T/t, C)            (B, T, C)             (B, T, H/t D)              (B, T, C) partial   (B, T/t, C)
     ---- norm ---- all-gather -- qkv, by heads ---- attention, H/t heads ---- proj -- reduce-scatter ---- + ----
     ---- norm ---- all-gather -- up, gate by rows -------- GELU, SwiGLU ----- down -- reduce-scatter ---- + ----
 
-What is whose?          Rows of qkv (of each of q, k, v, by heads), up, gate, embedding, head; columns of proj and down.
-                        Norms, positions and the biases of proj and down are on all ranks, with the same values.
-In backward?            An all-gather's gradient is a reduce-scatter, for each rank has used all of X: its gradient is a
-                        sum over ranks. And the other way round. So the bytes are those of forward once more.
-Which gradients are     Those of matrices are whole: all tokens passed through them. What is on all ranks has seen the
-whole?                  tokens of one rank (or its heads: q_norm, k_norm). Those are summed, once per step.
-Embedding and head?     Cut by tokens of the vocabulary. A rank looks up what it has, and 0 for the rest; the sum is the
-                        reduce-scatter. For the loss it has some columns of the logits: see cross_entropy().
+What is whose?          Cut by rows: qkv (each of q, k, v by heads), up, gate, embedding and head. Cut by columns: proj
+                        and down. Norms, positions and the biases of proj and down have the same values on all ranks.
+In backward?            Every rank has used all of X, so the gradient of X is a sum over ranks: the gradient of an
+                        all-gather is a reduce-scatter, and the other way round. So backward sends as many bytes again.
+Which gradients are     Those of matrices, since all tokens passed through them. A parameter that is on all ranks has on
+whole?                  each seen only the tokens of this rank (q_norm and k_norm: its heads), so its gradients are
+                        summed over the ranks, once per step.
+Embedding and head?     Cut by tokens of the vocabulary. Each rank looks up the tokens that it has, and takes 0 for the
+                        others; the reduce-scatter sums these. Of the logits each rank has some columns, from which
+                        cross_entropy() finds the loss.
 What crosses the wire?  Per rank, micro-step and layer 8 (t-1)/t B T C numbers in the compute dtype: 4 in forward, 4 in
                         backward. Selective checkpointing gathers X again (10), full also repeats the first
-                        reduce-scatter (11). Embedding and head 4 of these, the loss 3 fp32 numbers a token.
-What does a rank hold?  A smaller model, with H/t heads and an MLP of M/t. FSDP shards it over ranks with the same part.
-And a checkpoint?       Has whole matrices. model.slices says which part of which one this rank has.
+                        reduce-scatter (11). Embedding and head together send 4 of these, the loss 3 fp32 numbers a
+                        token.
+What does a rank hold?  A smaller model, with H/t heads and an MLP of M/t. FSDP shards it over the ranks that have the
+                        same part.
+And a checkpoint?       It has whole matrices. model.slices says which part of each this rank has.
 """
 
 from functools import partial
@@ -48,12 +52,12 @@ from exchange import collectives
 from model import Linear
 from optim import local
 
-# Where the parameters of a module are cut: 0 = their rows, which are outputs, 1 = the columns of their weight, inputs.
+# How a module's parameters are cut: 0 by rows, which are outputs; 1 by the columns of the weight, which are inputs.
 CUT_ALONG = {'qkv': 0, 'up': 0, 'gate': 0, 'embed': 0, 'head': 0, 'proj': 1, 'down': 1}
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold each matrix together: which of them this is, how many there are, and their process group."""
+    """The ranks that hold each matrix together: which one this is, how many there are, and their process group."""
 
     rank: int
     size: int
@@ -66,10 +70,10 @@ class Ranks(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What a rank has of a parameter: one behind the other, ranges of rows (dim 0) or of columns (dim 1)."""
+    """A rank's part of a parameter: ranges of its rows (dim 0) or columns (dim 1), one behind the other."""
 
     shape: torch.Size  # of the whole parameter
-    dim: int | None  # None: all of it
+    dim: int | None  # None: the parameter is not cut
     ranges: tuple  # ((first, length), ...)
 
     def of(self, whole):
@@ -84,14 +88,14 @@ class Slice(NamedTuple):
 
 
 class Split:
-    """A GPT that keeps this rank's part of every matrix and computes with the others, from here on and in place."""
+    """Cuts a GPT in place: it keeps this rank's part of every matrix, and computes together with the other ranks."""
 
     def __init__(self, model, ranks):
-        """model: or a pipeline_manual.Stage of one. model.slices is then {name of a parameter: Slice}. Before FSDP; a
-        model on the meta device stays there.
+        """model: a GPT, or a pipeline_manual.Stage of one, before FSDP. One on the meta device stays there. Sets
+        model.slices to {name of a parameter: Slice}.
 
-        Query and key/value heads, mlp_hidden_dim and rows of the embedding divide by ranks.size, and so do tokens of a
-        sequence: meshes.check_tensor_parallel() refuses others.
+        ranks.size has to divide the numbers of query and key/value heads, mlp_hidden_dim, the rows of the embedding and
+        the tokens of a sequence; meshes.check_tensor_parallel() refuses others.
         """
         self.model, self.ranks = model, ranks
         model.slices = {name: slice_of(model, name, p.shape, ranks) for name, p in model.named_parameters()}
@@ -120,16 +124,16 @@ class Split:
         self.whole_value, model.initial_value = model.initial_value, self.initial_value
 
     def initial_value(self, name, parameter, seed, device):
-        """GPT.initial_value(), of which this rank keeps its part: the same model for any number of ranks."""
+        """This rank's part of GPT.initial_value(), so that the model is the same for any number of ranks."""
         part = self.model.slices[name]
         return part.of(self.whole_value(name, torch.empty(part.shape, device='meta'), seed, device))
 
     def on_all_ranks(self):
-        """The parameters of which all ranks hold the same values."""
+        """The parameters that are not cut, and so have the same values on all ranks."""
         return [self.model.get_parameter(name) for name, part in self.model.slices.items() if part.dim is None]
 
     def sum_partial_gradients(self):
-        """Sum the gradients of these parameters: each rank has those by its tokens. One all-reduce, after backward."""
+        """Sum the gradients of uncut parameters: each rank has those of its tokens. One all-reduce, after backward."""
         gradients = [local(parameter.grad) for parameter in self.on_all_ranks() if parameter.grad is not None]
         gradients = [gradient for gradient in gradients if gradient.numel()]  # FSDP leaves some ranks no rows
         if gradients:
@@ -139,17 +143,17 @@ class Split:
             torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def norm_groups(self):
-        """For optim.clip_grad_norm_(): [(the group, {parameter that all its ranks hold: how many these are})]."""
+        """For optim.clip_grad_norm_(): [(process group, {uncut parameter: the number of ranks, which all hold it})]."""
         return [(_resolve_process_group(self.ranks.group), dict.fromkeys(self.on_all_ranks(), self.ranks.size))]
 
 
 def slice_of(model, name, shape, ranks):
-    """The Slice of the parameter called `name`, of this whole shape."""
+    """The Slice that this rank has of the parameter called `name`. shape: of the whole parameter."""
     *_, module, kind = name.split('.')  # blocks.3.attn, qkv, weight
     dim = CUT_ALONG.get(module)
     if dim is None or (dim == 1 and kind == 'bias'):
         return Slice(shape, None, ())
-    fused = [shape[dim]]  # sizes of the matrices in it, of which each rank has its heads
+    fused = [shape[dim]]  # sizes of the matrices in it, each of which is cut by itself
     if module == 'qkv':
         attn = model.get_submodule(name.rpartition('.qkv')[0])
         fused = [heads * attn.head_dim for heads in attn.heads_of_qkv]
@@ -162,7 +166,7 @@ def slice_of(model, name, shape, ranks):
 
 
 class SummedLinear(Linear):
-    """A Linear of which each rank has the columns for its part of the inputs: (B, T, inputs/t) -> (B, T/t, outputs)."""
+    """A Linear cut by columns, for this rank's part of the inputs: (B, T, inputs/t) -> (B, T/t, outputs)."""
 
     def __init__(self, linear, ranks):
         super().__init__(linear.in_features // ranks.size, linear.out_features, bias=False, device='meta')
@@ -174,7 +178,7 @@ class SummedLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which each rank has V/t rows: tokens (B, T) -> (B, T/t, C)."""
+    """An embedding cut by rows, V/t on each rank: tokens (B, T) -> (B, T/t, C)."""
 
     def __init__(self, embedding, ranks, dtype):
         rows, columns = embedding.weight.shape
@@ -201,13 +205,13 @@ class PositionEmbedding(nn.Embedding):
 
 
 # --- collectives that autograd knows ----------------------------------------------------------------------------------
-# Custom operators rather than autograd.Functions: torch.compile takes each for one kernel, and selective checkpointing
-# knows them by their names.
+# Custom operators rather than autograd.Functions, because torch.compile treats each as a single kernel, and selective
+# checkpointing knows them by their names.
 
 
 @torch.library.custom_op('tensor_manual::all_gather', mutates_args=())
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Slices (B, T/t, ...) of all ranks, one behind the other: (B, T, ...). Backward: reduce_scatter()."""
+    """The slices (B, T/t, ...) of all ranks, one behind the other: (B, T, ...). Backward: reduce_scatter()."""
     gathered = x.new_empty(ranks, *x.shape)
     if x.is_cuda:
         collectives.all_gather(gathered, x.contiguous(), group=_resolve_process_group(group))
@@ -221,8 +225,9 @@ def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, ranks: int, group: str) -> Tensor:
     """This rank's slice (B, T/t, ...) of the sum of all ranks' x (B, T, ...). Backward: all_gather().
 
-    On a CPU the sum is fp32 and rounded to x's dtype at its end. NCCL's ring adds in x's dtype, and so rounds a sum of
-    bf16 at each of its t - 1 hops (NVIDIA/nccl issue 1026): for two ranks the same, for more a little less exact.
+    On a CPU the sum is computed in fp32 and rounded to x's dtype at the end. NCCL's ring adds in x's dtype, so a sum in
+    bf16 is rounded at each of its t - 1 hops (NVIDIA/nccl issue 1026). For two ranks that is the same number, for more
+    ranks a little less exact.
     """
     to_send = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, ...)
     if x.is_cuda:
@@ -264,10 +269,11 @@ def shape_scattered(x, ranks, group):
 
 
 def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, ranks):
-    """model.cross_entropy() where each rank has some columns of the logits, (n, V/t): the same sums on every rank.
+    """model.cross_entropy() where each rank has some columns of the logits, (n, V/t). Every rank gets the same sums.
 
-    Each rank tells three numbers per token: its highest logit m_i, s_i = sum exp(logit - m_i), and the target's logit
-    or 0. Then m = max m_i, lse = m + log sum_i s_i exp(m_i - m), and softmax = exp(logit - lse), of its columns.
+    The ranks exchange three numbers per token: the highest logit m_i of rank i's columns, s_i = sum exp(logit - m_i),
+    and the target's logit, or 0 where another rank has it. Then m = max m_i and lse = m + log sum_i s_i exp(m_i - m),
+    and each rank has softmax = exp(logit - lse) for its columns.
     """
     columns = logits.shape[1]
     first = ranks.rank * columns
@@ -276,7 +282,7 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient, ranks):
     row = targets - first
     is_here = (row >= 0) & (row < columns) & (targets >= 0)  # (n)
     index = row.clamp(0, columns - 1)[:, None]  # (n, 1)
-    m = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min)  # (n); of nothing but padding it would be -inf
+    m = logits.amax(-1).clamp(min=torch.finfo(torch.float32).min)  # (n); with nothing but padding it would be -inf
     s = (logits - m[:, None]).exp().sum(-1)
     target = logits.gather(1, index)[:, 0].masked_fill(~is_here, 0)
     m, s, target = all_gather(torch.stack((m, s, target))[:, None], ranks.size, ranks.group).unbind()  # (t, n) each
