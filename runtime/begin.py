@@ -486,7 +486,7 @@ def find_checkpoint(config, pretrained=None):
     The newest intact checkpoint of out_dir, or None; the same on every rank. Locks out_dir for this job.
 
     A run that fine-tunes `pretrained` copies its configuration and tokenizer into out_dir, so that it needs those of
-    init_from no longer. Raises ValueError on every rank if out_dir is in use, or if what is there conflicts with resume.
+    init_from no longer. Raises ValueError on every rank if out_dir is in use, or if `resume` forbids what is there.
     """
     processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
