@@ -59,7 +59,7 @@ def cautions(config, n_windows):
 
 
 def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
-    """Optimizer steps for num_epochs passes over n_windows sequences. Raises ValueError unless num_epochs is above 0."""
+    """Optimizer steps for num_epochs passes over n_windows sequences. Raises ValueError for num_epochs <= 0."""
     if not 0 < num_epochs < math.inf:
         raise ValueError(f'num_epochs={num_epochs}: expected a number above 0')
     return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7

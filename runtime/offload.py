@@ -13,8 +13,8 @@ from moments import in_parts, local
 
 
 class StateOnHost:
-    """An optimizer whose moments are kept in host memory. Use it in place of the optimizer that it is given, from before
-    a checkpoint is loaded: the moments are then loaded into host memory, since the GPU may not have room for all.
+    """An optimizer whose moments are kept in host memory. Use it in place of the optimizer that it wraps, and make it
+    before a checkpoint is loaded: the moments then go to host memory, since the GPU may not have room for all of them.
 
     step() brings a part of the moments to the GPU at a time: part_bytes of them, or those of one parameter. That is
     enough for full PCIe speed and little compared to the model. The moments cross PCIe twice, 16 bytes per parameter

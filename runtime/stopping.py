@@ -53,8 +53,8 @@ class StopRequest:
     """
 
     def __init__(self, out_dir, stop_before_end_s=0, say=print):
-        """stop_before_end_s: how many seconds before the end of the job's time to stop, in order to save; 0 = ignore the
-        job's time. say: called on rank 0 with a line that says when that will be."""
+        """stop_before_end_s: how many seconds before the end of the job's time to stop, in order to save; 0 = ignore
+        the job's time. say: called on rank 0 with a line that says when that will be."""
         import torch.distributed as dist
 
         catch_signals(SIGNALS)
