@@ -1,5 +1,5 @@
 """
-One job's part in a pool: DiLoCo among jobs that have nothing in common but a folder or a bucket.
+One job's part in a pool: DiLoCo among jobs that share nothing but a folder or a bucket.
 
     replica = Replica(config, outer, identity, say)           # joins the pool and loads its newest outer state
     while part := replica.claim():                             # (k, first, end): read replica k's data of these steps
@@ -15,8 +15,8 @@ The files of a pool. All of them except alive/ are created only if absent (store
     rounds/000007/delta_02.json  the delta's marker, written after its files: job, number of steps, xxh128 of the files,
                                  digest of the outer state that it began from
     commits/000007.json          which deltas count, in which order; the commits alone are the pool's history
-    outer/000010_ID_model_0000   a snapshot before round 10: the outer parameters, the rows of rank 0 of job ID,
-    outer/000010_ID_momentum_0000   and the outer momentum
+    outer/000010_ID_model_0000   a snapshot before round 10, written by job ID: its rank 0's rows of the outer
+    outer/000010_ID_momentum_0000     parameters, and of the outer momentum
     outer/000010.json            the snapshot's marker, written after its files
 
     claim -> train -> write delta -> write its marker -> [close the round] -> read the others' deltas -> outer step

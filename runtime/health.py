@@ -200,10 +200,10 @@ class Watchdog:
     not say which rank is missing.
 
     A thread on every rank keeps a heartbeat file in out_dir/.heartbeat: the current phase, and a count of the phases
-    begun so far. A rank that makes no progress for 0.8 timeout_s reads the files of all ranks twice, half of that time
-    apart. If any count has changed in between, the job is only slow, and the watchdog lets it go on. If none has, the
-    rank with the lowest count is the one that the others are waiting for, so every rank prints its name and exits. A
-    single process is not watched, since no other rank waits for it.
+    begun so far. A rank that makes no progress for 0.8 timeout_s reads the files of all ranks twice, after half of that
+    time and at its end. If any count has changed in between, the job is only slow, and the watchdog lets it go on. If
+    none has, the others are waiting for the rank with the lowest count, so every rank prints which rank that is, and
+    exits. A single process is not watched, since no other rank waits for it.
 
     exchanges(): returns how many exchanges this rank has begun so far. They count as well, because ranks that wait for
     each other within one phase would otherwise have equal counts.
