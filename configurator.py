@@ -4,20 +4,20 @@ Configuration of a script: the attributes of the class Config at its top, then c
     class Config:
         # data
         batch_size = 8  # what --help says of this key
-        block_size: int | None = None  # an annotation where the default does not show the type
-        dtype: Literal['float32', 'bfloat16'] = 'float32'  # or the only values there are
+        block_size: int | None = None  # an annotation, if the default does not show the type
+        dtype: Literal['float32', 'bfloat16'] = 'float32'  # a Literal, if there are only these values
 
     config, explicit = configure(Config)  # from here on config.batch_size is the final value
 
-Keys that several scripts share stand in classes of keys.py, from which Config inherits: class Config(Keys). Words in
-brackets at the end of a comment are tags, which keys.py explains; --help leaves them out.
+Keys that several scripts share are in classes of keys.py, from which Config inherits: class Config(Keys). Words in
+brackets at the end of a comment are tags. keys.py explains them, and --help leaves them out.
 
     python train_ddp.py config/quickstart.py --batch_size=4
 
-A config file is Python that assigns keys: `batch_size = 4`. Names that begin with `_`, imports and functions are none.
-Files run in order and see the values so far. After nanoGPT's configurator.py, with checks: a key that does not exist or
-a value of the wrong type ends the program with one line. Standard library only, so that `--help` and `--version` answer
-at once.
+A config file is Python that assigns keys: `batch_size = 4`. Imports, functions and names that begin with `_` do not
+count as keys. Files run in order, and each sees the values so far. The idea is that of nanoGPT's configurator.py, with
+checks added: a key that does not exist or a value of the wrong type ends the program with one line. This file imports
+the standard library only, so that `--help` and `--version` answer at once.
 """
 
 import ast
@@ -40,7 +40,7 @@ from types import ModuleType
 
 from keys import OTHER_TRAINERS
 
-VERSION = '0.9.0'  # CHANGELOG.md says what each has brought
+VERSION = '0.9.0'  # CHANGELOG.md says what each version has brought
 WORDS = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}
 
 
@@ -50,10 +50,10 @@ class Knob:
 
     section: str  # the comment on its own line above the group of keys
     comment: str
-    types: tuple[str, ...]  # names of the accepted types, 'None' among them where it is; () = any
+    types: tuple[str, ...]  # names of the accepted types, which may include 'None'; () = any
     choices: tuple  # the only values of a Literal; () = any
     default: object
-    tags: tuple[str, ...]  # what keys.py says of the key in brackets: 'result', 'per job', 'path'
+    tags: tuple[str, ...]  # the words in brackets, see keys.py: 'result', 'per job', 'path'
 
 
 class Mistake(Exception):
@@ -62,17 +62,18 @@ class Mistake(Exception):
 
 def configure(Config, pass_on=None):
     """
-    The configuration of the script that defines the class Config, from sys.argv.
+    Read the configuration of the script that defines the class Config, from sys.argv.
 
-    pass_on: a dict that takes the keys of train scripts, checked, for a script that starts those. A config file without
-    a key that only this script has was written for a train script: what both have (out_dir) is passed on, too.
+    pass_on: for a script that starts train scripts, a dict that receives the keys of those, checked. If a config file
+    has no key of this script alone, it was written for a train script, so keys that both have (out_dir) are passed on.
     Returns (config, explicit): a Config with every key's final value, in the script's order in vars(config), and {key:
-    where it was set, the file or 'command line'}, be it to the default; of keys passed on, those of the command line.
-    `--help` prints every key and `--version` the version, and both exit with 0; a mistake prints one line on stderr and
+    the file that set it, or 'command line'}, even if it was set to its default. Of the keys that are passed on,
+    explicit has only those of the command line.
+    `--help` prints every key and `--version` the version, and both exit with 0. A mistake prints one line on stderr and
     exits with 2.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid imports: no traceback; until report_errors()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     module = sys.modules[Config.__module__]
     script = Path(module.__file__)
     knobs = read_knobs(script)
@@ -111,7 +112,7 @@ def configure(Config, pass_on=None):
             (values if key in knobs else pass_on)[key] = value
             explicit[key] = 'command line'
     except Mistake as mistake:
-        # Every rank says it: torchrun stops the others once one has ended, so rank 0 might not come to speak.
+        # Every rank prints it. torchrun stops the others once one has ended, so rank 0 might not get to print.
         rank = f'[{os.environ["RANK"]}] ' if 'RANK' in os.environ else ''
         print(f'{rank}error: {mistake}', file=sys.stderr)
         leave_for_torchrun(f'error: {mistake}')
@@ -126,7 +127,7 @@ def configure(Config, pass_on=None):
 
 
 def check_torch(requirements):
-    """Raise Mistake if the torch that is installed is none that requirements.txt allows; without that file any is."""
+    """Raise Mistake if requirements.txt does not allow the installed torch. Without that file any version is fine."""
     with contextlib.suppress(OSError, metadata.PackageNotFoundError):
         installed, text = metadata.version('torch'), requirements.read_text(encoding='utf-8')
         for wanted, *versions in re.findall(r'^(torch>=([\d.]+),<([\d.]+))$', text, re.M):
@@ -136,7 +137,7 @@ def check_torch(requirements):
 
 
 def leave_for_torchrun(text):
-    """Let torchrun's summary, the last that it prints, end with what ended this rank."""
+    """Put what ended this rank into the summary that torchrun prints last."""
     if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):
         Path(path).write_text(json.dumps({'message': text, 'timestamp': int(time.time())}))
 
@@ -146,10 +147,10 @@ def leave_for_torchrun(text):
 
 def read_knobs(script):
     """
-    {key: Knob} of a script's class Config, in the order of --help; a script without that class has none.
+    {key: Knob} of a script's class Config, in the order of --help; {} for a script without that class.
 
-    The classes that Config builds on are read from keys.py beside the script. A section that occurs in several of them
-    is one section, and a key that Config gives again, with another default or comment, stays in its place.
+    The bases of Config are read from keys.py beside the script. Sections of the same name are joined, and a key that
+    Config defines again, with another default or comment, stays in its place.
     """
     config = class_named('Config', script)
     if config is None:
@@ -163,14 +164,14 @@ def read_knobs(script):
 
 
 def class_named(name, path):
-    """The class's node in the syntax tree of a file, or None."""
+    """The node of a class in the syntax tree of a file, or None."""
     classes = [node for node in ast.parse(path.read_text(encoding='utf-8')).body if isinstance(node, ast.ClassDef)]
     return next((node for node in classes if node.name == name), None)
 
 
 def knobs_of_class(node, path):
-    """{key: Knob} of the assignments in one class; node: of the class in the file's syntax tree."""
-    comments = {}  # line -> text; alone: those that have a line to themselves
+    """{key: Knob} of the assignments in one class. node: that class in the syntax tree of the file."""
+    comments = {}  # {line: text}; alone: the lines that hold nothing but a comment
     alone = set()
     source = path.read_text(encoding='utf-8')
     for token in tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__):
@@ -203,7 +204,7 @@ def without_tags(comment):
 
 
 def accepted(annotation, default):
-    """(names of types, choices) of an annotation such as `int | None` or `Literal['a', 'b']`, or else the default's."""
+    """(names of types, choices) of an annotation like `int | None` or `Literal['a', 'b']`, or else of the default."""
     if annotation is None:
         return () if default is None else (type(default).__name__,), ()
     if isinstance(annotation, ast.BinOp):
@@ -225,7 +226,7 @@ def literal(expression):
 
 @functools.cache
 def others(script):
-    """{key: (name of the first other train script beside this one that has it, its Knob)}."""
+    """{key: (name, Knob)} of the other train scripts in this folder; name: of the first one that has the key."""
     found = {}
     for other in sorted(script.parent.glob('train_*.py')):
         if other.name != script.name:
@@ -234,16 +235,16 @@ def others(script):
 
 
 def owner_of(key, script):
-    """Name of another train script beside this one that has the key, or None."""
+    """The name of another train script in this folder that has the key, or None."""
     return others(script).get(key, (None,))[0]
 
 
 def find(key, knobs, script, given, advice=''):
-    """The key's Knob. Raises Mistake with the train script that has the key, or with the closest name."""
+    """The key's Knob. If there is none, raises Mistake with the script that has the key, or the closest name."""
     if key in knobs:
         return knobs[key]
     key = key.replace('-', '_')
-    owner = None if key in knobs else owner_of(key, script)  # in knobs but for a hyphen: that is the closest name
+    owner = None if key in knobs else owner_of(key, script)  # in knobs except for a hyphen: then it is the closest name
     close = difflib.get_close_matches(key, knobs, n=1)
     if owner:
         hint = f'{owner} has it'
@@ -276,9 +277,9 @@ def help_text(knobs, values, docstring):
 
 def split_arguments(arguments, knobs):
     """
-    (config files, [(key, text), ...]) of a command line; the text of a bare flag is None.
+    (config files, [(key, text), ...]) of a command line. The text of a bare flag is None.
 
-    A bare flag whose key is a list takes the words that follow it: `--plot out/a out/b`. Its text is a list of them.
+    A bare flag whose key is a list takes the words that follow it, as in `--plot out/a out/b`: its text is their list.
     """
     files, options, words = [], [], None
     previous = ''
@@ -306,11 +307,11 @@ def split_arguments(arguments, knobs):
 
 
 class Namespace(dict):
-    """The globals of a config file; knows which names it assigned, also those assigned the value they had."""
+    """The globals of a config file. It records which names were assigned, even if they kept their value."""
 
     def __init__(self, values):
         super().__init__(values)
-        self.assigned = {}  # name -> None: a set that keeps the order
+        self.assigned = {}  # {name: None}, used as a set that keeps its order
 
     def __setitem__(self, name, value):
         self.assigned[name] = None
@@ -318,7 +319,7 @@ class Namespace(dict):
 
 
 def run_config_file(path, values):
-    """{name: value} of what a config file assigns; it starts with the values so far. Names with _ are its own."""
+    """{name: value} of what a config file assigns, without names that begin with _. values: of all keys so far."""
     namespace = Namespace({**values, '__file__': path, '__name__': Path(path).stem})
     try:
         source = Path(path).read_bytes()
@@ -332,7 +333,7 @@ def run_config_file(path, values):
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = f', line {lines[-1]}' if lines else ''
-        message = ' '.join(str(error).split())  # some exceptions speak in several lines
+        message = ' '.join(str(error).split())  # some exceptions have several lines
         raise Mistake(f'{path}{line}: {type(error).__name__}: {message}') from None
     return {name: namespace[name] for name in namespace.assigned if name[0] != '_' and name in namespace}
 
@@ -341,7 +342,7 @@ def run_config_file(path, values):
 
 
 def parse(text, knob, given):
-    """The value that the text after `--key=` stands for; a bare flag (None) means True, one of a list has its words."""
+    """The value of the text after `--key=`. None, a bare flag, means True; of a list, text may be the words."""
     if text is None or text == []:
         if 'bool' not in knob.types:
             raise Mistake(f'{given} needs a value: {given}=..., expected {expected(knob)}')
@@ -366,7 +367,7 @@ def parse(text, knob, given):
 
 
 def checked(value, knob, given):
-    """The value in one of the key's types. Raises Mistake with the key, what was given and what is expected."""
+    """The value in one of the key's types. Raises Mistake, which says what was given and what is expected."""
     possible = forms(value)
     if 'list' in knob.types and value is not None and not possible.keys() & set(knob.types):
         possible = {'list': elements(value)}
@@ -377,14 +378,14 @@ def checked(value, knob, given):
 
 
 def at_home(value):
-    """A path, or each of a list, with the home folder for a ~ at its beginning: shells leave --key=~/x as it is."""
+    """A path or a list of paths, with the home folder in place of a leading ~, which shells leave in --key=~/x."""
     if isinstance(value, list):
         return [at_home(path) for path in value]
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def elements(value):
-    """A list of what stands alone or between commas: 2 is [2], 'ddp,fsdp' is ['ddp', 'fsdp'], '1,None' is [1, None]."""
+    """A value as a list, split at commas: 2 becomes [2], 'ddp,fsdp' ['ddp', 'fsdp'] and '1,None' [1, None]."""
     if not isinstance(value, str):
         return [value]
     words = [word.strip() for word in value.split(',') if word.strip()]
@@ -398,7 +399,7 @@ def expected(knob):
 
 
 def forms(value):
-    """{type name: the value in that type}: 1 is a float and 1e3 an int without loss; neither is a bool."""
+    """{type name: the value in that type}, without loss: 1 is also a float, 1e3 also an int, but neither is a bool."""
     if value is None or isinstance(value, bool):  # before the numbers: Python counts True as 1
         return {'None' if value is None else 'bool': value}
     if isinstance(value, numbers.Integral):  # NumPy's, too

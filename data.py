@@ -1,18 +1,18 @@
 """
-What a run reads, in which order: one dataset or a mixture of several, and batches made ahead of time.
+What a run reads and in which order: one dataset or a mixture of several, and batches that are made ahead of time.
 
     train_data = data.open_mixture(vars(config), 'train')  # dataset = 'web' or 'web:0.7,code:0.3'
     train_data.plan(max_iters, global_batch_size)
     for x, y in batches(train_data, seed, first_sample, global_batch_size, batch_size, rank, world_size, device): ...
 
-Sample i of a run is one window of one dataset, a pure function of (seed, i, shares) whatever the number of ranks:
+Sample i of a run is one window of one dataset. It depends on (seed, i, shares) alone, not on the number of ranks:
 
     sample i  ->  sample n of a source, in the order in which sources take turns (dataset/mixture.py)
               ->  window w of that source, by a shuffle of n (dataset/shuffle.py)
               ->  its tokens (dataset/windows.py)
 
-So there is no loader state to save: the step in a checkpoint says where to go on. Every source has epochs of its own,
-each in a new order.
+So there is no loader state to save, because the step in a checkpoint says where to go on. Every source has epochs of
+its own, each in a new order.
 """
 
 import bisect
@@ -33,17 +33,17 @@ from dataset.windows import has_split, open_dataset, read_meta
 from text.conversations import marked_text
 from text.tokenizer import as_argument, same_tokenizer, tokenizer_of
 
-MAX_EPOCHS = 4  # over a source of a mixture: until then repeated text is nearly as good as new (arXiv 2305.16264)
-BATCHES_AHEAD = 8  # that are made while the model computes
-SAMPLES_AT_ONCE = 1024  # their windows are computed together: numpy takes as long for 12 numbers as for 500
+MAX_EPOCHS = 4  # over a source of a mixture: up to here, repeated text is nearly as good as new (arXiv 2305.16264)
+BATCHES_AHEAD = 8  # batches made ahead while the model computes
+SAMPLES_AT_ONCE = 1024  # located together, because numpy takes as long for 12 numbers as for 500
 
 
 class Mixture:
-    """One split of one dataset, or of several in shares that may change on the way.
+    """One split of one dataset, or of several in shares that may change during the run.
 
-    sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). plan() comes before the first batch.
-    n_tokens, n_windows: of all sources. is_packed: batches are (x, y, starts). ranks_per_sequence: so many consecutive
-    ranks read the same samples (context_manual.py, tensor_manual.py).
+    sources: {name: dataset}. stages: [(start, {name: share})], see parse_stages(). ranks_per_sequence: this many
+    consecutive ranks read the same samples (context_manual.py, tensor_manual.py). Attributes: n_tokens and n_windows
+    are totals over all sources; is_packed says that batches are (x, y, starts). Call plan() before the first batch.
     """
 
     def __init__(self, sources, stages, ranks_per_sequence=1):
@@ -61,7 +61,10 @@ class Mixture:
                 source.n_starts = self.n_starts
 
     def plan(self, max_iters, global_batch_size):
-        """Set where stages begin and end. Returns them as [[step, {fingerprint: share as text}]], for a checkpoint."""
+        """Compute where stages begin. Returns them for a checkpoint, as [[first step, {fingerprint: share as text}]].
+
+        Raises ValueError unless each stage begins after the one before it.
+        """
         self.global_batch_size, self.total = global_batch_size, max_iters * global_batch_size
         steps = [start if isinstance(start, int) else round(start * max_iters) for start, _ in self.stages]
         if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
@@ -70,7 +73,7 @@ class Mixture:
         for step, (_, shares) in zip(steps, self.stages, strict=True):
             first = step * global_batch_size
             counted = self.orders[-1].counts(first) if self.orders else np.zeros(len(self.sources), dtype=np.int64)
-            # By fingerprint, so that neither names nor the order in which they are given decide anything.
+            # Sorted by fingerprint, so that neither names nor the order in which they are given change the samples.
             numbers = [self.names.index(name) for name in shares]
             numbers.sort(key=lambda number: self.sources[number].fingerprint)
             by_number = {number: shares[self.names[number]] for number in numbers}
@@ -79,7 +82,7 @@ class Mixture:
         return planned
 
     def lines(self):
-        """What the plan comes to, for the log."""
+        """The plan in words, for the log."""
         lines = [source.line for source in self.sources if getattr(source, 'line', None)]
         if len(self.sources) == 1:
             return lines
@@ -112,10 +115,10 @@ class Mixture:
         }
 
     def locate(self, slots, seed):
-        """(source, window) of slots of the run: slot j of step s is s * global_batch_size + j. int64, same shape.
+        """(source, window) of each slot of the run; slot j of step s is s * global_batch_size + j. int64, same shape.
 
-        Shares and ranks often have common factors: of web:0.5,code:0.5 rank 0 of 2 would never read code. So which
-        sample of its step stands in which slot is shuffled.
+        The samples of a step are shuffled over its slots. Otherwise, as shares and ranks often have common factors, one
+        rank might read one source only: with web:0.5,code:0.5 rank 0 of 2 would never read code.
         """
         sources, windows = np.empty_like(slots), np.empty_like(slots)
         order_of_slot = np.searchsorted([order.first for order in self.orders], slots, side='right') - 1
@@ -141,9 +144,9 @@ class Mixture:
         )
 
     def losses(self, nats_and_tokens):
-        """Metrics of an evaluation, from [the sum of the cross-entropy, over so many targets] of each source.
+        """Metrics of an evaluation, from [sum of the cross-entropy in nats, number of targets] of each source.
 
-        Where there are several, each has its own, and in val_loss it counts as much as in the whole run.
+        With several sources each has a loss of its own, and val_loss weights them by their shares in the whole run.
         """
         weights = (self.counts(self.total) / self.total).tolist()
         losses = [nats / tokens for nats, tokens in nats_and_tokens]
@@ -161,9 +164,9 @@ class Mixture:
 
 def open_mixture(keys, split):
     """
-    The Mixture of a run's keys. Raises ValueError, also where sources do not go together.
+    The Mixture that a run's keys describe. Raises ValueError, also if sources do not go together.
 
-    split: 'train', 'val', or 'whole': of each dataset 'val', or 'train' where there is no other, as of a test set.
+    split: 'train', 'val', or 'whole': the 'val' split of each dataset, or 'train' if it has no other, like a test set.
     """
     stages = parse_stages(keys)
 
@@ -188,8 +191,8 @@ def open_mixture(keys, split):
 
 
 def open_validation(keys, train_data):
-    """The Mixture that val_loss is of: val_dataset, or the validation split of dataset. Raises ValueError, also where
-    val_dataset has the tokens of another tokenizer than train_data."""
+    """The Mixture on which val_loss is computed: val_dataset, or the validation split of dataset. Raises ValueError,
+    also if val_dataset has the tokens of another tokenizer than train_data."""
     if keys['val_dataset'] is None:
         return open_mixture(keys, 'val')
     facts = {'dataset': keys['val_dataset'], 'dataset_stages': (), 'vocab_size': train_data.vocab_size}
@@ -205,7 +208,8 @@ def open_validation(keys, train_data):
 
 
 def folder_of(keys, data_dir=None):
-    """Folder of a run's first dataset, of those with a meta.json if there are any: it tells the tokenizer of all.
+    """Folder of a run's first dataset that has a meta.json, from which the tokenizer of all of them is known; if none
+    has one, of the first dataset.
 
     data_dir: where the datasets are now; None = where they were.
     """
@@ -215,12 +219,12 @@ def folder_of(keys, data_dir=None):
 
 
 def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
-    """Print the beginnings of a run's first windows, with their source and the borders of documents. Of windows of
-    conversations the first whole ones, with what is learned in them in brackets."""
+    """Print the beginnings of a run's first windows, with their source and the borders of documents. If windows hold
+    conversations, print the first ones whole, with what is learned in brackets."""
     keys = {'dataset': dataset, 'data_dir': data_dir, 'dataset_stages': (), 'windows': 'stream'}
     metas = [read_meta(Path(data_dir, name)) for name in names_in(parse_stages(keys))]
     longest = max((meta['splits']['train']['longest'] for meta in metas if meta.get('masked')), default=None)
-    if longest:  # none is to be cut; only documents go together with conversations
+    if longest:  # cut no conversation; text goes together with conversations only as documents
         keys['windows'] = 'documents'
     mixture = open_mixture({**keys, 'block_size': longest or n_tokens, 'vocab_size': None}, 'train')
     mixture.plan(1, n_windows)
@@ -241,12 +245,12 @@ def peek(dataset, data_dir, n_windows=8, n_tokens=256, n_chats=2):
 
 
 def conversations_in(x, y, starts):
-    """[(tokens, flags)] of the conversations in a window: rows of what Conversations.read() returns."""
+    """[(tokens, flags)] of the conversations in one window. x, y, starts: one row each of Conversations.read()."""
     borders = [*starts[starts < len(x)].tolist(), len(x)]
     chats = []
     for begin, end in itertools.pairwise(borders):
         learned = y[begin:end] >= 0
-        if learned.any():  # else it is padding
+        if learned.any():  # otherwise it is padding
             last = begin + int(np.flatnonzero(learned)[-1]) + 1  # a conversation ends with an answer
             tokens = np.append(x[begin:last], y[last - 1])
             chats.append((tokens, np.append(False, learned[: last - begin]) * np.uint8(LEARNED)))
@@ -262,8 +266,9 @@ def batches(
     """Endless iterator over this rank's training batches, one (x, y) per micro-step; close() it when done.
 
     x, y: int64 (batch_size, block_size) on `device`; y is x one token later, and may hold -1 where no loss is counted.
-    Where documents are packed (x, y, starts): int64 (batch_size, n_starts), where each document of a row begins, which
-    attention must not leave; unused places hold block_size. starts_on_host: they stay in host memory.
+    With packed documents a batch is (x, y, starts). starts: int64 (batch_size, n_starts), where each document of a row
+    begins, so that attention stays inside of documents; unused places hold block_size. starts_on_host: keep them in
+    host memory.
     first_sample: steps done x global_batch_size. With B = global_batch_size, step s of the run reads the slots
     [s*B, (s+1)*B); of these rank r takes B/world_size from r*B/world_size on, batch_size per micro-step.
     Ranks that share their sequences count as one. A background thread makes the batches ahead, see run_ahead().
@@ -286,12 +291,12 @@ def batches(
 
 
 def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, starts_on_host=False):
-    """Iterator over (batch, source): this rank's share of the first windows of every source, the same ones every time,
-    about n_sequences in all; source is its number.
+    """Iterator over (batch, number of its source): this rank's share of the first windows of every source, the same
+    windows every time, about n_sequences in all.
 
-    Every rank gets the same number of batches, made as in batches(), because a sharded model's forward is a collective.
-    Rows that no window is left for have y = -1, which the loss ignores: all ranks together see each window once, or
-    those that share their sequences do.
+    Batches are made as in batches(). Every rank gets equally many, because a sharded model's forward is a collective;
+    rows for which no window is left have y = -1, which the loss ignores. So all ranks together see each window once,
+    where ranks that share their sequences count as one.
     """
     rank, world_size = rank // mixture.ranks_per_sequence, world_size // mixture.ranks_per_sequence
     per_round, rounds = batch_size * world_size, []  # [(number of the source, windows of this rank)]
@@ -308,10 +313,10 @@ def eval_batches(mixture, n_sequences, batch_size, rank, world_size, device, sta
 
 
 def _host_batch(mixture, sources, windows, batch_size, device):
-    """Inputs, targets (batch_size, block_size), where packed starts (batch_size, n_starts); int64 on the host, with
-    filler rows at the end.
+    """Inputs and targets (batch_size, block_size), and with packed documents starts (batch_size, n_starts): int64 on
+    the host, with filler rows at the end.
 
-    numpy does the copying: a large torch operator would start a second pool of compute threads for this thread.
+    numpy does the copying, since a large torch operator would start a second pool of compute threads for this thread.
     """
     pinned = torch.device(device).type == 'cuda'  # a copy from pageable memory would make the host wait
     sizes = [mixture.block_size, mixture.block_size, *([mixture.n_starts] if mixture.is_packed else [])]
@@ -332,12 +337,12 @@ def _host_batch(mixture, sources, windows, batch_size, device):
 
 
 def run_ahead(host_batches, device, starts_on_host=False):
-    """Iterate over (x, y, ...) on `device`, from an iterator over host batches that a background thread runs ahead.
+    """Iterate over (x, y, ...) on `device`. A background thread runs ahead in the iterator over host batches.
 
-    The thread ends with the iterator: when this is exhausted, closed or dropped. An error comes where its batch is due.
+    The thread ends when this iterator is exhausted, closed or dropped. An error is raised where its batch is due.
     On CUDA the copy is queued on the current stream, so whatever uses x and y comes after it. For 8 sequences of 2048
-    tokens that is 2 x 8 x 2048 x 8 bytes = 262 KB, some 10 us of PCIe: a second stream would save nothing. The pinned
-    memory is not rewritten during its copy: torch's allocator records an event with it, and waits for that to pass.
+    tokens it moves 2 x 8 x 2048 x 8 bytes = 262 KB, which takes PCIe some 10 us, so a second stream would save nothing.
+    Pinned memory is not overwritten while it is copied: torch's allocator records an event, and waits for it.
     """
     device, moving = torch.device(device), 2 if starts_on_host else None
 
@@ -349,8 +354,8 @@ def run_ahead(host_batches, device, starts_on_host=False):
     thread, coming = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch'), collections.deque()
     try:
         while True:
-            # In bursts: Python runs one thread at a time, so the training loop waits for this one, and a step has
-            # emptied the caches. The first batch of 12 x 64 takes 400 us then, each further one 30 us.
+            # Batches are made in bursts. Python runs one thread at a time, so the training loop waits for this one, and
+            # after a step the caches are cold: the first batch of 12 x 64 then takes 400 us, each further one 30 us.
             if len(coming) <= BATCHES_AHEAD // 2:
                 coming.extend(thread.submit(make_batch) for _ in range(BATCHES_AHEAD - len(coming)))
             batch = coming.popleft().result()

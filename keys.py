@@ -1,20 +1,21 @@
 """
-The keys that all train scripts share, each once: its default, what `--help` says of it, and tags.
+The keys that train scripts share. Each is written once, with its default, its line of `--help`, and tags.
 
-    class Config(Keys):  # in a script: the keys that all have, and its own
+    class Config(Keys):  # in a script: the shared keys, and its own
         # fsdp
-        replicate_size = 1  # what --help says of it
+        replicate_size = 1  # what --help says of this key
 
-A key is an attribute. Its comment is the help; an annotation says what else than the type of the default it may be. The
-comment on a line of its own begins a section of `--help`, and a script's section of the same name continues it. Words
-in brackets at the end of a comment are tags. Those of a section hold for each of its keys that has none of its own:
+A key is a class attribute and its comment is the help. An annotation is needed where a key accepts more than the type
+of its default. A comment on a line of its own begins a section of `--help`, and a section of the same name in a script
+continues it. Words in brackets at the end of a comment are tags. A section's tags apply to each of its keys that has
+no tags of its own:
 
-    [result]    the loss and the weights depend on it, so runs that are compared should have the same value. Keys that
-                decide how the same numbers are computed are without it, even where rounding differs.
+    [result]    the loss and the weights depend on this key, so runs that are compared should agree on it. Keys that
+                only decide how the same numbers are computed do not have this tag, even if the rounding differs.
     [per job]   jobs that train together in a pool may each have their own value.
-    [path]      a file or folder, or a list of them: a ~ at its beginning is the home folder. In any script.
+    [path]      a file or folder, or a list of them; a ~ at the beginning stands for the home folder. In any script.
 
-Standard library only, and little of that: configurator.py reads this file before `--help` answers.
+This file imports the standard library only, and little of it, because configurator.py reads it before `--help` answers.
 """
 
 from typing import Literal
@@ -23,84 +24,84 @@ from typing import Literal
 class Keys:
     # I/O [per job]
     out_dir = 'out/train'  # where checkpoints, metrics.jsonl and train.log go: one folder per run [per job, path]
-    resume: Literal['auto', 'never', 'must'] = 'auto'  # continue the run in out_dir; 'never' refuses one that is there
+    resume: Literal['auto', 'never', 'must'] = 'auto'  # resume out_dir; 'never' fails if it holds a run, 'must' if not
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
-    eval_only = False  # evaluate the newest checkpoint, or where there is none init_from, and stop
+    eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
     log_interval = 10  # steps between log lines
-    trace_step = 0  # record this step for chrome://tracing, as out_dir/trace_rank0.json, ...: where does time go?
-    checkpoint_interval = 1000  # steps between checkpoints: what a crash may cost; 0 = only after the last step
+    trace_step = 0  # record this step's timeline for chrome://tracing, as out_dir/trace_rank0.json, ...; 0 = off
+    checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all
     permanent_interval = 0  # steps between checkpoints that are never deleted, to study later; 0 = none
-    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without
-    async_checkpoint = False  # train on while a checkpoint is written: for large models, it takes host memory
+    save_errors: Literal['stop', 'continue'] = 'stop'  # if a checkpoint cannot be written: end, or train on without it
+    async_checkpoint = False  # train on while a checkpoint is written: for large models; needs host memory
     dry_run = False  # print dimensions, memory per rank, batch arithmetic, FLOPs and disk, then stop
     # logging [per job]
     wandb_log = False  # needs `pip install wandb`; WANDB_MODE=offline on nodes without internet
     wandb_project = 'distributed-training'  # wandb project; its team is WANDB_ENTITY
-    wandb_group: str | None = None  # wandb group, to lay runs side by side
+    wandb_group: str | None = None  # wandb group, to compare runs
     wandb_run_name: str | None = None  # None = the name of out_dir
     tensorboard_log = False  # write event files to out_dir/tensorboard
     # data [result]
-    dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or shares: 'web:0.7,code:0.3' [result, per job]
-    dataset_stages = ()  # shares from a step or a part of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
-    val_dataset: str | None = None  # to validate on, or several: 'one,two'; None = dataset's own [result, per job]
-    windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, and attention stays inside of each
+    dataset = 'stdlib-bpe2048'  # folder in data_dir (prepare_data.py), or mixture: 'web:0.7,code:0.3' [result, per job]
+    dataset_stages = ()  # shares from a step or fraction of the run on: ((0.9, 'web:0.3,books:0.7'),) [result, per job]
+    val_dataset: str | None = None  # dataset(s) to validate on: 'one,two'; None = dataset's own split [result, per job]
+    windows: Literal['stream', 'documents'] = 'stream'  # documents: packed whole, each attends only to itself
     data_dir = 'data'  # where datasets live [result, per job, path]
-    batch_size = 8  # sequences per rank per micro-step: what must fit into memory [per job]
+    batch_size = 8  # sequences per rank and micro-step: these must fit into memory [per job]
     global_batch_size: int | None = None  # sequences per optimizer step, over all ranks; None = batch_size * ranks
     block_size = 1024  # tokens per sequence
     # model [result]
     init_from = 'scratch'  # or an out_dir, a Hugging Face folder, OWNER/NAME in HF_HOME [result, per job, path]
-    native = False  # compute a GPT-2, Llama, Mistral or Qwen of init_from by model.py: for pipelines, tensor_parallel
+    native = False  # run a GPT-2, Llama, Mistral or Qwen of init_from in model.py, for pipelines or tensor_parallel
     trust_remote_code = False  # run the Python that came with init_from [per job]
-    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # model.py begins with what tells them apart
-    heads: int | None = None  # enoki and qwen3: the published rules set size, learning rate, steps and weight decay
+    arch: Literal['gpt2', 'enoki', 'llama', 'qwen3'] = 'gpt2'  # the top of model.py compares them
+    heads: int | None = None  # enoki, qwen3: set size, learning rate, steps and weight decay by the published rules
     n_layer = 12  # transformer blocks
     n_head = 12  # query heads
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None = n_head
     head_dim: int | None = None  # None = n_embd / n_head
     n_embd = 768  # width of the residual stream
     mlp_hidden_dim: int | None = None  # None = 4 * n_embd (gpt2, enoki), or 8/3 * n_embd to a multiple of 64
-    n_experts = 0  # mixture of experts (llama, qwen3): so many small MLPs in each block, of which a token meets a few
-    experts_per_token = 2  # that compute each token: those that the router finds most fitting
-    expert_hidden_dim: int | None = None  # of each; None = mlp_hidden_dim / experts_per_token: a token costs as much
+    n_experts = 0  # mixture of experts (llama, qwen3): small MLPs per block, of which a few compute each token; 0 = off
+    experts_per_token = 2  # experts that compute each token; the router chooses them
+    expert_hidden_dim: int | None = None  # width of an expert; None = mlp_hidden_dim / experts_per_token: same cost
     router_aux = 0.001  # coefficient of the routers' balancing loss; 0 = off
-    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps these small (OLMoE: 0.001)
-    router_bias = 0.0  # balance by a bias of each expert that moves by so much a step; 0 = off (DeepSeek-V3: 0.001)
-    vocab_size: int | None = None  # None = that of the dataset; the embedding is padded to a multiple of 64
+    router_z = 0.0  # coefficient of mean(logsumexp(router logits)^2), keeps the logits small (OLMoE: 0.001)
+    router_bias = 0.0  # balance by a bias per expert, which moves by this much per step; 0 = off (DeepSeek-V3: 0.001)
+    vocab_size: int | None = None  # None = the dataset's; the embedding is padded to a multiple of 64
     dropout = 0.0  # 0 for pretraining; 0.1 or more where the data is seen many times
     bias: bool | None = None  # None = True for gpt2 (False: nanoGPT's model, exact GELU), False for the others
     tie_embeddings: bool | None = None  # the output head is the embedding; None = True for gpt2, False for the others
     rope_theta: float | None = None  # base of the rotary embedding; None = 10000 (qwen3: 1000000), or init_from's
-    yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also says what it was before
+    yarn = []  # init_from: extend its block_size by this factor (YaRN); 4,1024 also states the block_size before
     attention_gate = False  # qwen3: sigmoid gate on the attention output
     parametrization: Literal['standard', 'mup', 'completep'] = 'standard'  # rates hold for wider (mup), deeper models
-    base_width: int | None = None  # mup, completep: n_embd of the model that the learning rate was tuned on
+    base_width: int | None = None  # mup, completep: n_embd of the model on which the learning rate was tuned
     base_depth: int | None = None  # completep: its n_layer
-    freeze: str | None = None  # init_from: parameters whose names this regular expression matches are not trained
+    freeze: str | None = None  # init_from: do not train parameters whose names match this regular expression
     # lora [result]
-    lora_rank = 0  # init_from: train two thin matrices beside each weight instead (LoRA), of this rank; 0 = off
-    lora_alpha = 16.0  # what they add is scaled by lora_alpha / lora_rank
+    lora_rank = 0  # init_from: freeze it, and train two thin matrices of this rank beside each weight (LoRA); 0 = off
+    lora_alpha = 16.0  # what LoRA adds is scaled by lora_alpha / lora_rank
     lora_targets = 'all'  # 'all' linear layers of the blocks, or ends of their names: 'q_proj,v_proj'
-    lora_dropout = 0.0  # of what the two matrices see; 0.05 or 0.1 where the data is seen many times
-    lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) in place of lora_alpha / lora_rank: for ranks of 64 on
-    modules_to_save = []  # modules that are trained in full beside it, by ends of their names: 'embed_tokens,norm'
-    frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of what is not trained; None = as init_from
+    lora_dropout = 0.0  # on the input of the two matrices; 0.05 or 0.1 where the data is seen many times
+    lora_rslora = False  # scale by lora_alpha / sqrt(lora_rank) instead, for ranks of 64 or more
+    modules_to_save = []  # modules that LoRA runs train in full, by ends of their names: 'embed_tokens,norm'
+    frozen_dtype: Literal['float32', 'bfloat16', 'nf4'] | None = None  # of frozen weights; None = as init_from
     # optimizer [result]
     optimizer: Literal[
         'adamw', 'adamw-decay', 'adana', 'adana-released', 'dana-mk4', 'dana-star-mk4', 'ademamix', 'muon', 'sgd'
     ] = 'adamw'  # docs/optimizers.md compares them
-    optimizer_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'  # of its moments: 4, 2 or 1 bytes a number each
-    learning_rate = 6e-4  # peak: the first thing to tune; larger models want less
+    optimizer_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'  # of its moments: 4, 2 or 1 bytes per number
+    learning_rate = 6e-4  # peak: the first thing to tune; larger models need less
     max_iters = 10000  # optimizer steps
     num_epochs: float | None = None  # passes over the training data: sets max_iters [result, per job]
     weight_decay = 0.1  # on matrices; never on embeddings, norms and biases; DANA family and heads: see omega
     beta1 = 0.9  # Adam: decay of the first moment
     beta2 = 0.95  # Adam: decay of the second moment; 0.999 for small batches
     grad_clip = 1.0  # global gradient norm; 0 = off
-    lr_rule: Literal[32, 512] = 32  # with heads, the learning rate is the one fitted at this many sequences per step
-    kappa = 0.85  # DANA family: the long momentum counts (1 + step)^(1 - kappa) times
+    lr_rule: Literal[32, 512] = 32  # with heads: use the learning-rate rule fitted at this many sequences per step
+    kappa = 0.85  # DANA family: the long momentum has the weight (1 + step)^(1 - kappa)
     delta = 8.0  # DANA family: moments average over the last 1/delta of the run so far
     omega = 4.0  # weight_decay = omega / wd_ts (DANA family), with heads also omega / (learning_rate * max_iters)
     wd_ts: int | None = None  # DANA family, adamw-decay: steps until weight decay has halved; None = max_iters / 10
@@ -114,66 +115,66 @@ class Keys:
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of compute; auto = bfloat16 where it is fast
     matmul_dtype: Literal['float8'] | None = None  # of the blocks' matmuls; None = dtype [result, per job]
-    tf32 = False  # float32 on a GPU: matmuls round their inputs to 10 bits (TensorFloat-32), faster
+    tf32 = False  # float32 on a GPU: matmuls are faster, with inputs rounded to 10 bits (TensorFloat-32)
     compile: bool | None = None  # torch.compile each block; None = on CUDA
     seed = 1337  # of the initial weights, the order of the data and dropout [result]
-    deterministic = False  # bit-equal repetitions, at a cost in speed
-    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: docs/memory.md
-    timeout_s = 600  # a collective that takes longer is an error; a rank without progress is named before that
-    stop_before_end_s = 300  # in a Slurm job: save and leave this many seconds before its time is over; 0 = do not
-    max_failures = 5  # refuse to start from the same step more often in a row than this; 0 = never refuse
-    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on some rank, at most this many in a row
-    loss_spike_guard = False  # skip steps, too, whose loss is 6 sigma above the mean of the last 128 [result, per job]
+    deterministic = False  # repeated runs are bit-equal, at a cost in speed
+    activation_checkpointing: Literal['none', 'full', 'selective', 'offload'] = 'none'  # recompute: see docs/memory.md
+    timeout_s = 600  # a collective that takes longer is an error; before that, the log names the rank that is stuck
+    stop_before_end_s = 300  # in a Slurm job: save and exit this many seconds before its time limit; 0 = never
+    max_failures = 5  # refuse to start from the same step more than this many times in a row; 0 = never refuse
+    max_bad_steps = 10  # skip steps whose loss or gradient is not finite on any rank, at most this many in a row
+    loss_spike_guard = False  # also skip steps whose loss is 6 sigma above the mean of the last 128 [result, per job]
 
 
 class TaskKeys:
-    """Of scripts that can score a model on tasks while it trains; a model in stages cannot be scored."""
+    """Keys of scripts that can score a model on tasks while it trains. A model that is cut into stages cannot be."""
 
     # I/O [per job]
-    eval_tasks = []  # files of tasks to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
-    eval_tasks_interval = 1000  # steps between these; 0 = only after the last step
-    eval_tasks_limit: int | None = None  # only the first so many items of each: answers are written token by token
-    eval_tasks_chat = False  # write them by the chat template of init_from, as evaluate.py's apply_chat_template
+    eval_tasks = []  # task files to score the model on, as evaluate.py does: tasks/a.jsonl,b.jsonl [per job, path]
+    eval_tasks_interval = 1000  # steps between scores; 0 = only after the last step
+    eval_tasks_limit: int | None = None  # only this many items of each file, since answers are generated token by token
+    eval_tasks_chat = False  # format items by the chat template of init_from, as evaluate.py's apply_chat_template
 
 
 class BestKeys:
-    """Of scripts all of whose ranks have one val_loss; each job of a pool has its own."""
+    """Keys of scripts in which all ranks agree on one val_loss. In a pool each job has its own."""
 
     # I/O [per job]
-    keep_best = False  # also save after each evaluation with the lowest val_loss so far, and keep that: --step=best
-    patience = 0  # end after so many evaluations in a row without a lower val_loss, and keep_best; 0 = never
+    keep_best = False  # also save and keep the checkpoint with the lowest val_loss so far, for --step=best
+    patience = 0  # end after this many evaluations in a row without a lower val_loss, and keep_best; 0 = never
 
 
 class ShardingKeys:
-    """Of scripts that shard the model with FSDP."""
+    """Keys of scripts that shard the model with FSDP."""
 
     # fsdp [per job]
     fsdp_impl: Literal['torch', 'manual'] = 'torch'  # PyTorch's fully_shard, or our own, fsdp_manual.py
-    zero_stage = 3  # what is sharded: 1 (not torch) = moments; 2 = gradients, too; 3 = weights, too
-    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
-    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # of gradients: less communication, or less memory
+    zero_stage = 3  # what is sharded: 1 (manual only) = moments; 2 = also gradients; 3 = also weights
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
+    accumulate: Literal['unsharded', 'sharded'] = 'unsharded'  # sum gradients with less communication, or less memory
     blocks_per_unit = 1  # blocks that are gathered together: more = fewer, larger messages
-    prefetch = 1  # manual: blocks gathered ahead of the one at work; 0 = communication and computation take turns
+    prefetch = 1  # manual: units gathered ahead of the one at work; 0 = communication and computation take turns
 
 
 class OuterKeys:
-    """Of scripts whose replicas train alone and exchange what they have learned (DiLoCo)."""
+    """Keys of scripts whose replicas train alone and exchange what they have learned (DiLoCo)."""
 
     # diloco [result]
     num_replicas: int | None = None  # copies of the model that train alone; None = one per node
-    inner_steps = 100  # H: steps that replicas train alone; more for slower links, fewer for better losses
-    outer_lr = 0.7  # of the outer Nesterov step; 1, with outer_momentum=0: parameters are averaged
+    inner_steps = 100  # H: steps that replicas train between exchanges; more for slower links, fewer for better losses
+    outer_lr = 0.7  # of the outer Nesterov step; 1 with outer_momentum=0 averages the parameters
     outer_momentum = 0.9  # of the outer Nesterov step; 0 = plain SGD; lower it for runs of few rounds
-    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # what travels
-    exchange_k = 64  # top2bit: of 4096 numbers (64 x 64 of a matrix) the largest so many are sent, in 2 bits each
-    error_feedback = False  # keep what exchange_dtype cost (4 bytes per parameter), send it next time; top2bit: always
-    error_decay: float | None = None  # ... times this; None = 0.95 for top2bit (SparseLoCo), 1 for the others
+    exchange_dtype: Literal['float32', 'bfloat16', 'int8', 'int4', 'top2bit'] = 'float32'  # of what replicas send
+    exchange_k = 64  # top2bit: send this many of each 4096 numbers (64 x 64 of a matrix), the largest, in 2 bits each
+    error_feedback = False  # keep rounding errors (4 bytes per parameter) and send them next time; top2bit: always
+    error_decay: float | None = None  # errors are sent times this; None = 0.95 for top2bit (SparseLoCo), else 1
     # diloco [per job]
-    outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params so is the exchange
-    plan = False  # measure steps and link, print the cost of other inner_steps and exchange_dtypes, and train
+    outer_on_host = False  # outer parameters and momentum in host memory; with cpu_offload=params the exchange, too
+    plan = False  # measure steps and link, print what other inner_steps and exchange_dtypes would cost, and train
 
 
-# What other trainers call these keys: their names, and the key here. docs/configuration.md has the table, too.
+# {names that other trainers give a key: the key here}. docs/configuration.md has the same table.
 OTHER_TRAINERS = {
     'micro_batch_size per_device_train_batch_size': 'batch_size (sequences per rank and micro-step)',
     'effective_batch_size': 'global_batch_size',

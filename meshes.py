@@ -1,18 +1,18 @@
 """
-How the ranks of a run are arranged: the axes of every script, from the outermost to the innermost, checked and made.
+How the ranks of a run are arranged: the axes of every script, from the outermost to the innermost, and their checks.
 
     axes = meshes.fsdp_axes(vars(config), world_size=8)     # {'replicate': 2, 'shard': 2, 'tensor': 2}
     mesh = meshes.make(axes, device, config.timeout_s)      # a DeviceMesh; mesh['shard'] are the ranks along one axis
 
-Ranks with neighbouring numbers are mostly on one node, and the innermost axis has neighbours: so the axis whose ranks
-talk most comes last. What the axes are:
+Ranks with neighbouring numbers are mostly on one node, and ranks along the innermost axis are neighbours. So the axis
+whose ranks communicate most comes last. The axes are:
 
     replica      copies of the model that train alone for a while (train_diloco.py)
-    stage        parts of the model's depth (train_pipeline.py); copy: the copies of each
+    stage        parts of the model's depth (train_pipeline.py); copy: the copies of each stage
     replicate    copies of a sharded model, whose gradients are averaged in every step (HSDP)
-    shard        ranks that hold one copy between them; context: those of them that share a sequence
-    tensor       ranks that hold each matrix together
-    expert       ranks that share the experts of a mixture, neighbours of those that shard the model
+    shard        ranks that divide one copy among them; context: those of them that share a sequence
+    tensor       ranks that split each matrix
+    expert       neighbouring ranks of a shard group that divide the experts of a mixture
 """
 
 import math
@@ -27,7 +27,7 @@ from runtime.batches import accumulation_steps, counted
 
 
 def fsdp_axes(config, world_size):
-    """Of train_fsdp.py, without those of one rank: each would make groups that nobody uses."""
+    """{axis: size} of train_fsdp.py. Axes of size 1 are left out (but 'shard'): they would make groups nobody uses."""
     replicate, tensor = config['replicate_size'], config['tensor_parallel']
     axes = {'replicate': replicate, 'shard': world_size // (replicate * tensor), 'tensor': tensor}
     return {name: size for name, size in axes.items() if size > 1 or name == 'shard'}
@@ -43,12 +43,12 @@ def diloco_axes(config, world_size):
 
 
 def expert_axes(axes, expert_parallel):
-    """The same ranks as in `axes`, arranged as they hold experts: `shard` are those with the same ones."""
+    """The ranks of `axes` arranged for the experts: ranks along `shard` hold the same ones, along `expert` others."""
     return axes | {'shard': axes['shard'] // expert_parallel, 'expert': expert_parallel}
 
 
 def make(axes, device, timeout_s):
-    """A DeviceMesh of {name: size} over all ranks. Its collectives time out: by default they wait for half an hour."""
+    """A DeviceMesh of {name: size} over all ranks. Its collectives get our timeout, as the default is half an hour."""
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -60,10 +60,11 @@ def make(axes, device, timeout_s):
 
 def ranks_for_batches(config, world_size):
     """
-    The ranks that work on different sequences: all, or with context_parallel and tensor_parallel, the ranks that work
-    on the same ones, that fraction.
+    How many ranks work on different sequences: all of them, or with context_parallel and tensor_parallel, under which
+    several ranks work on the same ones, the corresponding fraction.
 
-    Raises ValueError if ranks or tokens do not divide, or for dropout, whose noise would have to fit together.
+    Raises ValueError if ranks or tokens cannot be divided so, or for dropout with context_parallel, since the noise of
+    the ranks would have to fit together.
     """
     sharing, block_size = config.get('context_parallel', 1), config['block_size']
     refuse_unless_it_divides('context_parallel', sharing, world_size)
@@ -81,19 +82,19 @@ def ranks_for_batches(config, world_size):
 
 
 def micro_steps(config, world_size):
-    """The same from a run's keys; ranks that share their sequences count as one."""
+    """Micro-steps per optimizer step of a run with these keys. Ranks that share their sequences count as one."""
     ranks = ranks_for_batches(config, world_size)
     return accumulation_steps(config['global_batch_size'], config['batch_size'], ranks)
 
 
 def ranks_per_shard_group(config, world_size):
     """
-    The ranks that hold one copy of the model between them: all, or with replicate_size (HSDP) that fraction of them.
+    How many ranks divide one copy of the model among them: all, or with replicate_size (HSDP) that fraction of them.
 
-    Raises ValueError if the ranks do not divide, or for a zero_stage that the implementation does not have.
+    Raises ValueError if the ranks cannot be divided so, or for a zero_stage that the implementation does not have.
     """
     replicate_size, zero_stage = config['replicate_size'], config['zero_stage']
-    world_size //= config.get('tensor_parallel', 1)  # of these ranks each holds a part
+    world_size //= config.get('tensor_parallel', 1)  # each of these ranks holds a part of every matrix
     refuse_unless_it_divides('replicate_size', replicate_size, world_size)
     if zero_stage not in (2, 3) and (zero_stage, config['fsdp_impl']) != (1, 'manual'):
         raise ValueError(f'zero_stage={zero_stage}: expected 3, 2 or, with --fsdp_impl=manual, 1')
@@ -108,7 +109,7 @@ def ranks_per_shard_group(config, world_size):
 
 
 def ranks_of_stage(config, world_size):
-    """Of a pipeline. Raises ValueError for stages or chunks that ranks cannot form."""
+    """How many ranks hold the same stage of a pipeline. Raises ValueError for impossible stages or chunks."""
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     refuse_unless_it_divides('pipeline_stages', stages, world_size)
     if chunks < 1 or (chunks > 1 and stages == 1):
@@ -120,8 +121,8 @@ def ranks_of_stage(config, world_size):
 
 def blocks_of_parts(config, parts):
     """
-    How many blocks each part of a pipeline has. All work at the same time and wait for the slowest, so these are the
-    numbers with which the part that has the most to compute has as little as can be. The last part has the head, too.
+    [number of blocks] of each part of a pipeline. All parts work at the same time and wait for the slowest, so the
+    blocks are divided such that the largest amount of work of any part is smallest. The last part also has the head.
 
     config: a run's keys, with those of the model; n_layer is `parts` or more.
     """
@@ -130,15 +131,15 @@ def blocks_of_parts(config, parts):
     choices = []
     for last in range(1, config['n_layer'] // parts + 1):
         each, more = divmod(config['n_layer'] - last, parts - 1)
-        # Those with one more come late: early stages keep more activations on their way.
+        # Later parts get the one block more, because earlier stages keep the activations of more micro-steps.
         choices.append([each + (part >= parts - 1 - more) for part in range(parts - 1)] + [last])
     head = head_in_blocks(config)
     return min(choices, key=lambda blocks: (max(*blocks[:-1], blocks[-1] + head), -blocks[-1]))
 
 
 def head_in_blocks(config):
-    """The work of the output head, in that of a block: of the multiplications of a token. Each takes weights once, and
-    causal attention, on average, half of block_size keys and as many values."""
+    """The work of the output head in units of a block's, counted in multiplications per token. A token multiplies each
+    weight once, and in causal attention on average half of block_size keys and as many values."""
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
     matrices = 3 if config['arch'] in ('llama', 'qwen3') else 2
     block = C * (H + 2 * K) * D + H * D * C + matrices * C * M + config['block_size'] * H * D
@@ -146,16 +147,18 @@ def head_in_blocks(config):
 
 
 def blocks_of_stages(config):
-    """The same for stages: the sum over the parts of each."""
+    """[number of blocks] of each stage: the sum over its parts."""
     stages, chunks = config['pipeline_stages'], config.get('pipeline_chunks', 1)
     blocks = blocks_of_parts(config, stages * chunks)
     return [sum(blocks[stage::stages]) for stage in range(stages)]
 
 
 def check_pipeline(config, stage_ranks):
-    """[a line for the log]. stage_ranks: ranks_of_stage(). Raises ValueError unless every part has a block, and there
-    are enough micro-steps: with several chunks a multiple of the stages, which would wait for each other in the order
-    of arXiv 2104.04473."""
+    """Check the keys of a pipeline; returns [a line for the log]. stage_ranks: ranks_of_stage().
+
+    Raises ValueError unless every part has a block and there are enough micro-steps. With several chunks their number
+    must be a multiple of the stages, which otherwise would wait for each other in the order of arXiv 2104.04473.
+    """
     stages, chunks, n_layer = config['pipeline_stages'], config['pipeline_chunks'], config['n_layer']
     parts, copies = stages * chunks, ranks_for_batches(config, stage_ranks)
     if n_layer < parts:
@@ -181,7 +184,7 @@ def check_pipeline(config, stage_ranks):
 
 
 def number_of_replicas(num_replicas, world_size, local_world_size):
-    """num_replicas of DiLoCo, or one per node when it is None. Raises ValueError if the ranks do not divide."""
+    """num_replicas of DiLoCo, or one per node if it is None. Raises ValueError if the ranks cannot be divided so."""
     if num_replicas is None:
         if world_size % local_world_size:
             raise ValueError(f'{world_size} ranks on nodes of {local_world_size}: start equally many on every node')
@@ -199,7 +202,7 @@ def refuse_unless_it_divides(key, value, world_size):
 
 
 def check_context_parallel(config, pretrained):
-    """Raise ValueError for a model whose attention cannot be spread over ranks (context_manual.py)."""
+    """Raise ValueError for a model whose attention cannot be divided over ranks (context_manual.py)."""
     given = f'context_parallel={config.context_parallel}'
     if config.device.startswith('cuda') and config.head_dim % 8:
         raise ValueError(f'{given} with head_dim={config.head_dim}: flash attention takes multiples of 8')
@@ -267,7 +270,7 @@ def check_tensor_parallel(config, model_config):
             'or leave it at 1'
         )
     sizes = {key: getattr(config, key) for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim')}
-    units = dict.fromkeys(sizes, ranks)  # what a key has to be a multiple of
+    units = dict.fromkeys(sizes, ranks)  # of which the sizes have to be multiples
     names = {key: f'{key}={size}' for key, size in sizes.items()}
     sizes['vocab_size'], units['vocab_size'] = model_config.padded_vocab_size, math.lcm(ranks, 64)
     names['vocab_size'] = f'the padded vocabulary of {sizes["vocab_size"]}'
@@ -279,7 +282,7 @@ def check_tensor_parallel(config, model_config):
     for key, size in sizes.items():
         if size % ranks:
             below = getattr(config, key) // units[key] * units[key]
-            # A smaller vocabulary would be another tokenizer.
+            # Suggest no smaller vocabulary, for that would need another tokenizer.
             others = [n for n in (below, below + units[key]) if n and (key != 'vocab_size' or n > below)]
             common = math.gcd(*sizes.values())
             divisors = [str(n) for n in range(2, common + 1) if common % n == 0]

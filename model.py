@@ -4,7 +4,7 @@ The transformer: four architectures, its loss in chunks, and exact counts of par
     model = GPT(ModelConfig.from_keys(config), compute_dtype=torch.bfloat16)
     loss_sum, ce_sum = model(x, y)  # sums over the tokens whose target is not -1
     logits = model(x)  # (B, T, vocab_size)
-    loss_sum, ce_sum = model(x, y, starts)  # several documents in each row, of which none sees another
+    loss_sum, ce_sum = model(x, y, starts)  # several documents in each row, none of which sees another
 
               norm        positions                  q/k norm    MLP                 defaults
     gpt2      LayerNorm   learned                    -           GELU (tanh)         biases, tied embeddings
@@ -12,17 +12,17 @@ The transformer: four architectures, its loss in chunks, and exact counts of par
     llama     RMSNorm     RoPE, half rotation        -           SwiGLU
     qwen3     RMSNorm     RoPE, half rotation        RMSNorm     SwiGLU
 
-gpt2, llama and qwen3 compute what the models of that name in `transformers` compute (weights: huggingface/convert.py,
-and to begin with those of a Hugging Face folder: huggingface/native.py).
-gpt2 with bias=False is nanoGPT's model instead, with GELU (erf), which takes a CPU half the time of tanh.
+gpt2, llama and qwen3 compute the same as the models of that name in `transformers`: huggingface/convert.py converts
+weights, and huggingface/native.py starts a run from those of a Hugging Face folder. gpt2 with bias=False is nanoGPT's
+model instead, with GELU (erf), which takes a CPU half the time of tanh.
 
-Dtypes: weights stay as they are stored (fp32 masters) and are cast to compute_dtype where they are used. So the same
-operations run under DDP, where they are fp32, and under fully_shard, which gathers them in bf16 and makes the cast
-free. Nothing here knows how the model is sharded. Buffers have only the routers of a mixture of experts (n_experts, in
-llama and qwen3): to_empty() would leave garbage in them, so GPT._apply() begins them anew.
+Dtypes: weights keep the dtype in which they are stored (fp32 masters) and are cast to compute_dtype where they are
+used. So the same operations run under DDP, where weights are fp32, and under fully_shard, which gathers them in bf16
+and so makes the cast free. Nothing here knows how the model is sharded. Only the routers of a mixture of experts
+(n_experts, in llama and qwen3) have buffers. to_empty() would leave garbage in these, so GPT._apply() resets them.
 
 Letters for shapes: B sequences, T tokens, C = n_embd, H = n_head, K = n_kv_head, D = head_dim, N = B*T, V = vocabulary;
-of a mixture E experts, of which k compute each token, with M hidden units each.
+in a mixture of experts E experts with M hidden units each, of which k compute each token.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
 
-# The loss's chunks hold at most so many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
+# A chunk of the loss has at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
 
-# Of the parts of a model the first with a word that is in a parameter's name, here or in transformers, counts it.
+# A parameter counts for the first of these parts that has a word which its name contains, here or in transformers.
 PARTS = {'norms': ('norm', 'ln_'), 'embedding': ('embed', 'wte', 'wpe'), 'attention': ('attn', 'attention')}
 PARTS |= {'mlp': ('mlp',), 'head': ('head',)}
 
-# To varlen_attn(), which in torch 2.11 takes fewer heads of keys than of queries without being told so.
+# For varlen_attn(), which from torch 2.12 on has to be told that there are fewer key heads than query heads.
 GROUPED_QUERIES = {'enable_gqa': True} if torch.__version__ >= '2.12' else {}
 
-# What selective activation checkpointing keeps: the results that are dear to compute.
+# Selective activation checkpointing keeps the results of these operations, which are expensive to compute again.
 ATTENTIONS = ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention', 'cudnn_attention')
 SAVED_OPS = ['aten.mm.default', 'aten.addmm.default', 'aten._scaled_mm.default', 'torch_attn._varlen_attn.default']
 SAVED_OPS += [f'aten._scaled_dot_product_{attention}.default' for attention in ATTENTIONS]
@@ -61,7 +61,7 @@ SAVED_OPS += ['aten._grouped_mm.default', 'expert_manual.exchange.default', 'exp
 
 @dataclass
 class ModelConfig:
-    """The shape of a model. What is None is filled in from the architecture; the result is checked (ValueError)."""
+    """The shape of a model. What is None gets the architecture's value. Raises ValueError if the sizes do not fit."""
 
     arch: str = 'gpt2'
     n_layer: int = 12
@@ -70,7 +70,7 @@ class ModelConfig:
     head_dim: int | None = None
     n_embd: int = 768
     mlp_hidden_dim: int | None = None
-    n_experts: int = 0  # 0: one MLP in each block, that computes all tokens
+    n_experts: int = 0  # 0: one MLP in each block, which computes all tokens
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
     router_aux: float = 0.001  # see Router.loss_sum()
@@ -80,10 +80,10 @@ class ModelConfig:
     block_size: int = 1024
     dropout: float = 0.0
     bias: bool | None = None
-    qkv_bias: bool = False  # biases of queries, keys and values, where others have none: Qwen2
+    qkv_bias: bool = False  # biases for queries, keys and values although `bias` is False: Qwen2
     tie_embeddings: bool | None = None
     rope_theta: float | None = None
-    yarn: list | None = None  # [factor, block_size before]: the context was extended so many times, see check_yarn()
+    yarn: list | None = None  # [factor, block_size before]: the context is extended by this factor, see check_yarn()
     llama3_rope: list | None = None  # Llama 3.1 and later: [factor, low, high, tokens before], see llama3_frequencies()
     positions: int | None = None  # gpt2: rows of the learned positions, block_size of them or more; None = block_size
     attention_gate: bool = False
@@ -103,12 +103,12 @@ class ModelConfig:
 
     @property
     def ratios(self):
-        """(m_N, m_L): how many times as wide and as deep this is as the model that the rates were tuned on."""
+        """(m_N, m_L): how many times as wide and as deep this model is as the one on which the rates were tuned."""
         return self.n_embd / (self.base_width or self.n_embd), self.n_layer / (self.base_depth or self.n_layer)
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding and of the head: a multiple of 64, since odd sizes of matmuls miss the tensor cores."""
+        """Rows of the embedding and of the head: a multiple of 64, since matmuls of odd sizes miss the tensor cores."""
         return -(-self.vocab_size // 64) * 64
 
     @property
@@ -138,7 +138,7 @@ class ModelConfig:
             self.mlp_hidden_dim = -(-8 * self.n_embd // (3 * 64)) * 64 if self.llama_style else 4 * self.n_embd
         if self.n_experts:
             check_experts(self)
-            if self.expert_hidden_dim is None:  # k experts then have as many weights as one MLP; rows of 8 are fast
+            if self.expert_hidden_dim is None:  # k experts have as many weights as one MLP; multiples of 8 are fast
                 self.expert_hidden_dim = max(8, self.mlp_hidden_dim // self.experts_per_token // 8 * 8)
         self.bias = self.arch == 'gpt2' if self.bias is None else self.bias
         self.tie_embeddings = self.arch == 'gpt2' if self.tie_embeddings is None else self.tie_embeddings
@@ -163,7 +163,7 @@ class ModelConfig:
 
 
 def check_experts(config):
-    """Raise ValueError for a mixture of experts that cannot be."""
+    """Raise ValueError if the settings of a mixture of experts do not fit together."""
     n, k = config.n_experts, config.experts_per_token
     given, or_dense = f'n_experts={n}', 'or --n_experts=0'
     if not config.llama_style:
@@ -187,9 +187,10 @@ def check_experts(config):
 
 
 def check_yarn(yarn, block_size):
-    """Raise ValueError unless yarn, [factor, tokens that the model was trained at before], reaches to block_size.
+    """Raise ValueError unless yarn, [factor, block_size at which the model was trained before], reaches block_size.
 
-    [] is off. The factor is block_size / tokens before, or more: the rotation is made for all that it will be used at.
+    [] is off. The factor is block_size / the one before, or more if the model is to read longer texts later, since the
+    rotation depends on the factor.
     """
     are_numbers = all(isinstance(number, int | float) for number in yarn)
     if yarn and not (len(yarn) == 2 and are_numbers and yarn[0] >= 1 and yarn[1] >= 1):
@@ -240,8 +241,8 @@ class RotaryEmbedding:
 
     Pair i of a head's D dimensions turns by the angle position * theta^(-2i/D). The pairs are (x[2i], x[2i+1]) in enoki
     (interleaved, as in the paper) and (x[i], x[i + D/2]) in the others (half rotation, as in transformers).
-    To extend the context, a larger theta turns all pairs slower, and YaRN some of them, see yarn_frequencies().
-    Not a module: its table is no buffer, but is computed at the first use on a device.
+    To extend the context, a larger theta makes all pairs turn more slowly, and YaRN some, see yarn_frequencies().
+    This is not a module, because its table is not a buffer: it is computed at the first use on a device.
     """
 
     def __init__(self, config):
@@ -251,7 +252,7 @@ class RotaryEmbedding:
         self.cos_sin = None  # (2, block_size, D/2)
 
     def prepare(self, device):
-        """Compute the table on `device`, once; outside of the blocks, which may be compiled."""
+        """Compute the table on `device`, once. It is called outside of the blocks, because these may be compiled."""
         if self.cos_sin is None or self.cos_sin.device != device:
             period = self.theta ** (torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim)
             frequency = 1.0 / period  # (D/2)
@@ -261,7 +262,7 @@ class RotaryEmbedding:
                 frequency = llama3_frequencies(frequency, *self.llama3_rope)
             angle = torch.outer(torch.arange(self.block_size, device=device).float(), frequency)  # (block_size, D/2)
             self.cos_sin = torch.stack((angle.cos(), angle.sin()))
-            if self.yarn:  # queries and keys grow, so scores do by the square: more tokens share the softmax
+            if self.yarn:  # queries and keys both grow, scores by the square: more tokens share the softmax
                 self.cos_sin *= 0.1 * math.log(self.yarn[0]) + 1
 
     def rotate(self, x, cos_sin):
@@ -273,10 +274,12 @@ class RotaryEmbedding:
 
 
 def yarn_frequencies(period, theta, factor, before):
-    """1 / period (D/2) of RoPE, for `factor` times the tokens `before` (YaRN: Peng et al., arXiv 2309.00071).
+    """Frequencies (D/2) of RoPE for a context of factor * before tokens (YaRN: Peng et al., arXiv 2309.00071).
 
-    A pair that turns 32 times or more within these tells near tokens apart, and stays as it is. One that turns once or
-    less has told all positions apart: it turns 1/factor as fast, and positions beyond look like those that it knows.
+    period (D/2): 1 / the frequencies without YaRN. before: tokens of the context in which the model was trained.
+    A pair that turns 32 times or more within `before` tokens tells near tokens apart, and stays as it is. One that
+    turns once or less tells all positions apart: it is slowed to 1/factor, so that the positions beyond look like
+    those that the model knows. Between the two the change is gradual.
     """
     pairs = len(period)
     first, last = (pairs * math.log(before / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1))
@@ -287,11 +290,11 @@ def yarn_frequencies(period, theta, factor, before):
 
 
 def llama3_frequencies(frequency, factor, low, high, before):
-    """Frequencies (D/2) of RoPE as Llama 3.1 changes them, for more than the tokens `before` of its pretraining.
+    """Frequencies (D/2) of RoPE as Llama 3.1 changes them to read more than the `before` tokens of its pretraining.
 
     As in YaRN above, with other borders: a pair that turns `high` times or more within `before` tokens stays as it is,
     one that turns `low` times or less turns 1/factor as fast, and between the two the change is gradual.
-    (The rule came with the model's code: github.com/meta-llama/llama-models, apply_scaling().)
+    The source is the model's own code: github.com/meta-llama/llama-models, apply_scaling().
     """
     length = 2 * math.pi / frequency  # tokens of a whole turn
     kept = (before / length - low) / (high - low)  # 0 to 1 between the two
@@ -300,24 +303,25 @@ def llama3_frequencies(frequency, factor, low, high, before):
     return torch.where((length < before / high) | (length > before / low), far, between)
 
 
-# Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. Where it is
-# not, a layout says where each token stands in its document, and computes the attention within documents. A layout has
+# Attention layouts. By default a row is one sequence, in which each token sees itself and those before it. For other
+# rows, a layout says where each token stands in its document, and computes attention within documents. A layout has
 #
 #     positions                           int64 (B, T), or (1, T) if they are the same in all rows
-#     cos_sin                             (2, B, 1, T, D/2), the rotation of each token, once a model has filled it in
+#     cos_sin                             (2, B, 1, T, D/2), the rotation of each token; GPT.forward() fills it in
 #     attend(q, k, v, dropout, scale, window)    q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D); with a window a
-#                                         token sees itself and the window - 1 tokens before it
+#                                         token sees itself and the window - 1 tokens before it (MaskedLayout takes
+#                                         neither scale nor window)
 #
 # MaskedLayout and PackedLayout are below; context_manual.py has one for sequences that are spread over ranks. They are
-# no tuples because fully_shard would cast the cos_sin in a tuple, as an input of a block, to the compute dtype.
+# classes because blocks take them as inputs, and in a tuple fully_shard would cast cos_sin to the compute dtype.
 
 
 @dataclass
 class MaskedLayout:
-    """Any layout, by a mask that says which token sees which."""
+    """Any layout, given by a mask that says which token sees which."""
 
     positions: torch.Tensor
-    mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens and these)
+    mask: torch.Tensor  # (B, 1, T, T) bool; with a cache (B, 1, T, its tokens + T)
     cos_sin: torch.Tensor | None = None
 
     def attend(self, q, k, v, dropout=0.0):
@@ -327,14 +331,14 @@ class MaskedLayout:
 
 @dataclass
 class PackedLayout:
-    """Several documents in each row, by a kernel that never makes a mask: CUDA, half precision, no dropout."""
+    """Several documents in each row, for a kernel that needs no mask: on CUDA, in half precision, without dropout."""
 
     positions: torch.Tensor
     borders: torch.Tensor  # int32 (B*M + 1): where documents begin and end in all B*T tokens
     cos_sin: torch.Tensor | None = None
 
     def attend(self, q, k, v, dropout=0.0, scale=None, window=None):
-        from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1.7 s that other runs do without
+        from torch.nn.attention.varlen import varlen_attn  # imports the compiler: 1.7 s, which other runs are spared
 
         assert not dropout, f'dropout={dropout} in a kernel that has none'
         B, _, T, _ = q.shape
@@ -347,7 +351,7 @@ class PackedLayout:
 def layout_of_documents(starts, T, dtype, dropout):
     """The layout of rows that hold several documents each, for attention in this dtype and with this dropout.
 
-    starts: int64 (B, M), where each document of a row begins, of M at most; 0 is the first, unused places hold T.
+    starts: int64 (B, M), where the documents of a row begin, at most M. The first begins at 0; unused places hold T.
     """
     document, positions = place_in_documents(starts, T)
     if starts.is_cpu or dtype == torch.float32 or dropout:
@@ -356,22 +360,22 @@ def layout_of_documents(starts, T, dtype, dropout):
 
 
 def place_in_documents(starts, T):
-    """(number of its document in the row, position in that document) of each token, int64 (B, T) both."""
+    """For each token the number of its document in the row, and its position in that document: int64 (B, T) both."""
     count = torch.arange(T, device=starts.device).repeat(starts.shape[0], 1)
     document = torch.searchsorted(starts, count, right=True) - 1
     return document, count - starts.gather(1, document)
 
 
 def borders_of_documents(starts, T):
-    """PackedLayout.borders. Unused places count as empty documents, so that there are equally many in every batch;
-    otherwise compiled code would be compiled again."""
+    """PackedLayout.borders. Unused places count as empty documents, so that every batch has equally many and nothing
+    is compiled again for another number."""
     B = starts.shape[0]
     rows = torch.arange(B, device=starts.device)[:, None] * T
     return F.pad((starts + rows).flatten().int(), (0, 1), value=B * T)
 
 
 class KVCache:
-    """Keys and values of the tokens that one block has seen, room for `capacity` of them."""
+    """Keys and values of the tokens that one block has seen, with room for `capacity` tokens."""
 
     def __init__(self, capacity):
         self.capacity, self.length = capacity, 0
@@ -423,7 +427,7 @@ class Attention(nn.Module):
             cos_sin = layout.cos_sin if layout else self.rotary.cos_sin[:, first : first + x.shape[1]]
             q, k = self.rotary.rotate(q, cos_sin), self.rotary.rotate(k, cos_sin)
         if cache is not None:
-            is_masked = layout is not None or cache.length == 0 or x.shape[1] == 1  # each sees those before it alone
+            is_masked = layout is not None or cache.length == 0 or x.shape[1] == 1  # none sees a later one
             assert is_masked, f'{x.shape[1]} tokens after {cache.length}: expected 1, or a layout'
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
@@ -455,19 +459,19 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-# A mixture of experts: in place of one MLP a block has E small ones, the experts, and each token is computed by k of
-# them alone. So its MLPs have E/k times the weights that a token costs. Which k is learned, by a matrix with a row for
-# each expert, the router. The rule is that of Qwen3-MoE in transformers, without a limit on how many tokens an expert
-# takes: which tokens had to be dropped would depend on what else is in the batch.
+# A mixture of experts. In place of one MLP a block has E small ones, the experts, and each token is computed by only k
+# of them, so the block has E/k times as many MLP weights as a token uses. A router, a matrix with one row per expert,
+# learns which k to choose. The rule is that of Qwen3-MoE in transformers. An expert takes any number of tokens: with a
+# limit some tokens would have to be dropped, and which ones would depend on what else is in the batch.
 
 
 class Router(nn.Module):
-    """Chooses k of E experts for each token, and says by how much the output of each of them counts.
+    """Chooses k of E experts for each token, and the weight of each of their outputs.
 
-    Left alone, training sends more and more tokens to a few experts, which learn and so are chosen again, while others
-    die. loss_sum() is the usual remedy, `bias` another one. Both act on what balance_experts() finds out once a step:
-    load, a buffer and in checkpoints, how many of its choices a token has given to each expert in the step before, on
-    average over the global batch: they sum to k.
+    Left alone, training sends more and more tokens to a few experts, which learn from them and so are chosen again,
+    while other experts die. The usual remedy is the loss in loss_sum(); another one is `bias`. Both depend on `load`
+    (E), a buffer that is saved in checkpoints: how many of a token's k choices went to each expert in the step before,
+    on average over the global batch, so that the loads sum to k. balance_experts() updates it once a step.
     """
 
     def __init__(self, config):
@@ -477,13 +481,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.n_experts, config.n_embd))
         self.register_buffer('load', torch.empty(self.n_experts))
         self.register_buffer('bias', torch.empty(self.n_experts) if self.bias_rate else None)
-        # Of the step so far on this rank: tokens of each expert, and last the sum of the routers' entropies. float64,
-        # which counts up to 2^53 one by one.
+        # This rank's counts in the step so far: the tokens of each expert, and last the sum over tokens of the router's
+        # entropy. In float64, which counts up to 2^53 one by one.
         self.register_buffer('seen', torch.empty(self.n_experts + 1, dtype=torch.float64), persistent=False)
         self.begin()
 
     def begin(self):
-        """As before the first step: a uniform load."""
+        """Reset to the state before the first step: a uniform load."""
         self.load.fill_(self.k / self.n_experts)
         self.seen.zero_()
         if self.bias is not None:
@@ -492,17 +496,18 @@ class Router(nn.Module):
     def forward(self, x, choice=None):
         """x (N, C) -> weights (N, k), which sum to 1 for each token; chosen (N, k), numbers of experts; logits (N, E).
 
-        In fp32 whatever the dtype of x: of bf16 logits 1 in 30 has a tie at the cut. The weight is rounded like x,
-        since under fully_shard it arrives so.
-        choice: with activation checkpointing a list, empty at first, that keeps what is chosen: computed again, on a
-        GPU a near tie could end otherwise, and what backward finds would not fit to what forward has done.
+        This is computed in fp32 whatever the dtype of x, because with bf16 logits 1 token in 30 has a tie between the
+        last expert that is chosen and the next one. The router's weight is rounded to the dtype of x first, since under
+        fully_shard it arrives rounded.
+        choice: a list for activation checkpointing, empty at first, in which the first forward leaves its choice for
+        the second. If a GPU chose again, a near tie could end differently, and backward would not match forward.
         """
         logits = F.linear(x.float(), self.weight.to(x.dtype).float())  # (N, E)
         p = logits.softmax(-1)
         if choice:
             chosen = choice[0]
         else:
-            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias chooses, and no more
+            scores = p.detach() if self.bias is None else p.detach() + self.bias  # the bias affects the choice only
             chosen = scores.topk(self.k).indices
             if choice is not None:
                 choice.append(chosen)
@@ -511,17 +516,17 @@ class Router(nn.Module):
 
     def loss_sum(self, chosen, logits, valid):
         """
-        What this router adds to the loss, an fp32 sum over the tokens that are `valid` (N); it counts those, too. Of
-        the layers' routers the model takes the mean.
+        What this router adds to the loss: an fp32 sum over the `valid` (N) tokens, which are counted in `seen` on the
+        way. chosen: (N, k); logits: (N, E). The model takes the mean over the routers of its layers.
 
             router_aux * E * sum over e of load[e] * p[e]  +  router_z * logsumexp(logits)^2
 
-        The first is the balancing loss of Switch Transformer (arXiv 2101.03961) as transformers scales it, k where all
-        is balanced; its gradient lowers p where the load is high. Usually the load is that of the same tokens. But
-        then the loss of a micro-batch on one rank is not its part of the global batch's loss, which knows all of its
-        load (the better one, arXiv 2501.11873), and the gradient would depend on ranks and accumulation. With the load
-        of the step before it is a sum over tokens like the cross-entropy, and does not. The second keeps logits small
-        (arXiv 2202.08906).
+        The first term is the balancing loss of the Switch Transformer (arXiv 2101.03961) as transformers scales it, so
+        that E * sum is k under perfect balance; its gradient lowers p where the load is high. Usually the load is that
+        of the same tokens. But then the loss of a micro-batch on one rank is not its part of the loss of the global
+        batch, which knows the load of the whole (and works better, arXiv 2501.11873), and the gradient would depend on
+        the number of ranks and of micro-steps. With the load of the step before, the term is a sum over tokens like the
+        cross-entropy, and the gradient depends on neither. The second term keeps logits small (arXiv 2202.08906).
         """
         lse = logits.logsumexp(-1)  # (N)
         p = (logits - lse[:, None]).exp()  # (N, E)
@@ -534,21 +539,24 @@ class Router(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """One matrix (out, in) for each expert, the rows of all below each other in one weight (E*out, in).
+    """One matrix (out, in) for each expert, stacked by rows in one weight (E*out, in).
 
-    In two dimensions it is what initial values, FSDP, checkpoints and optimizers take any matrix for: it is cut by
-    rows, into any number of parts, and fan_in is its columns. It is seen as (E, out, in) only here.
+    Having two dimensions, the weight is an ordinary matrix for initial values, FSDP, checkpoints and optimizers: it is
+    cut by rows into any number of parts, and its fan_in is the number of columns. Only this class views it as
+    (E, out, in).
     """
 
     def __init__(self, config, inputs, outputs):
         super().__init__()
-        self.n_matrices = config.n_experts  # that are fused in the weight: Muon treats each by itself
-        self.active = config.experts_per_token / config.n_experts  # of its weights, those that a token meets
+        self.n_matrices = config.n_experts  # fused in the weight; Muon treats each by itself
+        self.active = config.experts_per_token / config.n_experts  # the share of the weights that a token meets
         self.weight = nn.Parameter(torch.empty(config.n_experts * outputs, inputs))
 
     def forward(self, rows, where):
-        """rows (R, in), those of the first expert, then those of the second, ... -> (R, out). where: how many rows each
-        has, a list, or as a tensor on the device the number of the row behind its last."""
+        """rows (R, in), first those of the first expert, then those of the second, ... -> (R, out).
+
+        where: how many rows each expert has, as a list; or the index behind its last row, as a tensor on the device.
+        """
         matrices = self.weight.to(rows.dtype).unflatten(0, (self.n_matrices, -1))  # (E, out, in)
         if isinstance(where, torch.Tensor):
             return F.grouped_mm(rows, matrices.mT, offs=where)
@@ -566,10 +574,10 @@ class Experts(nn.Module):
         self.down = ExpertLinear(config, config.expert_hidden_dim, config.n_embd)
 
     def forward(self, rows, ends):
-        """rows (R, C), sorted by expert; ends (E) int32: the number of the row behind the last one of each expert.
+        """rows (R, C), sorted by expert -> (R, C). ends (E) int32: the index behind the last row of each expert.
 
-        A GPU computes all experts at once, in bf16, and the host does not learn how many rows each has. Elsewhere one
-        matmul follows the other: a CPU loses nothing by that, and a GPU in fp32 has no other way.
+        In bf16 a GPU computes all experts at once, and the host need not know how many rows each of them has. Otherwise
+        one matmul follows the other: a CPU loses nothing by that, and a GPU in fp32 has no other way.
         """
         at_once = rows.dtype == torch.bfloat16 and rows.device.type in ('cuda', 'meta') and rows.shape[0] > 0
         where = ends if at_once else rows_of_each(ends, rows)
@@ -577,21 +585,22 @@ class Experts(nn.Module):
 
 
 def rows_of_each(ends, rows):
-    """How many of the rows (R, C) are the first expert's, the second one's, ...: a list, for which the host waits."""
+    """How many of the rows (R, C) each expert has: a list, for which the host waits."""
     return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
 def idle_numbers(module):
-    """Numbers in the weights of its experts that do not compute a token, which meets k of E."""
+    """How many numbers in the weights of a module's experts do not compute a given token, which meets k of E."""
     stacked = [inner for inner in module.modules() if isinstance(inner, ExpertLinear)]
     return sum(round((1 - inner.active) * inner.weight.numel()) for inner in stacked)
 
 
 class TakeRows(torch.autograd.Function):
-    """x[index] of x (N, C), for which it is known where each row of x goes: `places` (N, n).
+    """x[index] of x (N, C), where it is known to which rows of the result each row of x goes: `places` (N, n).
 
-    So the gradient of a row is gathered from there and summed. Autograd, which does not know it, would scatter what
-    comes and add up what meets: on a GPU in an order that changes (index_add), or after it has sorted the index again.
+    The gradient of a row of x can therefore be gathered from these places and summed. Autograd does not know them. It
+    would scatter gradients and add those that meet: on a GPU in an order that changes (index_add), or after it has
+    sorted the index once more.
     """
 
     @staticmethod
@@ -613,7 +622,7 @@ class MoE(nn.Module):
         self.router, self.experts = Router(config), Experts(config)
 
     def forward(self, x, choice=None):
-        """x (B, T, C) -> the same shape; and chosen (N, k), logits (N, E) of the router for its loss.
+        """x (B, T, C) -> y (B, T, C), and what the router needs for its loss: (chosen (N, k), logits (N, E)).
 
         choice: as in Router.forward().
         """
@@ -624,7 +633,7 @@ class MoE(nn.Module):
         # Row r is choice order[r] % k of token order[r] // k.
         expert, order = chosen.flatten().sort(stable=True)  # (N*k) both
         ends = torch.searchsorted(expert, torch.arange(E, device=x.device), right=True, out_int32=True)  # (E)
-        row = order.argsort()  # (N*k): of each choice
+        row = order.argsort()  # (N*k): the row of each choice
         rows = TakeRows.apply(tokens, order // k, row.view(-1, k))  # (N*k, C)
         rows = self.experts(rows, ends)
         rows = TakeRows.apply(rows, row, order[:, None]).unflatten(0, (-1, k))  # (N, k, C), back to their tokens
@@ -635,14 +644,15 @@ class MoE(nn.Module):
 @torch.no_grad()
 def balance_experts(model, skip=False, group=None):
     """
-    After a step, in which each rank has counted the tokens of each expert: sum the counts over the ranks, once for all
-    layers. They become the routers' load, and move their bias. Collective; without experts it does nothing.
+    After a step, sum over the ranks how many tokens each expert had, for all layers at once. The sums become the
+    routers' load and move their biases. Collective; does nothing in a model without experts.
 
-    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes): load and bias then stay as well.
-    group: the ranks that train together, if that is not all of them.
+    skip: whether the optimizer skips this step, a bool or a 0-d float tensor (1: yes); load and bias then stay, too.
+    group: the ranks that train together, if these are not all ranks.
 
-    bias += router_bias * sign(k/E - load), with the mean taken off: an expert with few tokens is chosen more easily.
-    No loss pulls the router away from what the model is trained for (DeepSeek: arXiv 2408.15664).
+    bias += router_bias * sign(k/E - load), minus the mean over experts, so that an expert with few tokens is chosen
+    more easily. There is no loss that would pull the router away from what the model is trained for (DeepSeek: arXiv
+    2408.15664).
     """
     routers = getattr(model, 'routers', None)
     if not routers:
@@ -655,7 +665,7 @@ def balance_experts(model, skip=False, group=None):
         return
     before, uniform = torch.stack([router.load for router in routers]), routers[0].k / routers[0].n_experts
     load = uniform * (seen[:, :-1] / seen[:, :-1].mean(1, keepdim=True)).float()  # (L, E)
-    counts = load.isfinite()  # not so of a step without any token
+    counts = load.isfinite()  # false in a step without any token
     if isinstance(skip, torch.Tensor):
         counts = counts & (skip == 0)
     load = torch.where(counts, load, before)
@@ -669,28 +679,29 @@ def balance_experts(model, skip=False, group=None):
 
 def router_metrics(model):
     """
-    Of the last step's global batch, {name: number}, for a row of the log: waits for the device. {} without experts.
+    How the routers divided the last step's global batch: {name: number} for a row of the log, {} without experts. Waits
+    for the device.
 
     router/violation       tokens of the fullest expert over the mean, less 1 (MaxVio, arXiv 2408.15664): 0 is balance
     router/dead            share of the experts with less than a hundredth of the mean
     router/entropy         of the routers' probabilities, over ln E: 1 is undecided, 0 certain
-    router/fullest_rank    where ranks share the experts: tokens of the fullest rank over the mean, less 1. It is of the
-                           step, all its micro-steps and all groups of such ranks together; of one it may be more
-    Each is the mean over the layers; router/worst_... is that of the worst layer. And lists, to see which one it is:
-    router/violation_of_layers, router/dead_of_layers    of each layer, from the first to the last
-    router/load_of_worst_layer    of the one with the largest violation: tokens of each of its experts over the mean
+    router/fullest_rank    where ranks divide the experts: tokens of the fullest rank over the mean, less 1. First the
+                           micro-steps, and the groups of such ranks, are added up; in a single one it may be more
+    Each is the mean over the layers, and router/worst_... is the value of the worst layer. Lists show which one it is:
+    router/violation_of_layers, router/dead_of_layers    for each layer, from the first to the last
+    router/load_of_worst_layer    in the layer with the largest violation: tokens of each expert over the mean
     """
     seen = getattr(model, 'routed', None)
     if seen is None:
         return {}
-    seen = seen.cpu()  # the wait: some numbers, which a CPU is quicker with than a GPU
+    seen = seen.cpu()  # waits here; with so few numbers a CPU is quicker than a GPU
     counts, entropy = seen[:, :-1], seen[:, -1]  # (L, E) and (L)
     load = counts / counts.mean(1, keepdim=True)  # (L, E)
     tokens, experts = counts.sum(1) / model.routers[0].k, counts.shape[1]
     of_layers = {'violation': load.amax(1) - 1, 'dead': (load < 1 / 100).double().mean(1)}
     of_layers['entropy'] = entropy / tokens / math.log(max(2, experts))
     on_a_rank = model.blocks[0].mlp.experts.gate.n_matrices
-    if on_a_rank < experts:  # ranks hold consecutive ones, as many each
+    if on_a_rank < experts:  # each rank holds equally many consecutive ones
         of_layers['fullest_rank'] = load.unflatten(1, (-1, on_a_rank)).mean(2).amax(1) - 1
     row = {f'router/{name}': values.mean().item() for name, values in of_layers.items()}
     for name, values in of_layers.items():
@@ -714,11 +725,11 @@ class Block(nn.Module):
         self.activation_checkpointing = 'none'
 
     def forward(self, x, cache=None, layout=None):
-        """x (B, T, C) -> (B, T, C); of a mixture also (chosen, logits) of its router."""
+        """x (B, T, C) -> (B, T, C); in a mixture also (chosen, logits) of the router."""
         if self.activation_checkpointing == 'none' or cache is not None:
             return self.add_attention_and_mlp(x, cache, layout)
         options = {'mode': self.activation_checkpointing, 'noise': self.drop.p > 0}
-        choice = None if torch.compiler.is_compiling() else []  # the first forward's, for the second
+        choice = None if torch.compiler.is_compiling() else []  # from the first forward to the second
         return recomputed(self.add_attention_and_mlp, x, None, layout, choice, **options)
 
     def add_attention_and_mlp(self, x, cache, layout, choice=None):
@@ -730,10 +741,10 @@ class Block(nn.Module):
 
 
 def recomputed(forward, *args, mode, noise, **kwargs):
-    """forward(*args, **kwargs) of a block, which keeps little for backward and computes the rest again there.
+    """A block's forward(*args, **kwargs), of which little is kept; backward computes the rest again.
 
-    mode: 'full' keeps the inputs alone, 'selective' also the results of SAVED_OPS. noise: forward draws random numbers,
-    which have to be the same ones again.
+    mode: 'full' keeps only the inputs, 'selective' also the results of SAVED_OPS. noise: whether forward draws random
+    numbers, which the second forward then has to repeat.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -753,8 +764,8 @@ def keep_saved_ops(context, op, *args, **kwargs):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Output head and cross-entropy together, a chunk of tokens at a time, so that the full logits never exist.
 
-    The gradient of the loss by the logits needs nothing but the logits. Each chunk therefore turns its logits into
-    gradients by hidden and by weight at once, in forward, and drops them; backward only multiplies by what comes in.
+    The gradient of the loss with respect to the logits needs nothing but the logits. So forward turns the logits of
+    each chunk into gradients of hidden and weight at once, and drops them; backward only multiplies by what comes in.
     (The idea of Liger Kernel's fused linear cross entropy, arXiv 2410.10989.)
     """
 
@@ -763,8 +774,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """hidden (N, C), weight (V, C), targets (N), -1 = ignored; columns of logits from vocab_size on are padding.
 
         Returns two fp32 scalars, sums over the tokens that are not ignored: ce + z_loss * logsumexp(logits)^2, and ce.
-        with_gradients: torch.is_grad_enabled() of the caller, which in here is always False. cross_entropy: the one
-        below, or the compiled pointwise one.
+        with_gradients: the caller's torch.is_grad_enabled(), because in here that is always False. cross_entropy: the
+        function below, or pointwise_cross_entropy() compiled.
         """
         needs_hidden, needs_weight = needs = [with_gradients and needed for needed in ctx.needs_input_grad[:2]]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -790,13 +801,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss_sum, _):
-        # In place: the second is as large as the head. (Another backward would raise, since it finds them changed.)
+        # In place, as the second is as large as the head. (Another backward would raise, since it finds them changed.)
         gradients = [None if saved is None else saved.mul_(grad_loss_sum) for saved in ctx.saved_tensors]
         return *gradients, None, None, None, None, None
 
 
 def tokens_per_chunk(tokens, most):
-    """The size of the fewest chunks of equal size, a multiple of 128, with at most `most` tokens; else `most`.
+    """The size of the largest equal chunks that are a multiple of 128, and at most `most`; if there are none, `most`.
 
     16,384 tokens with most=2668 are 8 chunks of 2048, rather than 6 of 2668 and one of 376: one shape to compile, and
     whole tiles for the matmuls.
@@ -808,7 +819,7 @@ def tokens_per_chunk(tokens, most):
 
 
 def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
-    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first by the logits (n, V)."""
+    """Sums over the tokens of ce + z_loss * lse^2 and of ce, and the gradient of the first for the logits (n, V)."""
     logits[:, vocab_size:] = -math.inf  # padding gets probability 0
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)  # (n, V)
     valid = (targets >= 0).float()  # (n)
@@ -826,9 +837,9 @@ def cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
 
 
 def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
-    """cross_entropy() in the form that torch.compile makes one kernel of: without a scatter, and nothing in place.
+    """cross_entropy() in a form of which torch.compile makes one kernel: without a scatter, and with nothing in place.
 
-    Of each logit in bf16 it then moves 6 bytes (8 with a separate pass for the largest of a row), in place of 38.
+    Compiled, it moves 6 bytes per bf16 logit (8 with a separate pass for the largest of each row) instead of 38.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V)
     logits32 = torch.where(columns < vocab_size, logits.float(), -math.inf)  # (n, V); it stays in registers
@@ -850,8 +861,8 @@ def pointwise_cross_entropy(logits, targets, vocab_size, z_loss, with_gradient):
 class GPT(nn.Module):
     """A decoder-only transformer. Its weights come from initial_value() or a state dict, not from the constructor."""
 
-    takes_padding = True  # with a layout that hides it; not all models of transformers do, see finetune.ForTraining
-    reads_on = False  # several tokens behind those in a cache: its room is measured for one text
+    takes_padding = True  # if a layout hides it; not so in all models of transformers, see finetune.ForTraining
+    reads_on = False  # it cannot append several tokens to a cache, which has room for one text only
 
     def __init__(self, config, compute_dtype=torch.float32):
         super().__init__()
@@ -871,7 +882,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def _apply(self, *args, **kwargs):
-        """to_empty(), to() and the like replace the parameters of one module after another: tie them again."""
+        """to_empty(), to() and the like replace parameters module by module, so tied ones have to be tied again."""
         had_values = not self.embed.weight.is_meta
         super()._apply(*args, **kwargs)
         if not had_values:
@@ -882,14 +893,15 @@ class GPT(nn.Module):
         return self
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
-        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins; or, in
-        its place, an attention layout, see above. cache: one KVCache per block, with the tokens before x. then: what
-        this function of (hidden (B, T, C), head (vocab_size, C)) returns is returned.
+        """x: tokens (B, T). y: targets (B, T), -1 = ignored. starts (B, M): where each document of a row begins.
+        layout: an attention layout in place of `starts`, see above. cache: one KVCache per block, with the tokens
+        before x. then: a function of (hidden (B, T, C), head (vocab_size, C)), whose result is returned.
 
-        Returns (loss_sum, ce_sum) with targets: fp32 scalars, sums over the positions with y != -1. loss_sum is the
-        cross-entropy plus z_loss * logsumexp(logits)^2, in training of a mixture plus what its routers add, and has the
-        gradient; ce_sum is the cross-entropy alone.
-        Without targets the logits (B, T, vocab_size); with a cache those of the last token only (B, 1, vocab_size).
+        With targets it returns (loss_sum, ce_sum), fp32 scalars that are sums over the positions with y != -1. loss_sum
+        is the cross-entropy plus z_loss * logsumexp(logits)^2, and when a mixture trains plus what its routers add; it
+        has the gradient. ce_sum is the cross-entropy alone.
+        Without targets it returns the logits (B, T, vocab_size), with a cache only those of the last token
+        (B, 1, vocab_size). Raises ValueError for more than block_size tokens.
         """
         first_position = cache[0].length if cache else 0
         end = first_position + x.shape[1]
@@ -926,18 +938,18 @@ class GPT(nn.Module):
         options = self.config.vocab_size, self.config.z_loss, torch.is_grad_enabled(), self.cross_entropy
         loss_sum, ce_sum = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.head.weight, y.flatten(), *options)
         if self.routers and self.training and torch.is_grad_enabled():
-            # Out here and not in the blocks, which with activation checkpointing would count their tokens twice.
+            # Not in the blocks, because with activation checkpointing these would count their tokens twice.
             valid = y.flatten() >= 0  # the same tokens as in the cross-entropy
             of_layers = [router.loss_sum(*said, valid) for router, said in zip(self.routers, routings, strict=True)]
             loss_sum = loss_sum + sum(of_layers) / len(of_layers)
         return loss_sum, ce_sum
 
     def whole_head(self):
-        """The head's weight (V, C); where a rank has but some rows of it, tensor_manual.py has it gather them."""
+        """The head's weight (V, C). If a rank has only some rows, tensor_manual.py replaces this by an all-gather."""
         return self.head.weight
 
     def new_cache(self, capacity):
-        """What forward() takes as its cache: room for so many tokens a row."""
+        """A cache for forward(), with room for `capacity` tokens in each row."""
         return [KVCache(capacity) for _ in self.blocks]
 
     def keep_rows(self, cache, rows):
@@ -957,9 +969,9 @@ class GPT(nn.Module):
         """The initial value of the parameter called `name`: fp32, of the shape of the whole parameter.
 
         It depends on (seed, name) alone, not on ranks or shards. (The random numbers of a CPU and of a GPU differ.)
-        Normal with std 0.02 (GPT-2) or 1 / sqrt(fan_in) (enoki: "ScaledGPT", arXiv 2602.05298), residual projections
-        1 / sqrt(2 n_layer) times that. Norms 1, biases 0. Under mup and completep all as at base_width, without the
-        1 / sqrt(2 n_layer), but matrices in blocks 1 / sqrt(m_N) times that.
+        Norms are 1 and biases 0. Matrices are normal with std 0.02 (GPT-2) or 1 / sqrt(fan_in) (enoki: "ScaledGPT",
+        arXiv 2602.05298), and residual projections with 1 / sqrt(2 n_layer) times that. Under mup and completep the std
+        is that of base_width, without the 1 / sqrt(2 n_layer), and in matrices of blocks 1 / sqrt(m_N) times that.
         """
         if parameter.dim() == 1:
             return torch.full(parameter.shape, 0.0 if name.endswith('bias') else 1.0, device=device)
@@ -973,10 +985,10 @@ class GPT(nn.Module):
         return torch.randn(parameter.shape, generator=generator_of(seed, name, device), device=device) * std
 
     def parameter_counts(self):
-        """{part: exact number of parameters}, with the padding of the vocabulary and each tied weight once.
+        """{part: exact number of parameters}, including the padding of the vocabulary, and each tied weight once.
 
-        A norm within the attention counts as a norm, a tied head as embedding, experts as mlp. Also 'total',
-        'trainable' of them, and of a mixture 'active', those that compute a token.
+        A norm within the attention counts as a norm, a tied head as embedding, experts as mlp. The dict also has
+        'total', 'trainable', and in a mixture 'active', the parameters that compute a token.
         """
         counts = dict.fromkeys(PARTS, 0)
         for name, parameter in self.named_parameters():
@@ -990,8 +1002,8 @@ class GPT(nn.Module):
         """FLOPs of forward and backward per token: 6 (N - N_embedding) + 12 n_layer (n_head head_dim) block_size.
 
         Chowdhery et al. (PaLM, arXiv 2204.02311, appendix B), without a discount for causal attention or recomputation.
-        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient. Of
-        experts count those that compute a token.
+        The head counts as a matmul, tied or not. A frozen weight takes 4 and not 6, since it gets no gradient. Only the
+        experts that compute a token count.
         """
         tables = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         matrices = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
@@ -1001,6 +1013,6 @@ class GPT(nn.Module):
 
 
 def generator_of(seed, name, device='cpu'):
-    """The random numbers that a parameter begins with: a function of (seed, name) alone."""
+    """The generator of a parameter's initial values. It depends on (seed, name) alone, and on the kind of device."""
     digest = hashlib.sha256(f'{seed} {name}'.encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], 'little'))

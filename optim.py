@@ -5,18 +5,18 @@ Optimizers and learning-rate schedules.
     learning_rate = learning_rate_at(step, learning_rate=6e-4, lr_schedule='cosine', ...)
 
     adamw            Adam with decoupled weight decay, PyTorch's fused kernel          2 moments
-    adamw-decay      the same with weight_decay / (1 + t/wd_ts)                        2
+    adamw-decay      AdamW with the weight decay weight_decay / (1 + t/wd_ts)          2
     adana            long momentum for large models and long runs (arXiv 2602.05298)   2
     adana-released   ADANA as its authors' code computes it                            2
     dana-mk4         ADANA with the long momentum's signal-to-noise ratio clipped      2
-    dana-star-mk4    the same, for parameters that rarely get a gradient               3
+    dana-star-mk4    DANA-MK4 for parameters that rarely get a gradient                3
     ademamix         a fast and a slow momentum (arXiv 2409.03137)                     3
     muon             orthogonalised momentum for hidden matrices, AdamW for the rest   1 (rest: 2)
-    sgd              the plain gradient, to compare memory and arithmetic with         0
+    sgd              the plain gradient, a baseline for memory and arithmetic          0
 
-Everything here runs on plain tensors and on sharded ones (DTensor) alike: a parameter keeps its name, its group and its
+Everything here runs on plain and on sharded tensors (DTensor) alike, so a parameter keeps its name, its group and its
 update whatever strategy trains it. All but muon are elementwise, so a rank updates its shards without communication.
-Moments are fp32, or rest in fewer bits between the steps (moments.py).
+Moments are fp32, or are kept in fewer bits between the steps (moments.py).
 """
 
 import collections
@@ -38,11 +38,11 @@ WSD_DECAY_FRACTION = 0.2  # of lr_decay_iters; arXiv 2405.18392 finds 10-20% eno
 ADEMAMIX_BETA3, ADEMAMIX_ALPHA = 0.9999, 8.0  # of arXiv 2409.03137's language models
 MUON_MOMENTUM = 0.95
 
-# Elements updated at once. On a CPU: theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
-# cache. 19M parameters, fp32, 2 threads, in ms: chunks of 32768 28, 65536 22, 131072 18, 262144 54.
+# Elements updated at once. On a CPU, theta, g, m, v and two temporaries of 131072 elements are 3 MB, which fits its
+# cache. Time for 19M parameters in fp32 on 2 threads, with chunks of 32768: 28 ms, 65536: 22, 131072: 18, 262144: 54.
 CHUNK = 2**17
-FOREACH = 2**26  # on a GPU: bounds the temporaries, 3 * 4 * 2**26 bytes = 0.8 GB for ADANA
-PIECE = 2**23  # there, of moments in fewer bits, whose rounding takes some 60 bytes a number meanwhile: 0.5 GB
+FOREACH = 2**26  # on a GPU; it bounds the temporaries, for ADANA by 3 * 4 * 2**26 bytes = 0.8 GB
+PIECE = 2**23  # on a GPU, for moments in fewer bits: rounding them takes some 60 bytes a number meanwhile, 0.5 GB
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -55,17 +55,17 @@ def make_optimizer(
     """The optimizer named by the key `optimizer` (see the top of this file), over the trainable parameters of `model`.
 
     learning_rate: the peak. Before each step the loop sets group['lr'] to the schedule's rate times group['lr_factor'],
-        which a parametrization sets (scaled_groups below); gamma = the schedule's rate / peak scales the DANA decay.
-    weight_decay: of AdamW, AdEMAMix and Muon as lr * weight_decay; of the DANA family as gamma * weight_decay, without
-        the peak: 4 / wd_ts is the paper's value, AdamW's 0.1 would be far too much.
+        which a parametrization sets (scaled_groups below). gamma = the schedule's rate / peak scales the DANA decay.
+    weight_decay: AdamW, AdEMAMix and Muon decay by lr * weight_decay per step, the DANA family by gamma * weight_decay,
+        which leaves the peak out: 4 / wd_ts is the paper's value, and AdamW's 0.1 would be far too much.
     kappa, delta: of the DANA family. wd_ts: steps after which a decaying weight decay has halved (the paper: a tenth of
         the run); needed by the DANA family and adamw-decay unless weight_decay is 0.
     max_iters: AdEMAMix warms alpha and beta3 up over this many steps, the whole run in the paper; None = not at all.
-    compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when.
-    dtype: in which moments rest between the steps, 'bfloat16' or 'int8' (moments.py). seed: of bfloat16's rounding.
+    compile: torch.compile the elementwise update (adamw is fused already); compiling_repays() says when that pays.
+    dtype: of the moments between the steps, 'float32', 'bfloat16' or 'int8' (moments.py). seed: of bfloat16's rounding.
 
-    'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below.
-    Call this after the model is sharded: sharding replaces the parameters. Raises ValueError for a value out of range.
+    'sgd' is theta -= lr * (weight_decay*theta + g); the other equations stand with the updates below. Call this after
+    the model is sharded, because sharding replaces the parameters. Raises ValueError for a value out of range.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f'optimizer={optimizer!r}: expected one of {", ".join(OPTIMIZERS)}')
@@ -88,7 +88,7 @@ def make_optimizer(
     groups = [{'lr_factor': 1.0, 'eps': 1e-8, **group} for group in parameter_groups(model, weight_decay)]
     if optimizer == 'muon':
         hidden = hidden_matrices(model)
-        for group in groups:  # their wd_ts is infinite: plain AdamW
+        for group in groups:  # adamw-decay with an infinite wd_ts is plain AdamW
             group.update(params=[p for p in group['params'] if p not in hidden], update='adamw-decay')
         groups.insert(0, groups[0] | {'params': list(hidden), 'update': 'muon'})
     groups = scaled_groups(groups, model, optimizer)
@@ -104,12 +104,12 @@ def make_optimizer(
 
 
 def parameter_groups(model, weight_decay):
-    """Two groups for the optimizer: what decays, and what does not.
+    """Two groups for the optimizer: parameters with weight decay, and those without.
 
-    Decayed: matrices that multiply activations. Not decayed: norms, biases, and embedding tables, whose rows are looked
-    up and get no gradient in most steps. A table that is also the output head (tied) is a matrix too, and decays.
+    Matrices that multiply activations decay. Norms and biases do not, nor do embedding tables, whose rows are looked up
+    and get no gradient in most steps. A table that is also the output head (tied) is such a matrix, too, and decays.
     """
-    trained, matrices = {}, {}  # as ordered sets: a tied parameter is met in two modules and kept once
+    trained, matrices = {}, {}  # used as ordered sets: a tied parameter is found in two modules and kept once
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
@@ -121,11 +121,11 @@ def parameter_groups(model, weight_decay):
 
 
 def hidden_matrices(model):
-    """{parameter: rows of the matrices that are fused in it} of what Muon trains.
+    """The parameters that Muon trains, as {parameter: [rows of each matrix that is fused in it]}.
 
-    That is the weight of every Linear but of the head (`head`, `lm_head`), where, as in embeddings, its author finds
-    AdamW better, and of LoRA, whose tiny first gradients would be full-size steps. Fused q, k and v count as three,
-    those of the experts of a mixture as many as there are experts.
+    These are the weights of all Linear modules except two kinds. In the head (`head`, `lm_head`), as in embeddings,
+    Muon's author finds AdamW better; and in LoRA's matrices tiny first gradients would become full-size steps. Fused
+    q, k and v count as three matrices, and the experts of a mixture as one each.
     """
     hidden, others = {}, set()
     for name, module in model.named_modules():
@@ -160,11 +160,11 @@ def from_config(model, config, device):
 
 
 def compiling_repays(steps, parameters, device, dtype='float32'):
-    """Whether make_optimizer(compile=True) saves time over so many steps with this rank's part of the parameters."""
-    # torch.compile takes up to 20 s. It saves, with ADANA on 19M parameters and 2 CPU threads, 18 - 7 = 11 ms a step
-    # (measured), 0.6 ns a number; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03 ns (estimated).
+    """Whether make_optimizer(compile=True) saves time in a run of `steps` with this rank's part of the parameters."""
+    # torch.compile takes up to 20 s. With ADANA on 19M parameters and 2 CPU threads it saves 18 - 7 = 11 ms a step
+    # (measured), which is 0.6 ns a number; on a GPU (26 - 7) * 4 bytes at 2.5e12 bytes/s, 0.03 ns (estimated).
     held = sum(local(parameter).numel() for parameter in parameters)
-    # Moments in fewer bits are read and written by some 40 operations, 8 bytes a number each or more (estimated).
+    # Moments in fewer bits take some 40 operations to read and write, each moving 8 bytes a number or more (estimated).
     if dtype == 'float32':
         return steps * held * (0.6e-9 if device.type == 'cpu' else 0.03e-9) > 20
     return steps * held * (60e-9 if device.type == 'cpu' else 0.15e-9) > 20
@@ -172,19 +172,19 @@ def compiling_repays(steps, parameters, device, dtype='float32'):
 
 # --- elementwise updates ----------------------------------------------------------------------------------------------
 # Each optimizer is a kernel, which updates tensors in place, and a function that computes the kernel's scalars for step
-# t = 1, 2, ... from the hyperparameters of a group. A kernel's tensors all have one shape: theta, the gradient g, and
-# the moments, as UPDATES below lists them. Its scalars come by name. To add an optimizer, write its kernel (and its
-# scalars, unless they are those of another one), and add a line to UPDATES.
+# t = 1, 2, ... from the hyperparameters of a group. A kernel's tensors all have the same shape: theta, the gradient g,
+# and the moments, as UPDATES below lists them. Its scalars are keyword arguments. To add an optimizer, write its kernel
+# (and its scalars, unless another optimizer has the same ones), and add a line to UPDATES.
 #
 # A kernel calls methods of tensors and nothing else, so that the same function runs on chunks of a tensor (CPU), on
-# lists of tensors (GPU, see Each) and under torch.compile, which would make new code for each new value of a float. So
-# scalars are 0-d tensors, except with lists, and x += y * scalar is written x.addcmul_(y, scalar), which is one pass.
+# lists of tensors (GPU, see Each) and under torch.compile. As torch.compile would make new code for each new value of a
+# float, scalars are 0-d tensors, except with lists. x += y * scalar is written x.addcmul_(y, scalar), in one pass.
 # Decay is theta += -decay * theta because 1 - decay, rounded to fp32, would be wrong by the same 3e-8 in every step.
 
 
 def adamw(theta, g, m, v, *, one_minus_beta1, one_minus_beta2, unbias1, unbias2, eps, minus_lr, minus_decay):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298). One of
-    4/(learning_rate*wd_ts) decays like ADANA's of 4/wd_ts:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a weight decay that decays (arXiv 2602.05298). The value
+    4/(learning_rate*wd_ts) decays like ADANA's 4/wd_ts:
 
     m = beta1*m + (1-beta1)*g;   v = beta2*v + (1-beta2)*g*g
     theta -= lr * (weight_decay/(1 + t/wd_ts)*theta + m/(1-beta1^t) / (sqrt(v/(1-beta2^t)) + eps))
@@ -217,13 +217,13 @@ def adana(theta, g, m, v, *, a, growth, eps, minus_lr, minus_decay):
     theta *= 1 - gamma * weight_decay / (1 + t/wd_ts)
     theta -= lr * (g + (1+t)^(1-kappa) * m) / (sqrt(v) + eps)
 
-    'adana-released', the form of the code that its authors released (github.com/mlexpos/adana): the factor of m is
+    'adana-released' is the form in the code that the authors released (github.com/mlexpos/adana): the factor of m is
     (1+t)^(1-kappa) + 1, and the decay comes after the update. With d = gamma * weight_decay / (1 + t/wd_ts) that is
-    (1-d)*(theta - lr*u) = theta - d*theta - (1-d)*lr*u: the same kernel with another rate.
+    (1-d)*(theta - lr*u) = theta - d*theta - (1-d)*lr*u, so it is the same kernel with another rate.
     """
     m.lerp_(g, a)
     v.lerp_(g.mul(g), a)
-    root = v.rsqrt().reciprocal_().add_(eps)  # 1/inf = 0; v.sqrt() takes a CPU longer: 48 us for a chunk, not 40
+    root = v.rsqrt().reciprocal_().add_(eps)  # 1/inf = 0; v.sqrt() takes a CPU 48 us for a chunk, this 40
     update = g.addcmul(m, growth).div_(root)
     theta.addcmul_(theta, minus_decay).addcmul_(update, minus_lr)
 
@@ -247,7 +247,7 @@ def adana_released_scalars(group, t):
 
 
 def dana_mk4(theta, g, m, v, *, a, growth, eps, minus_lr, minus_decay):
-    """DANA-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2:
+    """DANA-MK4 (arXiv 2602.05298); a, m, v and the decay are ADANA's, clipsnr = 2:
 
     A = min((1+t)^(1-kappa) * |m|/(sqrt(v)+eps), clipsnr)
     theta -= lr * (g/(sqrt(v)+eps) + sign(m)*A + m/(sqrt(v)+eps))
@@ -262,7 +262,7 @@ def dana_mk4(theta, g, m, v, *, a, growth, eps, minus_lr, minus_decay):
 
 
 def dana_star_mk4(theta, g, m, v, tau, *, a, t, exponent, least_p, eps, minus_lr, minus_decay):
-    """DANA-STAR-MK4 (arXiv 2602.05298); a, m, v and the decay of ADANA, clipsnr = 2. tau estimates how often a
+    """DANA-STAR-MK4 (arXiv 2602.05298); a, m, v and the decay are ADANA's, clipsnr = 2. tau estimates how often a
     parameter gets a gradient at all, and T how many it has had:
 
     tau += a*(|g|/(|g|+sqrt(v)+eps) - tau);   tau_c = min(tau, 1/2)
@@ -309,13 +309,13 @@ def ademamix(
 
 def ademamix_scalars(group, t):
     progress = min(t / group['warmup'], 1.0) if group['warmup'] else 1.0
-    # 1/ln(beta3) goes linearly from 1/ln(beta1) to its end: the docstring's formula.
+    # 1/ln(beta3) goes linearly from 1/ln(beta1) to its final value, which is the formula of the docstring.
     beta3 = math.exp(1 / ((1 - progress) / math.log(group['betas'][0]) + progress / math.log(ADEMAMIX_BETA3)))
     return {'one_minus_beta3': 1 - beta3, 'alpha': ADEMAMIX_ALPHA * progress, **adamw_scalars(group, t)}
 
 
 class Update(NamedTuple):
-    moments: tuple  # names in checkpoints of what a parameter has beside its gradient, in the kernel's order
+    moments: tuple  # the names that a parameter's moments have in checkpoints, in the kernel's order
     scalars: Callable  # (group, t) -> {name: number}
     kernel: Callable  # (theta, g, *moments, **scalars), which changes theta and the moments in place
 
@@ -333,24 +333,24 @@ OPTIMIZERS = (*UPDATES, 'muon', 'sgd')
 
 
 class Elementwise(torch.optim.Optimizer):
-    """An optimizer of UPDATES. State per parameter: `step`, a scalar on the CPU, and tensors like the parameter."""
+    """An optimizer of UPDATES. A parameter's state is `step`, a scalar on the CPU, and moments of its own shape."""
 
     def __init__(self, groups, constants, compile, forms=None):
         self.unsettled = None  # a step that the device may have skipped: (its flag on the way to the host, an event)
         super().__init__(groups, constants)
-        self.forms = forms or {}  # {parameter: moments.Form} of those whose moments are not fp32
+        self.forms = forms or {}  # {parameter: moments.Form}, for moments that are not fp32
         self.compile = compile
-        # Only a kernel that takes the flag as an argument can leave its tensors alone where the device says so. The
-        # lists of tensors that a GPU updates without torch.compile cannot: there step() waits for the flag.
+        # Whether a step can be skipped although only the device knows of it. That needs a kernel with the flag as an
+        # argument. Without torch.compile a GPU updates lists of tensors, which take none, so step() waits for the flag.
         self.skips_on_device = compile
-        self.held = {}  # number of a group -> Held
+        self.held = {}  # {number of a group: Held}
 
     def __setstate__(self, state):  # load_state_dict() calls it, with other tensors
         super().__setstate__({key: value for key, value in state.items() if key != 'state'})
         self.state, self.unsettled, self.held = state['state'], None, {}
 
     def load_state_dict(self, saved):
-        """torch's, but that would make numbers of moments in fewer bits, in the dtype of the parameter."""
+        """torch's own, except for moments in fewer bits: torch would cast their codes to the parameter's dtype."""
         if not self.forms:
             return super().load_state_dict(saved)
         parameters = [parameter for group in self.param_groups for parameter in group['params']]
@@ -363,7 +363,7 @@ class Elementwise(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """As of every torch optimizer; whoever reads it sees counters that are settled."""
+        """The state of every torch optimizer. Its step counters are settled before anyone reads it."""
         self.settle()
         return self.settled_state
 
@@ -373,10 +373,10 @@ class Elementwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip=False):
-        """One step, or none where `skip` is true, which then changes nothing.
+        """Take one step; if `skip` is true, change nothing.
 
-        skip: a bool; or a 0-d float tensor, 1 for true, of which only the device may know the value by now. The host
-        does not wait for it if the kernels can (skips_on_device): it counts the step, and settles that later.
+        skip: a bool, or a 0-d float tensor (1: skip), whose value perhaps only the device knows so far. If the kernels
+        can skip on the device (skips_on_device), the host does not wait: it counts the step, and settles that later.
         """
         self.settle()
         on_device = isinstance(skip, torch.Tensor) and self.skips_on_device
@@ -392,7 +392,7 @@ class Elementwise(torch.optim.Optimizer):
             self.unsettled = skip, arrived
 
     def settle(self):
-        """Take the last step's count back if the device has skipped it. The flag has arrived long ago, as a rule."""
+        """Take the count of the last step back if the device skipped it. As a rule the flag arrived long ago."""
         if self.unsettled is None:
             return
         (skip, arrived), self.unsettled = self.unsettled, None
@@ -403,9 +403,9 @@ class Elementwise(torch.optim.Optimizer):
                 held.steps -= held.counted
 
     def update(self, number, group, skip):
-        """One step of the parameters of a group that have a gradient. skip: None, or a flag on the device."""
+        """One step of those parameters of a group that have a gradient. skip: None, or a flag on the device."""
         held = self.held.get(number)
-        if held is None or not held.is_of(group['params']):  # DeepSpeed steps a part of the parameters at a time
+        if held is None or not held.is_of(group['params']):  # as under DeepSpeed, which steps a part of them at a time
             held = self.held[number] = Held(group['params'], self.state, UPDATES[group['update']].moments, self.forms)
         for t, (rows, parts) in held.begin_step().items():
             if rows:
@@ -414,7 +414,7 @@ class Elementwise(torch.optim.Optimizer):
                 self.run_in_fewer_bits(group, t, parts, skip)
 
     def run(self, group, t, rows, skip):
-        """Step t of rows of (theta, g, *moments), this rank's part of each."""
+        """Step t of [(theta, g, *moments), ...], this rank's part of each."""
         _, scalars_at, kernel = UPDATES[group['update']]
         if self.compile:
             run_compiled(kernel, scalars_at(group, t), rows, skip)
@@ -424,22 +424,22 @@ class Elementwise(torch.optim.Optimizer):
             run_on_lists(kernel, scalars_at(group, t), rows)
 
     def run_in_fewer_bits(self, group, t, parts, skip):
-        """Step t of parameters whose moments are not fp32: [(moments.Part, g), ...]."""
+        """The same for moments that are not fp32: step t of [(moments.Part, g), ...]."""
         _, scalars_at, kernel = UPDATES[group['update']]
         way = run_parts_compiled if self.compile else run_parts_in_pieces
         way(kernel, scalars_at(group, t), t, parts, skip)
 
 
 class AdamW(Elementwise):
-    """AdamW by PyTorch's fused kernel, which is a few launches for all parameters, sharded or not.
+    """AdamW by PyTorch's fused kernel, which takes a few launches for all parameters, sharded or not.
 
-    torch.optim.AdamW(fused=True) computes the same, but sends each DTensor through its dispatcher: ten times the host's
-    time (benchmarks/optimizer_step.py --dispatch).
+    torch.optim.AdamW(fused=True) computes the same, but sends each DTensor through its dispatcher, which takes the host
+    ten times as long (benchmarks/optimizer_step.py --dispatch).
     """
 
     def __init__(self, groups, constants, compile, forms):
         super().__init__(groups, constants, compile, forms)
-        self.skips_on_device = compile or not forms  # the kernel takes found_inf, as GradScaler's
+        self.skips_on_device = compile or not forms  # the kernel takes a flag, GradScaler's found_inf
 
     def run(self, group, t, rows, skip):
         tensors = [list(column) for column in zip(*rows, strict=True)]  # theta, g, m, v
@@ -454,13 +454,13 @@ class AdamW(Elementwise):
 class Held:
     """What this rank holds of a group's parameters and their moments.
 
-    It is looked up once and kept: to look at 290 sharded parameters and their moments in every step would take much of
-    the host's time for it. The counters `step` of all parameters are elements of one tensor for the same reason, since
-    adding 1 to each of 290 alone takes 0.2 ms.
+    It is looked up once and kept, because to look at 290 sharded parameters and their moments in every step would take
+    much of the host's time for that step. For the same reason the counters `step` of all parameters are elements of one
+    tensor: adding 1 to each of 290 by itself takes 0.2 ms.
     """
 
     def __init__(self, parameters, state, moments, forms):
-        """state: of the optimizer, {parameter: {'step': ..., moment: ...}}; moments: their names."""
+        """state: the optimizer's, {parameter: {'step': ..., moment: ...}}. moments: names of the moments."""
         self.parameters, self.state, self.moments, self.forms = list(parameters), state, moments, forms
         self.ids = list(map(id, parameters))
         self.steps = torch.zeros(len(parameters))
@@ -468,16 +468,19 @@ class Held:
             if parameter_state := state.get(parameter):
                 parameter_state['step'] = step.copy_(parameter_state['step'])
         self.in_fewer_bits = {index for index, parameter in enumerate(self.parameters) if parameter in forms}
-        self.counted = None  # what the last step has added to `steps`: 1 where there was a gradient, else 0
-        # Index of a parameter that had a gradient -> its part here, (theta, *moments) or a moments.Part; None if empty.
+        self.counted = None  # what the last step added to `steps`: 1 where there was a gradient, otherwise 0
+        # {index of a parameter that had a gradient: (theta, *moments) or a moments.Part of this rank, None if empty}
         self.local = {}
 
     def is_of(self, parameters):
         return self.ids == list(map(id, parameters))
 
     def begin_step(self):
-        """Count the step of all parameters that have a gradient. Returns {t: ([(theta, g, *moments), ...], and of those
-        in fewer bits [(moments.Part, g), ...])}, since one that was not used from the beginning is behind in t."""
+        """Count the step of all parameters that have a gradient.
+
+        Returns {t: ([(theta, g, *moments), ...], [(moments.Part, g), ...])}, the latter for moments in fewer bits.
+        There are several t if some parameters were not used from the beginning.
+        """
         gradients = [parameter.grad for parameter in self.parameters]
         self.counted = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32)
         self.steps += self.counted
@@ -496,21 +499,21 @@ class Held:
         return rows
 
     def look_up(self, index):
-        """(theta, *moments) of this rank, or a moments.Part; makes the state before a parameter's first step."""
+        """This rank's (theta, *moments), or a moments.Part. Makes the state if this is the parameter's first step."""
         parameter = self.parameters[index]
         state, form = self.state[parameter], self.forms.get(parameter)
         if not state:
             state['step'] = self.steps[index]
             for name in self.moments:
                 state.update(moments.zeros(form, parameter, name) if form else {name: torch.zeros_like(parameter)})
-        if not local(parameter).numel():  # of a small parameter some ranks hold nothing
+        if not local(parameter).numel():  # some ranks hold nothing of a small parameter
             return None
         if form:
             return moments.Part(form, parameter, state, self.moments)
         return local(parameter), *(local(state[name]) for name in self.moments)
 
 
-# The ways in which a kernel runs. scalars: {name: number}; rows: [(theta, g, *moments), ...] of plain tensors.
+# The ways to run a kernel. scalars: {name: number}; rows: [(theta, g, *moments), ...], plain tensors.
 
 
 def run_in_chunks(kernel, scalars, rows):
@@ -532,21 +535,21 @@ def on_lists(kernel, *tensors, **scalars):
 def run_compiled(kernel, scalars, rows, skip):
     device = rows[0][0].device
     values = torch.tensor([*scalars.values()], pin_memory=device.type == 'cuda').to(device, non_blocking=True)
-    # The largest first: the loop is made for its size, so with threads. `.data` is no view: views of tensors with one
-    # and with two dimensions would be compiled apart.
+    # The largest first, because the loop is compiled for the size of the first, and then gets threads. `.data` is not a
+    # view: views of one- and two-dimensional tensors would be compiled separately.
     for tensors in sorted(rows, key=lambda tensors: -tensors[0].numel()):
         compiled(kernel, tuple(scalars))(skip, values, *(tensor.view(-1).data for tensor in tensors))
 
 
 @functools.cache
 def compiled(kernel, names):
-    """The kernel as one pass over its tensors, which leaves them as they are where skip is 1. names: of its scalars."""
+    """The kernel as one pass over its tensors, which leaves them as they are if skip is 1. names: of its scalars."""
 
     def update(skip, values, theta, g, *moments):
         scalars = dict(zip(names, values.unbind(), strict=True))
         if skip is None:
             return kernel(theta, g, *moments, **scalars)
-        before = [tensor.clone() for tensor in (theta, *moments)]  # no copy in memory: the compiler joins all of this
+        before = [tensor.clone() for tensor in (theta, *moments)]  # never in memory, as the compiler fuses all of this
         kernel(theta, g, *moments, **scalars)
         for tensor, old in zip((theta, *moments), before, strict=True):
             tensor.copy_(torch.where(skip == 1, old, tensor))
@@ -554,14 +557,14 @@ def compiled(kernel, names):
     return torch.compile(update, dynamic=True)
 
 
-# The same for moments in fewer bits. parts: [(moments.Part, g), ...]; t: the step, of which the rounding is a function.
+# The same for moments in fewer bits. parts: [(moments.Part, g), ...]; t: the step, on which the rounding depends.
 
 
 def run_parts_in_pieces(kernel, scalars, t, parts, skip):
-    """No more than a piece of the moments is in fp32 at a time."""
+    """Piece by piece, so that no more than one piece of the moments is in fp32 at a time."""
     if parts[0][1].is_cpu:
         most, scalars = CHUNK, dict(zip(scalars, torch.tensor([*scalars.values()]).unbind(), strict=True))
-    else:  # lists of one: of a GPU no kernel takes scalars that are tensors of the host
+    else:  # as lists of one tensor, because kernels of a GPU take no scalars that are tensors on the host
         most, kernel = PIECE, functools.partial(on_lists, kernel)
     for part, g in parts:
         for width, *piece in part.pieces(g, most):
@@ -569,7 +572,7 @@ def run_parts_in_pieces(kernel, scalars, t, parts, skip):
 
 
 def run_parts_compiled(kernel, scalars, t, parts, skip):
-    """What is in fp32 stays in registers, so a piece may be the whole."""
+    """In one piece, because the fp32 values stay in registers."""
     device, names = parts[0][1].device, tuple(scalars)
     # All that changes from step to step arrives in two copies.
     values, keys = torch.tensor([*scalars.values()]), torch.tensor([part.keys(t) for part, _ in parts])
@@ -590,7 +593,7 @@ def compiled_in_fewer_bits(kernel, names, width):
 
 
 class SGD(torch.optim.SGD):
-    """torch's, with a step() that can be skipped. Its kernel takes no flag, so the host waits for one."""
+    """torch's, with a step() that can be skipped. Its kernel takes no flag, so the host waits for it."""
 
     def step(self, skip=False):
         if not skip:
@@ -606,7 +609,7 @@ class Each:
     def __init__(self, tensors):
         self.tensors = list(tensors)
 
-    def addcmul(self, y, scalar):  # x + y * scalar, for which lists have an add with a factor
+    def addcmul(self, y, scalar):  # x + y * scalar: for lists it is an add with a factor
         return Each(torch._foreach_add(self.tensors, y.tensors, alpha=scalar))
 
     def addcmul_(self, y, scalar):
@@ -626,21 +629,22 @@ class Each:
 
 
 class Muon(Elementwise):
-    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) with the scale of Moonlight (arXiv 2502.16982), momentum
-    mu = 0.95 of Nesterov's kind, for matrices theta (rows, columns); AdamW for the other groups:
+    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) with the scale of Moonlight (arXiv 2502.16982) and
+    Nesterov momentum mu = 0.95, for matrices theta (rows, columns); the other groups have AdamW:
 
     m = mu*m + (1-mu)*g;   u = (1-mu)*g + mu*m
     theta -= lr * (weight_decay*theta + 0.2*sqrt(max(rows, columns)) * orthogonalise(u))
 
-    The factor gives an update the size that AdamW's has, so that AdamW's learning rate and weight decay carry over.
+    The factor 0.2*sqrt(...) makes updates as large as AdamW's, so that its learning rate and weight decay carry over.
 
-    Sharded matrices are dealt out: each travels to one rank of those that share it, is orthogonalised there and travels
-    back, two all-to-alls per step for all of them. With copies of the shards (HSDP) each copy does so for itself.
+    Sharded matrices are dealt out to the ranks that share them: each matrix travels to one of these, is orthogonalised
+    there and travels back, which takes two all-to-alls per step for all of them together. With copies of the shards
+    (HSDP) each copy does this for itself.
     """
 
     def __init__(self, groups, split_rows, constants, compile):
         super().__init__(groups, constants, compile)
-        self.skips_on_device = False  # matrices travel and are multiplied many times, with nothing in between to stop
+        self.skips_on_device = False  # nothing could stop halfway what travels and is multiplied many times
         self.split_rows = split_rows
 
     def update(self, number, group, skip):
@@ -657,7 +661,7 @@ class Muon(Elementwise):
         torch._foreach_lerp_(m, g, 1 - MUON_MOMENTUM)
         u = torch._foreach_lerp(g, m, MUON_MOMENTUM)
         if u[0].is_cuda:
-            u = [matrix.bfloat16() for matrix in u]  # enough for the iterations, so enough for the way
+            u = [matrix.bfloat16() for matrix in u]  # precise enough for the iterations, and half to send
 
         group_of_ranks = shard_group(parameters)
         if group_of_ranks is None:
@@ -668,7 +672,7 @@ class Muon(Elementwise):
         torch._foreach_add_(theta, u, alpha=-group['lr'])
 
     def update_sharded(self, parameters, u, group):
-        """This rank's rows of muon_update() of the matrices of which it holds the rows u. Collective."""
+        """This rank's rows of the updates of sharded matrices. u: its rows of their momenta. Collective."""
         world_size, me = dist.get_world_size(group), dist.get_rank(group)
         owner_of = deal_out([parameter.shape for parameter in parameters], world_size)
         owned_by = [[i for i, owner in enumerate(owner_of) if owner == rank] for rank in range(world_size)]
@@ -689,7 +693,7 @@ class Muon(Elementwise):
 
 
 def exchange(outgoing, shapes, group):
-    """One all-to-all. outgoing[r]: tensors for rank r; shapes[r]: of the tensors from rank r, which it returns."""
+    """One all-to-all. outgoing[r]: tensors for rank r. Returns [r][i], the tensors from rank r, of shapes[r][i]."""
     send = torch.cat([tensor.reshape(-1) for tensors in outgoing for tensor in tensors])
     sizes_out = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     sizes = [[math.prod(shape) for shape in from_rank] for from_rank in shapes]
@@ -700,10 +704,10 @@ def exchange(outgoing, shapes, group):
 
 
 def muon_updates(matrices, split_rows):
-    """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each of the matrices that are fused in these.
+    """0.2*sqrt(max(rows, columns)) * orthogonalise(.) of each matrix that is fused in one of `matrices`.
 
-    Those of one shape go together, a GPU's FOREACH numbers at a time: 17 launches for all of them, not for each. So do
-    small ones on a CPU; large ones are as fast alone.
+    Matrices of one shape go together, on a GPU up to FOREACH numbers at a time, so that 17 launches serve all of them.
+    On a CPU only small ones go together; large ones are as fast alone.
     """
     parts = [matrix.split(rows) for matrix, rows in zip(matrices, split_rows, strict=True)]
     by_shape = {}
@@ -718,8 +722,8 @@ def muon_updates(matrices, split_rows):
 
 
 def orthogonalise(matrices):
-    """U V^T of the singular value decompositions U S V^T of (n, rows, columns), roughly: singular values come out
-    between 0.7 and 1.2.
+    """Roughly U V^T, for matrices (n, rows, columns) whose singular value decompositions are U S V^T: the singular
+    values come out between 0.7 and 1.2.
 
     Five Newton-Schulz iterations X <- 3.4445 X - 4.7750 X X^T X + 2.0315 (X X^T)^2 X, in the dtype of the matrices.
     """
@@ -732,13 +736,13 @@ def orthogonalise(matrices):
 
 
 def shapes_of_shards(rows, columns, ranks):
-    """What each rank holds under Shard(0), which cuts like torch.chunk: ceil(rows / ranks), the rest, then nothing."""
+    """[shape on each rank] under Shard(0), which cuts like torch.chunk: ceil(rows / ranks) each, the rest, then 0."""
     piece = -(-rows // ranks)
     return [(max(0, min(piece, rows - rank * piece)), columns) for rank in range(ranks)]
 
 
 def deal_out(shapes, ranks):
-    """The rank of each matrix: the dearest first, each to the rank with the least work so far."""
+    """[rank of each matrix]: the most expensive go first, each to the rank with the least work so far."""
     work, owner_of = [0] * ranks, [None] * len(shapes)
     cost = [rows * columns * min(rows, columns) for rows, columns in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: -cost[index]):
@@ -748,7 +752,7 @@ def deal_out(shapes, ranks):
 
 
 def shard_group(parameters):
-    """The ranks over which the parameters are sharded, or None if each rank has them whole."""
+    """The process group over which the parameters are sharded, or None if each rank has them whole."""
     layouts = {(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters}
     assert len(layouts) <= 1, f'expected all parameters sharded alike, not in {len(layouts)} ways'
     mesh, placements = (layouts and layouts.pop()) or (None, ())
@@ -758,9 +762,9 @@ def shard_group(parameters):
 
 
 # --- parametrizations -------------------------------------------------------------------------------------------------
-# Rates found on a small model hold for a larger one under muP (arXiv 2203.03466), which widens it, and CompleteP (arXiv
-# 2505.01618, table 1 with alpha = 1), which deepens it, too: m_N = n_embd / base_width, m_L = n_layer / base_depth (in
-# muP 1). Heads get more, not larger: attention scores are divided by sqrt(head_dim) as always.
+# Learning rates found on a small model hold for a wider one under muP (arXiv 2203.03466), and for a wider and deeper
+# one under CompleteP (arXiv 2505.01618, table 1 with alpha = 1). m_N = n_embd / base_width, m_L = n_layer / base_depth
+# (1 in muP). Wider models have more heads, not larger ones: attention scores are divided by sqrt(head_dim) as always.
 #
 #                                  initial variance   learning rate   weight decay   eps            forward
 #   matrices of blocks             / m_N              / m_N           x m_N          / (m_N m_L)
@@ -768,18 +772,18 @@ def shard_group(parameters):
 #   embedding, final norm, head                                                                     logits / m_N
 #   what a block adds                                                                               / m_L
 #
-# The first and the last column are in model.py. An optimizer whose update of a number does not depend on the scale of
-# its gradients is like Adam in this. Weight decay is as strong at all sizes: AdamW's is multiplied by the learning
-# rate, the DANA family's is not. Muon's update of a matrix, in place of m_N sqrt(m_N): 0.2 sqrt(max(rows, columns))
-# times one of norm 1, where the norm is what must not grow with m_N.
+# The first and the last column are in model.py. The table is Adam's, and holds for every optimizer whose update of a
+# number does not depend on the scale of its gradients. Weight decay is equally strong at all sizes: AdamW's is
+# multiplied by the learning rate, the DANA family's is not. Muon's learning rate of a matrix is divided by sqrt(m_N)
+# and not m_N: its update is 0.2 sqrt(max(rows, columns)) times one of norm 1, and the norm must not grow with m_N.
 
-DANA_FAMILY = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # whose weight decay knows no learning rate
+DANA_FAMILY = ('adana', 'adana-released', 'dana-mk4', 'dana-star-mk4')  # weight decay is not times lr
 
 
 def scaled_groups(groups, model, optimizer):
     """
-    The groups of an optimizer for `model`, those of a GPT with a parametrization split: what is in its blocks has
-    'lr_factor', weight decay and 'eps' by the table. Raises ValueError for an optimizer that the table is wrong for.
+    An optimizer's groups, split if `model` is a GPT with a parametrization: parameters in blocks get 'lr_factor',
+    'weight_decay' and 'eps' by the table. Raises ValueError for an optimizer for which the table is wrong.
     """
     config = getattr(model, 'config', None)
     if getattr(config, 'parametrization', 'standard') == 'standard':
@@ -806,13 +810,13 @@ def scaled_groups(groups, model, optimizer):
 def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_iters, min_lr):
     """Learning rate of the optimizer step that is about to run (`step` counts from 0).
 
-    All rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
+    All schedules rise linearly to `learning_rate` over `warmup_iters` steps. From there to step `lr_decay_iters`:
         'cosine'    half a cosine down to min_lr (arXiv 1608.03983, one cycle)
         'cos_inf'   the same, and the warm-up begins at 1% of the peak (Enoki, arXiv 2602.05298)
         'wsd'       warm-up, stable, decay: the peak, and over the last 20% a line down to min_lr (arXiv 2404.06395)
         'linear'    a line down to min_lr
         'constant'  the peak, for ever
-    From lr_decay_iters on: min_lr, but for 'constant'. Raises ValueError for what is unknown or out of range.
+    From lr_decay_iters on all but 'constant' stay at min_lr. Raises ValueError for what is unknown or out of range.
     """
     if lr_schedule not in SCHEDULES:
         raise ValueError(f'lr_schedule={lr_schedule!r}: expected one of {", ".join(SCHEDULES)}')
@@ -824,7 +828,7 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
     if step < warmup_iters:
         if lr_schedule == 'cos_inf':
             return learning_rate * (0.01 + 0.99 * step / warmup_iters)
-        return learning_rate * (step + 1) / (warmup_iters + 1)  # the first step learns something, too
+        return learning_rate * (step + 1) / (warmup_iters + 1)  # so the first step's rate is above 0
     if lr_schedule == 'constant':
         return learning_rate
     if step >= lr_decay_iters:
@@ -843,13 +847,13 @@ def learning_rate_at(step, learning_rate, lr_schedule, warmup_iters, lr_decay_it
 
 @torch.no_grad()
 def clip_grad_norm_(parameters, max_norm, *norm_groups):
-    """Scale all gradients in place, so that their global L2 norm is max_norm at most. Returns the norm before that, 0-d
+    """Scale all gradients in place, so that their global L2 norm is at most max_norm. Returns the norm before that, 0-d
     on the device. Collective if the parameters are sharded, or if there are norm_groups.
 
-    norm_groups: (group, copies) of ranks that hold different parameters and whose squares therefore add up. A parameter
-        that several of these ranks hold must not count several times: copies is {parameter: how many hold it}.
+    norm_groups: pairs (process group, copies), for ranks that hold different parameters, so that their squared norms
+        add up. copies is {parameter: how many of these ranks hold it}, so that none counts several times.
 
-    torch's own sends each DTensor through its dispatcher, which is three times the work.
+    torch's own function sends each DTensor through its dispatcher, which is three times the work.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters]

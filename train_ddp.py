@@ -1,5 +1,5 @@
 """
-Train a language model with data parallelism: every rank holds the whole model, gradients are averaged.
+Train a language model with data parallelism: every rank holds the whole model, and gradients are averaged over ranks.
 
     python train_ddp.py config/quickstart.py                          # one process: a CPU or one GPU
     torchrun --nproc_per_node=4 train_ddp.py config/quickstart.py     # 4 GPUs, or 4 CPU processes (gloo)
@@ -35,34 +35,36 @@ from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
-run = begin(config, explicit, 'ddp')  # ranks, device and data; from here on no key is None that the run needs
-run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+run = begin(config, explicit, 'ddp')  # ranks, device, data; every key that the run needs now has a value
+run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- MODEL AND WEIGHTS ------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device
-initialise(raw_model, run)  # fp32 masters, the same on every rank
+initialise(raw_model, run)  # fp32 master weights, the same on every rank
 model = raw_model
 if world_size > 1:
-    if config.compile:  # dynamo would split each block where a bucket of gradients ends: DDP's hooks run between blocks
+    if config.compile:  # dynamo would split blocks at ends of gradient buckets, but DDP's hooks run between blocks
         torch._dynamo.config.optimize_ddp = False
     model = DistributedDataParallel(raw_model, device_ids=[device] if on_cuda else None, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # DDP would send buffers in every forward; these are constant
+    # DDP would overwrite all buffers with rank 0's in every forward. Here they are constants, or hold what a router has
+    # counted on its own rank.
+    model.broadcast_buffers = False
 
 # --- OPTIMIZER --------------------------------------------------------------------------------------------------------
 opt = optim.from_config(raw_model, config, device)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log, and all else that only watches
+watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -81,7 +83,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def compare_weights():
-    """All ranks must hold the same weights to the bit; memory or a GPU that fails shows here."""
+    """Raise an error unless all ranks hold bit-equal weights. Failing memory or a failing GPU can show up here."""
     health.refuse_different_weights(raw_model.named_parameters(), step, watch.saver.last_good)
 
 
@@ -96,9 +98,10 @@ train_batches = data.batches(
     run.train_data, config.seed, step * global_batch_size, global_batch_size, batch_size, rank, world_size, device
 )
 if world_size > 1:
-    # DDP orders the gradients in its buckets by its first backward pass. So that a resumed run adds up in the same
-    # order as one that was not interrupted, let this pass without effect be the first in both. It has no targets (-1).
-    tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8 wants 16 N of them
+    # The first backward pass decides in which order DDP puts gradients into its buckets, and so in which order they are
+    # added up. A resumed run must add like an uninterrupted one, so both begin with this pass, which changes nothing:
+    # all its targets are -1 (ignored), and its gradients are dropped.
+    tokens = torch.zeros((16, min(8, config.block_size)), dtype=torch.int64, device=device)  # float8: a multiple of 16
     with torch.compiler.set_stance('force_eager') if config.compile else contextlib.nullcontext():
         (model(tokens, tokens - 1)[0] * 0).backward()
     opt.zero_grad(set_to_none=True)
@@ -109,7 +112,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
+    if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
@@ -121,7 +124,7 @@ while step < config.max_iters and not watch.must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(run.accumulation_steps):
         watch.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         # Gradients add up locally; only the last micro-step's backward averages them over the ranks.
         model.require_backward_grad_sync = micro_step == run.accumulation_steps - 1
         watch.mark('forward')
@@ -134,19 +137,19 @@ while step < config.max_iters and not watch.must_stop:
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
-    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
+    # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
-    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
+    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
     if config.checksum_interval and step % config.checksum_interval == 0:
         compare_weights()
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves if they are due
 
 watch.end(step)

@@ -1,17 +1,17 @@
 """
 Train a language model with DeepSpeed's ZeRO (arXiv 1910.02054): the engine of the package `deepspeed` shards the
-optimizer state (zero_stage=1), the gradients, too (2), and the weights, too (3), over all ranks.
+optimizer state (zero_stage=1), also the gradients (2), or also the weights (3) over all ranks.
 
     pip install -r requirements-deepspeed.txt
     python train_deepspeed.py config/quickstart.py                         # one process: a CPU or one GPU
     torchrun --nproc_per_node=4 train_deepspeed.py config/quickstart.py    # 4 GPUs, or 4 CPU processes (gloo)
     python train_deepspeed.py --help                                       # every key with its default and meaning
 
-`diff train_fsdp.py train_deepspeed.py` shows what an engine does and what is left. Checkpoints are those of the other
-scripts: each goes on from any of them, with its optimizer state, on any number of ranks. out_dir/deepspeed.json
-is the configuration that ran. cpu_offload=optimizer is ZeRO-Offload: fp32 weights, moments and update on the host.
-Not possible here: muon; torch.compile under stage 3, where it is off by default. DeepSpeed's own kernels are not used:
-the update is optim.py's, and no compiler is needed.
+`diff train_fsdp.py train_deepspeed.py` shows what the engine takes over and what is left for the script. Checkpoints
+are those of the other scripts, so each script resumes from any other's, with the optimizer state and on any number of
+ranks. out_dir/deepspeed.json records the configuration that ran. cpu_offload=optimizer is ZeRO-Offload: fp32 weights,
+moments and update on the host. Muon is not possible here, nor torch.compile under stage 3, where it is off by default.
+DeepSpeed's own kernels are not used, because the update is optim.py's, so no compiler is needed.
 """
 
 import json
@@ -25,8 +25,8 @@ from keys import BestKeys, Keys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys):
     # deepspeed
-    zero_stage = 3  # what is sharded: 1 = moments; 2 = gradients, too; 3 = weights, too
-    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # to the host: moments, or all state; saves memory
+    zero_stage = 3  # what is sharded: 1 = moments; 2 = also gradients; 3 = also weights
+    cpu_offload: Literal['none', 'optimizer', 'params'] = 'none'  # on the host, not the GPU: moments, or all state
     deepspeed_config: str | None = None  # a DeepSpeed JSON file to use instead of the one written to out_dir [path]
 
 
@@ -45,19 +45,19 @@ from runtime.begin import begin, initialise, make_model
 from runtime.files import write_file
 from runtime.watch import Watch
 
-run = begin(config, explicit, 'deepspeed')  # ranks, device and data; from here on no key is None that the run needs
-config.compile = config.compile and (config.zero_stage < 3 or 'compile' in explicit)  # stage 3 refuses to compile
+run = begin(config, explicit, 'deepspeed')  # ranks, device, data; every key that the run needs now has a value
+config.compile = config.compile and (config.zero_stage < 3 or 'compile' in explicit)  # off by default under stage 3
 deepspeed_engine.refuse_unsupported(vars(config))
 engine_config = deepspeed_engine.configuration(vars(config), run.accumulation_steps, config.deepspeed_config)
 if not config.dry_run:
     deepspeed = deepspeed_engine.package(run.device)  # the import, or one line on what to install
-found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+found = run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-# raw_model is not what computes: it is the run's weights as checkpoints hold them, rows of fp32 on the host, and empty
-# while the engine trains.
+# raw_model computes nothing. It holds the run's weights as checkpoints do, rows of fp32 on the host, and is empty while
+# the engine trains.
 raw_model = make_model(run)
 mesh = meshes.make({'shard': world_size}, torch.device('cpu'), config.timeout_s)
 deepspeed_engine.shard_rows(raw_model, mesh)
@@ -67,23 +67,23 @@ scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.fl
 step, state = run.resume(raw_model, opt, scaler)
 
 # --- ENGINE -----------------------------------------------------------------------------------------------------------
-# From here on opt updates the engine's slices. It begins with raw_model's weights and opt's state by name.
+# From here on opt updates the engine's slices. These begin with raw_model's weights and opt's state, matched by name.
 timeout = timedelta(seconds=config.timeout_s)
 model = deepspeed_engine.start(deepspeed, make_model(run), opt, raw_model, engine_config, device, timeout)
 run.notes.append(deepspeed_engine.dtypes(model, config.dtype))
-loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # of fp16: the engine's, and scaler only keeps its state
+loss_scaler = deepspeed_engine.adapting_loss_scaler(model)  # in fp16 the engine scales; `scaler` only keeps the state
 if found and loss_scaler:
     loss_scaler.cur_scale = scaler.get_scale()
 processes.on_rank_0(write_file, f'{config.out_dir}/deepspeed.json', json.dumps(engine_config, indent=1))
 
-watch = Watch(run, step, state)  # the log, and all else that only watches
+watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -102,7 +102,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
-    """Weights and moments come out of the engine's slices into raw_model's rows, and go again once they are written."""
+    """Copy weights and moments from the engine's slices into raw_model's rows, save them, and free the rows again."""
     if config.keep_checkpoints == 0:
         return
     scale = scaler.state_dict()
@@ -124,7 +124,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
+    if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch.
@@ -136,22 +136,22 @@ while step < config.max_iters and not watch.must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(run.accumulation_steps):
         watch.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
-        # The engine adds gradients up; after the last micro-step's backward they are averaged over the ranks.
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
+        # The engine adds gradients up, and averages them over the ranks after the last micro-step's backward.
         model.set_gradient_accumulation_boundary(micro_step == run.accumulation_steps - 1)
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')
-        model.backward(loss_sum * loss_scale, scale_wrt_gas=False)  # in fp16 it scales the loss itself
+        model.backward(loss_sum * loss_scale, scale_wrt_gas=False)  # in fp16 the engine scales the loss itself
         step_loss += ce_sum
 
     watch.mark('update')
-    # gradients: the norm of this rank's slices; the engine clips by that of all
+    # gradients: the norm of this rank's slices; the engine clips by the global norm
     gradients = deepspeed_engine.gradients(model)
     own_norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then the engine skips by itself and halves
-    # the scale, which is no fault of the run, as long as there is something to halve.
+    # the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = loss_scaler is not None and loss_scaler.cur_scale >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, own_norm, may_overflow)
     deepspeed_engine.step(model, opt, bool(skip))  # clips, updates this rank's slices, gathers the weights
@@ -160,6 +160,6 @@ while step < config.max_iters and not watch.must_stop:
     del gradients
     step += 1
     values = {'lr': lr, 'grad_norm': float(model.get_global_grad_norm())}
-    watch.after_step(step, values)  # logs, evaluates and saves what is due
+    watch.after_step(step, values)  # logs, evaluates and saves if they are due
 
 watch.end(step)

@@ -1,6 +1,6 @@
 """
-Train a language model with DiLoCo: replicas of it train alone, and only every inner_steps steps they exchange what they
-have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sharded as in train_fsdp.py.
+Train a language model with DiLoCo (arXiv 2311.08105): replicas of the model train alone and exchange what they have
+learned only once every inner_steps steps. Each replica, usually one per node, is sharded as in train_fsdp.py.
 
     torchrun --nproc_per_node=4 train_diloco.py config/diloco_quickstart.py --num_replicas=2    # 2 replicas x 2 shards
     sbatch --nodes=4 slurm/diloco.sh                          # one replica per node, no server process
@@ -8,8 +8,8 @@ have learned (arXiv 2311.08105). Inside a replica, mostly one per node, it is sh
     torchrun ... train_diloco.py CONFIG --verify              # does it compute what it should, here?
     python train_diloco.py --help                             # every key with its default and meaning
 
-`diff train_fsdp.py train_diloco.py` shows what it takes; the exchange itself is in diloco.py. Where replicas are jobs
-that come and go, train_pool.py trains them.
+`diff train_fsdp.py train_diloco.py` shows what that takes; the exchange itself is in diloco.py. If your replicas are
+separate jobs that come and go, use train_pool.py.
 """
 
 import functools
@@ -25,11 +25,11 @@ class Config(Keys, TaskKeys, BestKeys, ShardingKeys, OuterKeys):
     # I/O [per job]
     eval_interval = 500  # steps between evaluations of outer and inner parameters; 0 = only after the last step
     # fsdp [per job]
-    expert_parallel = 1  # ranks of a replica that share the experts of a mixture; 1 = off
+    expert_parallel = 1  # ranks of a replica that divide the experts of a mixture; 1 = off
     # diloco [result]
     num_fragments = 1  # P: the model is exchanged in P parts, one every inner_steps / P steps (Streaming DiLoCo)
-    overlap_steps = 0  # inner steps during which an exchange is in flight; its result is applied then
-    fragment_mix = 0.0  # alpha: what lands is alpha * the replica's own parameters + (1 - alpha) * the outer ones
+    overlap_steps = 0  # inner steps that go on while an exchange is in flight; its result is applied after them
+    fragment_mix = 0.0  # alpha: an exchange leaves alpha * the replica's own parameters + (1 - alpha) * the outer ones
     # diloco [per job]
     verify = False  # check on this model and these machines that replicas compute what they should, and stop
 
@@ -55,9 +55,9 @@ from runtime.begin import begin, initialise, make_model
 from runtime.log import Journal
 from runtime.watch import Watch
 
-run = begin(config, explicit, 'diloco')  # ranks, device and data; from here on no key is None that the run needs
-diloco.check_keys(vars(config))  # inner_steps, overlap_steps and the like fit together
-found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+run = begin(config, explicit, 'diloco')  # ranks, device, data; every key that the run needs now has a value
+diloco.check_keys(vars(config))  # raises unless inner_steps, overlap_steps and the like fit together
+found = run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 run.notes += diloco_check.mesh_lines(config.num_replicas, processes.local_world_size())
@@ -67,14 +67,14 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 axes = meshes.diloco_axes(vars(config), world_size)
 whole_mesh = meshes.make(axes, device, config.timeout_s)
-mesh = whole_mesh['shard']  # the ranks of this replica: it is sharded as if there were no others
+mesh = whole_mesh['shard']  # the ranks of this replica, which is sharded as if there were no others
 replica, shard_size = whole_mesh.get_local_rank('replica'), mesh.size()
 expert_mesh, experts = None, []
-if config.expert_parallel > 1:  # experts are sharded over fewer ranks than the rest: those that have the same ones
+if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
     expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
     experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
     expert_mesh = expert_mesh['shard']
-# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
+# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
@@ -89,32 +89,32 @@ else:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
     for module in experts:
         fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-        module.set_gradient_divide_factor(shard_size)  # they have seen the tokens of all ranks of the replica
-        if expert_mesh.size(-1) > 1:  # gloo cannot divide in a reduce-scatter; alone, a rank divides by itself
+        module.set_gradient_divide_factor(shard_size)  # an expert has computed tokens of all ranks of the replica
+        if expert_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
             module.set_force_sum_reduction_for_comms(True)
     for unit in units:
         fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays whole: backward begins with its head, which would be gathered again.
+    # The root stays gathered after forward, because backward begins with its head.
     model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # of weights and optimizer
-initialise(raw_model, run, home)  # fp32 masters, the same in every replica
+home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
+initialise(raw_model, run, home)  # fp32 master weights, the same in every replica
 opt = optim.from_config(raw_model, config, home)
 if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
+    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
 # --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
 def outer_step(theta, pseudo_gradient, momentum):
-    """Nesterov's step in PyTorch's form on a stretch of the outer parameters, all flat fp32, in place."""
+    """A Nesterov step as torch.optim.SGD takes it, in place, on a slice of the outer parameters (all flat fp32)."""
     momentum.mul_(config.outer_momentum).add_(pseudo_gradient)
     theta.sub_(pseudo_gradient, alpha=config.outer_lr).sub_(momentum, alpha=config.outer_lr * config.outer_momentum)
 
 
 trained = {name: parameter for name, parameter in raw_model.named_parameters() if parameter.requires_grad}
-loads = {name: buffer for name, buffer in raw_model.named_buffers() if name.endswith('router.load')}  # of experts
+loads = {name: buffer for name, buffer in raw_model.named_buffers() if name.endswith('router.load')}
 make_outer = functools.partial(
     diloco.Outer, trained, update=outer_step, group=whole_mesh.get_group('replica'), inner_steps=config.inner_steps,
     num_fragments=config.num_fragments, overlap_steps=config.overlap_steps, mix=config.fragment_mix,
@@ -129,15 +129,15 @@ step, saved = 0, {}
 if found:
     saved = checkpoint.read_state(found)
     run.check_resume(saved)
-    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # the outer parameters, this replica's moments
-    # Then what only DiLoCo saves; checkpoints of train_ddp.py and train_fsdp.py lack it.
+    checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))  # outer parameters and this replica's moments
+    # Then the state that only DiLoCo has; checkpoints of train_ddp.py and train_fsdp.py lack it.
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     scalers = saved.get('scalers', [saved['scaler']])
     health.resume_loss_scale(scaler, scalers[replica % len(scalers)])
-diloco_check.check_start(outer, step, config.max_iters)  # all replicas hold the same outer parameters
+diloco_check.check_start(outer, step, config.max_iters)  # raises unless all replicas hold the same outer parameters
 
-looks_only = config.eval_only or config.verify  # those two cut no rows of the log
-watch = Watch(run, saved['step'] if found and looks_only else step, saved)  # the log, and all else that only watches
+looks_only = config.eval_only or config.verify  # these two leave all rows of the log in place
+watch = Watch(run, saved['step'] if found and looks_only else step, saved)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
 watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 
@@ -145,7 +145,7 @@ watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, confi
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -155,18 +155,18 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    processes.reshard(model)  # there is no backward pass that would free the gathered weights
+    processes.reshard(model)  # free the gathered weights, as a backward pass would
     return run.val_data.losses(nats_and_tokens.tolist())
 
 
 def batches_from(step):
-    """This rank's micro-batches from a step on: the replicas split the global batch, and their ranks split that."""
+    """This rank's micro-batches from `step` on: replicas split the global batch, and their ranks split each part."""
     place, first = replica * shard_size + mesh.get_local_rank(), step * global_batch_size
     return data.batches(run.train_data, config.seed, first, global_batch_size, batch_size, place, world_size, device)
 
 
 def targets_of(step):
-    """Targets in this replica's share of a step: all its tokens, or of conversations those that are learned."""
+    """Number of targets in this replica's share of a step: all tokens, or in conversations those that are learned."""
     share = global_batch_size // config.num_replicas
     return run.train_data.count_targets(config.seed, step * global_batch_size + replica * share, share)
 
@@ -182,7 +182,7 @@ if config.eval_only:
 
 # --- LOOP -------------------------------------------------------------------------------------------------------------
 def save(step):
-    """A checkpoint of the outer parameters, and of what each replica needs to go on in the middle of a round."""
+    """Save the outer parameters, and what each replica needs to continue in the middle of a round."""
     states = diloco_check.everybodys((scaler.state_dict(), watch.numbers.state()), whole_mesh.get_group('replica'))
     scalers, numbers = zip(*states, strict=True)
     more = {'numbers': numbers[0], 'scalers': scalers, 'numbers_of_replicas': numbers}
@@ -198,7 +198,7 @@ if found and step < saved['step']:
     save(step)
     watch.saver.wait()
     is_permanent = config.permanent_interval and int(found[-8:]) % config.permanent_interval == 0
-    if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0 has saved nothing that could take its place
+    if config.keep_checkpoints and not is_permanent:  # keep_checkpoints=0: nothing was saved to replace it
         processes.on_rank_0(checkpoint.discard, found)
 if config.fsdp_impl == 'manual':
     watch.also_log = model.communication  # bytes and milliseconds of gathers and reductions
@@ -212,7 +212,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
+    if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of a replica. This
     # factor turns that into the mean over the replica's targets.
@@ -224,11 +224,12 @@ while step < config.max_iters and not watch.must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(run.accumulation_steps):
         watch.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
-        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
+        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
+        # accumulate='sharded' the backward of every micro-step does so.
         last_micro_step = micro_step == run.accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')
@@ -239,13 +240,13 @@ while step < config.max_iters and not watch.must_stop:
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # Update, but not where loss or gradient is not finite on some rank: all ranks of a replica decide alike.
+    # The step is skipped if loss or gradient is not finite on any rank of the replica; all its ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
-    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
+    # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
-    balance_experts(raw_model, skip, mesh.get_group())  # if there are any; each replica by its own load
+    balance_experts(raw_model, skip, mesh.get_group())  # mixtures of experts only; each replica by its own load
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
@@ -254,11 +255,11 @@ while step < config.max_iters and not watch.must_stop:
 
     row, due = {}, watch.due(step)
     round_ends = due.last or step % config.inner_steps == 0
-    # the replicas' own losses, each on its part of the text, before they meet
+    # loss of the replicas' own weights, each replica on its share of the windows, before they are averaged
     if due.evaluate and outer.is_mid_round(step):
         row['diloco/inner_val_loss'] = evaluate()['val_loss']
 
-    # outer step: average over the replicas what each has learned, and restart them from the result
+    # outer step: average what the replicas have learned, and let all of them restart from the result
     if outer.has_work(step, due.last):
         with watch.part('outer', 10 * config.timeout_s):  # each message may take timeout_s
             for fragment in outer.to_land(step, due.last):  # exchanges that began overlap_steps ago
@@ -268,7 +269,8 @@ while step < config.max_iters and not watch.must_stop:
     if planner:
         planner.after_step()
 
-    # log: shown as it comes, written when replicas meet; the outer parameters are evaluated, which the run is for
+    # Rows of the log are shown at once, but written when the replicas meet. The outer parameters are the run's result,
+    # so it is these that are evaluated.
     replicas_meet = round_ends or due.evaluate or due.score or due.save
     if due.log:
         row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
@@ -284,8 +286,8 @@ while step < config.max_iters and not watch.must_stop:
         journal.keep(step, watch.with_totals(step, row))
     if replicas_meet:  # only then do ranks of different replicas wait for each other
         journal.write()
-        ends_early = bool(watch.best.why_end())  # val_loss gets no lower
-        watch.must_stop = round_ends and (ends_early or watch.stop_request.agreed(now=True))  # or a signal, a file STOP
+        ends_early = bool(watch.best.why_end())  # val_loss has stopped falling
+        watch.must_stop = round_ends and (ends_early or watch.stop_request.agreed(now=True))  # a signal or a file STOP
     if due.save or watch.must_stop or watch.best.is_now(step):
         save(step)
 

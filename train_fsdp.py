@@ -19,10 +19,10 @@ from keys import BestKeys, Keys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, BestKeys, ShardingKeys):
     # data
-    context_parallel = 1  # ranks that share each sequence, which then count as one rank: for long block_size; 1 = off
-    context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values travel from rank to rank, or to all at once
-    tensor_parallel = 1  # ranks that hold each matrix together, and work on the same tokens: for wide models; 1 = off
-    expert_parallel = 1  # ranks that share the experts of a mixture, and send them their tokens; 1 = off
+    context_parallel = 1  # ranks that share each sequence, for long block_size; they count as one rank; 1 = off
+    context_impl: Literal['ring', 'gather'] = 'ring'  # keys and values go round the ranks one by one, or to all at once
+    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off
+    expert_parallel = 1  # ranks that divide the experts of a mixture and send each other tokens; 1 = off
     # fsdp
     replicate_size = 1  # HSDP: copies of the sharded model, e.g. one per node; their gradients are averaged
 
@@ -46,8 +46,8 @@ from runtime import health, offload, processes
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
-run = begin(config, explicit, 'fsdp')  # ranks, device and data; from here on no key is None that the run needs
-run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+run = begin(config, explicit, 'fsdp')  # ranks, device, data; every key that the run needs now has a value
+run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
@@ -55,7 +55,7 @@ batch_size, global_batch_size = config.batch_size, config.global_batch_size
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 
 # --- SHARD ------------------------------------------------------------------------------------------------------------
-# Ranks that hold each matrix together, or share each sequence, stand beside each other, since they talk most.
+# Ranks that split a matrix or share a sequence get neighbouring numbers, because they exchange the most.
 axes = meshes.fsdp_axes(vars(config), world_size)
 mesh = meshes.make(axes, device, config.timeout_s)
 context = context_manual.Context.from_keys(vars(config), device) if config.context_parallel > 1 else None
@@ -64,11 +64,11 @@ if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
     mesh = mesh[mesh.mesh_dim_names[:-1]]
 expert_mesh, experts = None, []
-if config.expert_parallel > 1:  # experts are sharded over fewer ranks than the rest: those that have the same ones
+if config.expert_parallel > 1:  # experts are sharded over fewer ranks than other weights: those that hold the same ones
     expert_mesh = meshes.make(meshes.expert_axes(axes, config.expert_parallel), device, config.timeout_s)
     experts = expert_manual.split(raw_model, tensor_manual.Ranks.of(expert_mesh['expert']))
     expert_mesh = expert_mesh[expert_mesh.mesh_dim_names[:-1]]
-# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
+# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
@@ -83,31 +83,31 @@ else:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
     for module in experts:
         fully_shard(module, mesh=expert_mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-        module.set_gradient_divide_factor(world_size)  # they have seen the tokens of all ranks
-        if expert_mesh.size(-1) > 1:  # gloo cannot divide in a reduce-scatter; alone, a rank divides by itself
+        module.set_gradient_divide_factor(world_size)  # an expert has computed tokens of all ranks
+        if expert_mesh.size(-1) > 1:  # gloo's reduce-scatter can only sum: FSDP divides after it, as for a single rank
             module.set_force_sum_reduction_for_comms(True)
     for unit in units:
         fully_shard(list(unit), mesh=mesh, reshard_after_forward=config.zero_stage == 3, **sharding)
-    # The root stays whole: backward begins with its head, which would be gathered again.
+    # The root stays gathered after forward, because backward begins with its head.
     model = fully_shard(raw_model, mesh=mesh, reshard_after_forward=False, **sharding)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # of weights and optimizer
-initialise(raw_model, run, home)  # fp32 masters; each rank keeps its slice
+home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
+initialise(raw_model, run, home)  # fp32 master weights; each rank keeps its slice
 opt = optim.from_config(raw_model, config, home)
 if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
+    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log, and all else that only watches
+watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -120,7 +120,7 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    processes.reshard(model)  # there is no backward pass that would free the gathered weights
+    processes.reshard(model)  # free the gathered weights, as a backward pass would
     return run.val_data.losses(nats_and_tokens.tolist())
 
 
@@ -147,7 +147,7 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
+    if config.dropout or config.lora_dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks. This factor turns
     # that into the mean over all targets of the global batch. With tensor parallelism several ranks work on the same
@@ -161,13 +161,14 @@ while step < config.max_iters and not watch.must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(run.accumulation_steps):
         watch.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
         if context:
             batch = context.part(batch)  # this rank's columns
-        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
+        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
+        # accumulate='sharded' the backward of every micro-step does so.
         last_micro_step = micro_step == run.accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')
@@ -175,25 +176,25 @@ while step < config.max_iters and not watch.must_stop:
         step_loss += ce_sum
 
     watch.mark('update')
-    # gradients: add what the ranks of a matrix have each a part of, undo the loss scale, clip the global norm
+    # gradients: sum those of which each tensor-parallel rank has a part, undo the loss scale, clip the global norm
     if tensor:
         tensor.sum_partial_gradients()
     scaler.unscale_(opt)
     if tensor and scaler.is_enabled():
-        health.share_overflow(scaler, opt)  # DTensor tells the ranks of a shard of an overflow, not those of a matrix
+        health.share_overflow(scaler, opt)  # DTensor reports an overflow along the shard axis, not the tensor axis
     norm_groups = tensor.norm_groups() if tensor else ()
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
-    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
-    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
+    # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
-    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
+    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves if they are due
 
 watch.end(step)

@@ -1,13 +1,13 @@
 """
-Train a language model with pipeline parallelism: every rank holds some of the blocks, micro-steps run through them one
-behind the other, and what crosses the wire are activations (1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473).
+Train a language model with pipeline parallelism: every rank holds some of the blocks, micro-steps follow each other
+through them, and ranks pass on activations and their gradients (1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473).
 
     torchrun --nproc_per_node=2 train_pipeline.py config/quickstart.py                         # 2 stages
     torchrun --nproc_per_node=4 train_pipeline.py config/quickstart.py --pipeline_stages=2     # 2 copies of 2 stages
     torchrun --nproc_per_node=4 train_pipeline.py config/quickstart.py --tensor_parallel=2     # 2 ranks in each stage
     python train_pipeline.py --help                          # every key with its default and meaning
 
-`diff train_fsdp.py train_pipeline.py` shows what a pipeline takes; pipeline_manual.py has its schedule.
+`diff train_fsdp.py train_pipeline.py` shows what a pipeline takes; its schedule is in pipeline_manual.py.
 """
 
 import math
@@ -19,9 +19,9 @@ from keys import BestKeys, Keys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, BestKeys):
     # pipeline
-    pipeline_stages: int | None = None  # ranks that hold the model between them; None = all ranks; the rest is copies
-    pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, as many times the messages
-    tensor_parallel = 1  # ranks that hold each matrix together, and work on the same tokens: for wide models; 1 = off
+    pipeline_stages: int | None = None  # stages that hold the model; None = ranks / tensor_parallel; fewer = copies
+    pipeline_chunks = 1  # parts of the model per stage: more = a shorter bubble, but that many times the messages
+    tensor_parallel = 1  # ranks that split each matrix and work on the same tokens: for wide models; 1 = off
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -39,20 +39,20 @@ from runtime import health
 from runtime.begin import begin, initialise, make_model
 from runtime.watch import Watch
 
-run = begin(config, explicit, 'pipeline')  # ranks, device and data; from here on no key is None that the run needs
+run = begin(config, explicit, 'pipeline')  # ranks, device, data; every key that the run needs now has a value
 stages, chunks = config.pipeline_stages, config.pipeline_chunks
 run.notes += meshes.check_pipeline(vars(config), run.world_size // stages)
-run.join()  # --dry_run ends here; the process group, and the checkpoint that this run goes on from
+run.join()  # --dry_run ends here; else form the process group and find the checkpoint to resume from
 rank, world_size, device = run.rank, run.world_size, run.device
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 
 # --- STAGE ------------------------------------------------------------------------------------------------------------
-# Neighbours are the ranks that send each other most: those of a matrix, then the copies of a stage, then the stages.
+# Ranks that exchange the most get neighbouring numbers: those of a matrix, then the copies of a stage, then the stages.
 mesh = meshes.make(meshes.pipeline_axes(vars(config), world_size), device, config.timeout_s)
 ranks_of_stage = world_size // stages
 stage, rank_of_stage = divmod(rank, ranks_of_stage)
 raw_model = make_model(run)  # on the meta device
-raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks)  # its blocks; all others stay on meta, and go
+raw_model = pipeline_manual.Stage(raw_model, stage, stages, chunks)  # its blocks; the others are dropped, still on meta
 tensor = None
 if config.tensor_parallel > 1:
     tensor = tensor_manual.Split(raw_model, tensor_manual.Ranks.of(mesh['tensor']))
@@ -60,19 +60,19 @@ model = pipeline_manual.Pipeline(raw_model, mesh, batch_size)
 timetable = pipeline_manual.timetable(stages, chunks, run.accumulation_steps)
 
 # --- WEIGHTS AND OPTIMIZER --------------------------------------------------------------------------------------------
-initialise(raw_model, run)  # fp32 masters of this stage, the same on all its copies
+initialise(raw_model, run)  # fp32 master weights of this stage, the same on all its copies
 opt = optim.from_config(raw_model, config, device)
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 step, state = run.resume(raw_model, opt, scaler)
 
-watch = Watch(run, step, state)  # the log, and all else that only watches
+watch = Watch(run, step, state)  # the log and whatever else only observes
 watch.self_test(model, raw_model)
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the copies."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the copies."""
     raw_model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -112,14 +112,14 @@ while step < config.max_iters and not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout:  # noise is a pure function of (seed, step, rank, ranks), also resumed
+    if config.dropout:  # noise depends on (seed, step, rank, ranks) only, so a resume repeats it
         torch.manual_seed((config.seed * 1_000_003 + step) * world_size + rank)
     # The last stage returns a sum over its targets, and gradients are summed over the copies. This factor turns that
     # into the mean over all targets of the global batch. It is applied to the loss, before backward, because stages
     # hand on gradients as they are and nobody scales them later.
     targets = run.train_data.count_targets(config.seed, step * global_batch_size, global_batch_size)
     loss_factor = scaler.scale(torch.full((), 1 / targets, device=device))  # torch.tensor() would wait for the device
-    targets *= config.tensor_parallel  # so many ranks report the same loss, which step_loss adds up
+    targets *= config.tensor_parallel  # this many ranks report the same loss, and all are summed
 
     # forward and backward of all micro-steps, in the order of the timetable; the gradients add up
     watch.begin_step(step)
@@ -127,15 +127,15 @@ while step < config.max_iters and not watch.must_stop:
     batches = [next(train_batches) for _ in range(run.accumulation_steps)]  # x, y (batch_size, block_size), starts
     step_loss = torch.zeros((), device=device)
     with model.weights_cast():
-        for actions in timetable:  # [what stage 0 does, what stage 1 does, ...], at one time
+        for actions in timetable:  # [what stage 0 does, what stage 1 does, ...] at the same time
             action = actions[stage]
-            # A mark for each time, idle or not: the rank that has made fewest is the one that the others wait for.
+            # Idle ranks make a mark, too, so that the rank with the fewest marks is the one that the others wait for.
             watch.mark('backward' if action and action.kind == 'backward' else 'forward')
             if action and action.kind == 'forward':
                 step_loss += model.forward(action, *batches[action.micro_step])
             elif action:
                 model.backward(action, loss_factor)
-            # activations to the next part, their gradients to the one before
+            # send activations to the next part, and their gradients to the one before
             model.exchange(actions)
 
     watch.mark('update')
@@ -148,9 +148,9 @@ while step < config.max_iters and not watch.must_stop:
         health.share_overflow(scaler, opt)
     norm_groups = [*model.norm_groups(), *(tensor.norm_groups() if tensor else ())]
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf, *norm_groups)
-    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
-    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
+    # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
@@ -158,6 +158,6 @@ while step < config.max_iters and not watch.must_stop:
     scaler.update()
     opt.zero_grad(set_to_none=True)
     step += 1
-    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves what is due
+    watch.after_step(step, {'lr': lr, 'grad_norm': grad_norm})  # logs, evaluates and saves if they are due
 
 watch.end(step)

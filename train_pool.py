@@ -1,6 +1,6 @@
 """
-Train a language model with DiLoCo where each replica is a job of its own, which may come and go: the jobs share nothing
-but a folder or a bucket, `exchange`. Inside a job the model is sharded as in train_fsdp.py.
+Train a language model with DiLoCo in a pool of jobs that may come and go: each replica is a job of its own, and the
+jobs share nothing but a folder or a bucket (the key `exchange`). Inside a job the model is sharded as in train_fsdp.py.
 
     torchrun --nproc_per_node=4 train_pool.py CONFIG --exchange=s3://bucket/run --num_replicas=8    # founds the pool
     torchrun --nproc_per_node=2 train_pool.py CONFIG --exchange=s3://bucket/run                     # one more, anywhere
@@ -9,7 +9,7 @@ but a folder or a bucket, `exchange`. Inside a job the model is sharded as in tr
     torchrun ... train_pool.py CONFIG --exchange=s3://bucket/run --replay    # was every outer step what it should be?
     python train_pool.py --help                                              # every key with its default and meaning
 
-`diff train_diloco.py train_pool.py` shows what it takes; a job's part in the pool is in pool/replica.py.
+`diff train_diloco.py train_pool.py` shows what that takes; pool/replica.py has a job's part in the pool.
 """
 
 import functools
@@ -23,13 +23,13 @@ from keys import Keys, OuterKeys, ShardingKeys, TaskKeys
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config(Keys, TaskKeys, ShardingKeys, OuterKeys):
     # diloco [result]
-    num_replicas: int | None = None  # replicas that share a global batch, in as many jobs or others; None = the pool's
+    num_replicas: int | None = None  # replicas that share a global batch; jobs may be more or fewer; None = the pool's
     # pool [per job]
     exchange = ''  # where the jobs meet: a folder, or s3://bucket/name [per job, path]
-    quorum = 1  # deltas without which no round is closed
-    grace_s = 60.0  # a round with a quorum waits so long for others; a job that is silent for so long is dead
-    keep_deltas = False  # delete none, so that --replay can begin with the first round
-    replay = False  # compute the outer parameters again from what jobs gave, compare the bits, and stop
+    quorum = 1  # a round closes only once this many deltas (what jobs have learned) are there
+    grace_s = 60.0  # seconds that a round with a quorum waits for more; a job silent for this long counts as dead
+    keep_deltas = False  # never delete deltas, so that --replay can start from the first round
+    replay = False  # recompute the outer parameters from the jobs' deltas, compare them bit for bit, and stop
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,11 +55,12 @@ from runtime.log import Journal
 from runtime.watch import NOTHING_DUE, Watch
 
 errors.report_errors()
-config.num_replicas = number_of_replicas(config)  # that share a global batch: of the key, or those of the pool
-jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]  # batches are as if all had as many ranks
-run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device and data; no key is None from here on
+config.num_replicas = number_of_replicas(config)  # the key's value, or that of the pool
+# The global batch is divided as if every replica had as many ranks as this job.
+jobs_ranks = config.num_replicas * processes.ranks_from_environment()[2]
+run = begin(config, explicit, 'pool', jobs_ranks)  # ranks, device, data; every key that the run needs now has a value
 diloco.check_keys(vars(config))
-found = run.join()  # --dry_run ends here; the process group, and the checkpoint that this job began with
+found = run.join()  # --dry_run ends here; else form the process group and find this job's own checkpoint
 rank, world_size, device, on_cuda = run.rank, run.world_size, run.device, run.on_cuda
 batch_size, global_batch_size = config.batch_size, config.global_batch_size
 diloco_check.refuse_differences(config, run.train_data, run.val_data)
@@ -67,8 +68,8 @@ diloco_check.refuse_differences(config, run.train_data, run.val_data)
 # --- SHARD ------------------------------------------------------------------------------------------------------------
 raw_model = make_model(run)  # on the meta device; activation checkpointing and compilation come before sharding
 whole_mesh = meshes.make({'replica': 1, 'shard': world_size}, device, config.timeout_s)
-mesh = whole_mesh['shard']  # this job is one replica, which exchanges by way of files and not with other ranks
-# A unit is what is gathered at once: some blocks, or the root with what is left (embedding, final norm, head).
+mesh = whole_mesh['shard']  # this job is one replica, and exchanges through files
+# A unit is gathered as a whole: either some blocks, or the root with the rest (embedding, final norm, head).
 blocks, size = raw_model.blocks, config.blocks_per_unit
 units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
 offloads = config.cpu_offload == 'params'
@@ -81,22 +82,21 @@ else:
         sharding['offload_policy'] = CPUOffloadPolicy(pin_memory=on_cuda)
     for unit in units:
         fully_shard(list(unit), reshard_after_forward=config.zero_stage == 3, **sharding)
-    model = fully_shard(
-        raw_model, reshard_after_forward=False, **sharding
-    )  # backward begins with its head, which would be gathered again
+    # The root stays gathered after forward, because backward begins with its head.
+    model = fully_shard(raw_model, reshard_after_forward=False, **sharding)
 
 # --- WEIGHTS AND INNER OPTIMIZER --------------------------------------------------------------------------------------
-home = torch.device('cpu') if offloads else device  # of weights and optimizer
-initialise(raw_model, run, home)  # fp32 masters
+home = torch.device('cpu') if offloads else device  # where weights and optimizer state live
+initialise(raw_model, run, home)  # fp32 master weights
 opt = optim.from_config(raw_model, config, home)
 if config.cpu_offload == 'optimizer':
-    opt = offload.StateOnHost(opt)  # before a checkpoint is loaded: not all moments may fit on the GPU
+    opt = offload.StateOnHost(opt)  # before loading a checkpoint, whose moments might not all fit on the GPU
 scaler = torch.amp.GradScaler(device.type, enabled=run.compute_dtype == torch.float16)
 
 
 # --- OUTER OPTIMIZER --------------------------------------------------------------------------------------------------
 def outer_step(theta, pseudo_gradient, momentum):
-    """Nesterov's step in PyTorch's form on a stretch of the outer parameters, all flat fp32, in place."""
+    """A Nesterov step as torch.optim.SGD takes it, in place, on a slice of the outer parameters (all flat fp32)."""
     momentum.mul_(config.outer_momentum).add_(pseudo_gradient)
     theta.sub_(pseudo_gradient, alpha=config.outer_lr).sub_(momentum, alpha=config.outer_lr * config.outer_momentum)
 
@@ -111,13 +111,13 @@ outer = diloco.Outer(
 
 # --- JOIN THE POOL ----------------------------------------------------------------------------------------------------
 step, saved = 0, {}
-if found:  # the moments of the inner optimizer are this job's; its outer parameters count only if it founds the pool
+if found:  # its inner moments continue; its outer parameters count only if this job founds the pool
     saved = checkpoint.read_state(found)
     run.check_resume(saved)
     checkpoint.load(found, raw_model, opt, outer.optimizer_key(saved))
     step = outer.resume(saved, functools.partial(checkpoint.read_tensors, found, missing_ok=True))
     health.resume_loss_scale(scaler, saved.get('scalers', [saved['scaler']])[0])
-diloco_check.check_start(outer, step, config.max_iters)  # all ranks hold the same outer parameters
+diloco_check.check_start(outer, step, config.max_iters)  # raises if max_iters ends inside a round
 replica = None
 if not config.eval_only:  # from here on step and outer parameters are those of the pool
     replica = Replica(config, outer, run.identity | checksums_of_frozen(raw_model), run.notes.append)
@@ -127,14 +127,14 @@ watch = Watch(run, saved['step'] if found and config.eval_only else step, saved)
 if config.replay:
     watch.say(f'replay: {replica.replay()}')
     processes.leave()
-watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # who joins has the pool's weights by now
+watch.self_test(model, raw_model, as_loaded=found is None and step == 0)  # a joining job has the pool's weights by now
 watch.say(diloco_check.advice(config.max_iters - step, config.inner_steps, config.outer_momentum))
 
 
 # --- EVALUATION -------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate():
-    """Cross-entropy over the first eval_iters * global_batch_size validation windows, shared out over the ranks."""
+    """Cross-entropy over the first eval_iters * global_batch_size validation windows, divided among the ranks."""
     model.eval()
     windows = config.eval_iters * global_batch_size
     nats_and_tokens = torch.zeros(len(run.val_data.sources), 2, dtype=torch.float64, device=device)
@@ -144,7 +144,7 @@ def evaluate():
         nats_and_tokens[source] += torch.stack((ce_sum.double(), (batch[1] >= 0).sum()))
     dist.all_reduce(nats_and_tokens)
     model.train()
-    processes.reshard(model)  # there is no backward pass that would free the gathered weights
+    processes.reshard(model)  # free the gathered weights, as a backward pass would
     return run.val_data.losses(nats_and_tokens.tolist())
 
 
@@ -161,7 +161,7 @@ def batches_of(replica_number, at):
 
 
 def save(step):
-    """This job's own copy of the pool's outer parameters, and the moments of its inner optimizer."""
+    """Save this job's copy of the pool's outer parameters, and the moments of its inner optimizer."""
     scale, numbers = scaler.state_dict(), watch.numbers.state()
     more = {'scalers': [scale], 'numbers_of_replicas': [numbers]}
     more |= {'diloco': outer.state(step), 'step_of_weights': outer.step_of_anchors()}
@@ -170,12 +170,12 @@ def save(step):
 
 
 def may_leave():
-    """Called now and then while the job waits for others: whether it is asked to stop, so that it waits no longer."""
+    """Whether the job is asked to stop. Called now and then while it waits for others, so that it waits no longer."""
     watch.at('outer', step)
     return watch.stop_request.agreed()
 
 
-own_tokens = run.tokens_per_step // config.num_replicas  # of a step of this job
+own_tokens = run.tokens_per_step // config.num_replicas  # tokens of one step of this job
 numbers = saved.get('numbers_of_replicas', [saved.get('numbers')])
 watch.begin_training(model, save, evaluate, group=mesh.get_group(), numbers=numbers[0], tokens_per_step=own_tokens)
 if config.fsdp_impl == 'manual':
@@ -183,13 +183,13 @@ if config.fsdp_impl == 'manual':
 planner = StorePlan(replica, watch.meter, watch.say) if config.plan else None  # measures the store
 journal = Journal(watch.log)
 replica.say, replica.waiting = watch.say, may_leave
-replica_number, at, end = 0, step, step  # whose data is read, the next step, and the end of the part that is claimed
+replica_number, at, end = 0, step, step  # whose data is read, and the steps [at, end) of it that are claimed
 train_batches = None
 looked_at = step if step < config.max_iters else saved.get('step', 0)  # the last step at which something was due
 while not watch.must_stop:
-    # the next part of the data that nobody has, that of replica `replica_number`
+    # claim the next part of the data that no job has: what replica `replica_number` reads in steps [at, end)
     if at == end:
-        if (part := replica.claim()) is None:  # all is trained
+        if (part := replica.claim()) is None:  # nothing is left to train
             break
         if train_batches:
             train_batches.close()
@@ -202,7 +202,7 @@ while not watch.must_stop:
     )
     for group in opt.param_groups:
         group['lr'] = lr * group['lr_factor']  # lr_factor is 1 unless parametrization is mup or completep
-    if config.dropout or config.lora_dropout:  # noise is a pure function of (seed, step, replica, rank, ranks)
+    if config.dropout or config.lora_dropout:  # noise depends on (seed, step, replica, rank, ranks) only
         torch.manual_seed((config.seed * 1_000_003 + at) * jobs_ranks + replica_number * world_size + rank)
     # The model returns a sum over this rank's targets, and gradients are averaged over the ranks of this job. This
     # factor turns that into the mean over the replica's targets.
@@ -215,11 +215,12 @@ while not watch.must_stop:
     step_loss = torch.zeros((), device=device)
     for micro_step in range(run.accumulation_steps):
         watch.mark('data')
-        batch = next(train_batches)  # x, y (batch_size, block_size) each; where documents are packed their starts, too
-        # Gradients add up locally until the last backward averages them over ranks, or with 'sharded' each one does.
+        batch = next(train_batches)  # x, y: (batch_size, block_size) each; with packed documents also their starts
+        # Gradients add up locally until the last micro-step's backward averages them over the ranks; with
+        # accumulate='sharded' the backward of every micro-step does so.
         last_micro_step = micro_step == run.accumulation_steps - 1
         model.set_requires_gradient_sync(config.accumulate == 'sharded' or last_micro_step)
-        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays whole until then
+        model.set_reshard_after_backward(last_micro_step, recurse=False)  # the root stays gathered until then
         watch.mark('forward')
         loss_sum, ce_sum = model(*batch)
         watch.mark('backward')
@@ -230,32 +231,32 @@ while not watch.must_stop:
     # gradients: undo the loss scale, clip the global norm
     scaler.unscale_(opt)
     grad_norm = optim.clip_grad_norm_(raw_model.parameters(), config.grad_clip or math.inf)
-    # Update, but not where loss or gradient is not finite on some rank: all ranks decide alike, by one all-reduce.
+    # The step is skipped if loss or gradient is not finite on any rank; an all-reduce lets all ranks decide alike.
     # In fp16 a gradient may overflow because the loss scale is too large. Then scaler.step() skips by itself and
-    # update() halves the scale, which is no fault of the run, as long as there is something to halve.
+    # update() halves the scale. That does not count as a bad step, unless the scale has already fallen below 1.
     may_overflow = scaler.is_enabled() and scaler.get_scale() >= 1
     skip = watch.numbers.must_skip(step + 1, step_loss, targets, grad_norm, may_overflow)
     scaler.step(opt, skip=skip)
-    balance_experts(raw_model, skip)  # if there are any, by the load of this step; the next one knows it
+    balance_experts(raw_model, skip)  # mixtures of experts only: this step's load balances the next one
     watch.measure_state(raw_model, opt)
     scaler.update()
     opt.zero_grad(set_to_none=True)
     at += 1
     watch.end_step()
 
-    # at the end of a piece, or when the others are done: give what was learned, and take everybody's outer step
+    # when the claimed part is done, or the others are: hand in what was learned, and take the outer step of all
     row = {}
     watch.must_stop = watch.stop_request.agreed()
     round_ends = replica.round_is_over() or watch.must_stop
     if round_ends:
         with watch.part('outer', 10 * config.timeout_s):
             row = replica.meet(leaves=watch.must_stop, facts={'tokens': replica.steps * own_tokens})
-        at, watch.must_stop = end, watch.stop_request.agreed()  # or while it waited
+        at, watch.must_stop = end, watch.stop_request.agreed()  # perhaps asked while it waited
     step = replica.step
     if planner:
         planner.after_step()
 
-    # log, evaluate and save what has become due, but only when a round ends: the step in between is an estimate
+    # Evaluate and save only when a round ends, because `step` is an estimate in between; rows of the log go by `at`.
     due = watch.due(step, since=looked_at) if round_ends else NOTHING_DUE
     if at == 1 or due.last or (config.log_interval and at % config.log_interval == 0):
         row |= watch.measured({'lr': lr, 'grad_norm': grad_norm})
@@ -273,7 +274,7 @@ while not watch.must_stop:
     if due.save or watch.must_stop:
         save(step)
 
-if replica.ledger.is_complete and looked_at < config.max_iters:  # others have ended it: this job's own copy
+if replica.ledger.is_complete and looked_at < config.max_iters:  # others finished it: save this job's copy
     step = config.max_iters
     watch.log.row(step, (evaluate() if config.eval_iters else {}) | watch.scores(step))
     save(step)

@@ -1,10 +1,10 @@
 """
 The first 25 minutes on a GPU: does everything work there, how fast is it, and where does the time go?
 
-    python benchmarks/gpu.py                                 # all stages; writes docs/gpu.md
+    python benchmarks/gpu.py                                 # all stages; writes OUT/gpu.md
     python benchmarks/gpu.py --stage=speed                   # one stage of at most 8 minutes, as for a short session
     python benchmarks/gpu.py --nanogpt=path/to/nanoGPT       # its train.py beside ours, in the stage `speed`
-    python benchmarks/gpu.py --device=cpu                    # tiny models, to try this program; writes OUT/gpu.md
+    python benchmarks/gpu.py --device=cpu                    # tiny models, to try this program
 
 Each check is a process of its own and leaves OUT/NAME.json as soon as it has ended, so a second call goes on where the
 first was cut off; delete that file to repeat one. What does not fit into --budget minutes is left out and said. Needs
@@ -794,16 +794,12 @@ SHORT = ('exact', 'compiled', 'one-step', 'loss', 'experts')  # runs of which th
 
 
 def page(bench):
-    """docs/gpu.md: what the results say, in tables."""
+    """OUT/gpu.md: what the results say, in tables."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(bench.out.glob('*.json'))}
     versions = results.get('versions', {})
     failed = [f'- {name}: `{result["error"]}`' for name, result in results.items() if 'error' in result]
     lines = [
         '# One GPU, measured',
-        '',
-        'After this chapter you know what was run on a GPU, what it gave and where a step spends its time.',
-    ]
-    lines += [
         '',
         'Written by `python benchmarks/gpu.py`: '
         + ', '.join(f'{k} {v}' for k, v in versions.items() if k != 'seconds'),
@@ -864,13 +860,6 @@ def page(bench):
     return '\n'.join(lines) + '\n'
 
 
-def kept(path):
-    """The end of the page, which no GPU is needed for, with an empty line before it; '' if there is none."""
-    heading = '## What is proven without a GPU\n'
-    text = path.read_text() if path.exists() else ''
-    return f'\n{heading}{text.partition(heading)[2]}' if heading in text else ''
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--stage', choices=STAGES, help='this one alone')
@@ -889,9 +878,8 @@ def main():
         print(f'{time.strftime("%H:%M:%S")} --- {name}', flush=True)
         bench.stage_ends = time.monotonic() + STAGE_SECONDS
         STAGES[name](bench)
-        target = bench.out / 'gpu.md' if bench.tiny else REPO / 'docs' / 'gpu.md'
-        target.write_text(page(bench) + kept(target))
-    print(f'written: {target}')
+        (bench.out / 'gpu.md').write_text(page(bench))
+    print(f'written: {bench.out / "gpu.md"}')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-# Every strategy and ZeRO stage, where arithmetic outweighs Python: the table in docs/measurements.md. 20 min, 2 cores.
+# Every strategy and ZeRO stage, where arithmetic outweighs Python: a table in docs/log.md. 20 min, 2 cores.
 #
 #   python prepare_data.py
 #   python compare.py config/compare_cpu.py

@@ -157,6 +157,8 @@ class Log:
         """`step 20/100 | loss 3.2 | ... | eta 0:01:20`, `step 20/100 | val loss 3.3`; the ETA is of training alone."""
         at = f'step {step:{len(str(self._max_iters))}}/{self._max_iters}'
         texts = [''.join(form.format(values[key]) for key, form in part.items() if key in values) for part in CONSOLE]
+        if texts[2].startswith(','):  # in a pool nothing is known of the other jobs' directions
+            texts[2] = f' | outer step:{texts[2][1:]}'
         texts[1] += ''.join(f', {key[9:]} {loss:.4f}' for key, loss in values.items() if key.startswith('val_loss/'))
         if 'time/total' in values:
             step_ms = values['time/total']

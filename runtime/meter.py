@@ -160,7 +160,7 @@ class Meter:
         """
         Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown values are left out.
 
-        docs/measurements.md explains each key. time/*: means per optimizer step, on CUDA of the time in the GPU's
+        docs/reference/metrics.md explains each key. time/*: means per optimizer step, on CUDA of the time in the GPU's
         queue. comm/sent_gb: what this rank wrote to sockets in its steps and parts (Linux, gloo). mem/weights_gb and
         the like come once, in the first row after measure_state(). mem/rank_*: peaks since the last call.
 

@@ -1,13 +1,17 @@
-"""The files, functions, keys and links that README.md and docs/ name exist."""
+"""The files, functions, keys and links that README.md and docs/ name exist, and metrics.md names what a run writes."""
 
 import functools
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import TINY_EXPERTS, TINY_MODEL, TINY_RUN, run_forked
+from outputs import metrics
+from short import slow_but
 
 REPO = Path(__file__).resolve().parent.parent
 README, CODE = REPO / 'README.md', REPO / 'docs' / 'code.md'
@@ -22,7 +26,8 @@ ROOMS = ('runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', '
 ROOMS += ('benchmarks',)
 
 # Files that the reader makes, or has from another project.
-THEIRS = {'loss.png', 'slurm/local.sh', 'runs.sh', 'train.py', 'table.md'}
+THEIRS = {'slurm/local.sh', 'runs.sh', 'train.py', 'table.md', 'console.txt'}
+THEIRS |= {f'{name}.png' for name in 'loss phases memory communication experts ladder rates coordinates'.split()}
 # Flags of programs that are not ours.
 FLAGS = {'nnodes', 'nproc_per_node', 'node_rank', 'master_addr', 'master_port', 'standalone', 'local_addr'}  # torchrun
 FLAGS |= {'max-restarts', 'rdzv-backend', 'rdzv-id', 'rdzv-endpoint'}
@@ -84,7 +89,7 @@ def commands(text):
 
 def test_picture_and_both_commands_come_first():
     top = '\n'.join(README.read_text().splitlines()[:40])
-    for first in ('![', 'bash quickstart.sh', 'bash tests/run.sh', 'bits per byte'):
+    for first in ('<picture>', 'bash quickstart.sh', 'bash tests/run.sh', 'bits per byte'):
         assert first in top, f'{first} is not within the first 40 lines'
 
 
@@ -199,6 +204,67 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f'{link}: no such heading'
 
 
+# As GitHub understands it; alt says what there is to see.
+IN_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="[./]*assets/(?P<dark>\w+_dark\.svg)">'
+    r'\s*<img (?:width="\d+%?" )?src="[./]*assets/(?P<light>\w+_light\.svg)" alt="[^"]{20,}"(?: width="\d+%?")?>'
+    r'\s*</picture>'
+)
+
+
 def test_every_picture_is_shown():
-    shown = set(re.findall(r'!\[[^\]]+\]\([./]*assets/([^)]+)\)', ''.join(page.read_text() for page in PAGES)))
+    text = ''.join(page.read_text() for page in PAGES)
+    shown = set(re.findall(r'!\[[^\]]+\]\([./]*assets/([^)]+)\)', text))
+    for picture in re.findall(r'<picture>.+?</picture>', text, re.DOTALL):  # one for light pages and one for dark ones
+        light, dark = IN_PICTURE.fullmatch(picture).group('light', 'dark')
+        assert dark == light.replace('_light.svg', '_dark.svg'), picture
+        shown |= {light, dark}
     assert shown == {path.name for path in (REPO / 'assets').iterdir()}
+
+
+# --- metrics.md -------------------------------------------------------------------------------------------------------
+
+RUNS = {  # between them they write all that ranks on CPUs do
+    'train_fsdp.py': ['--fsdp_impl=manual', '--expert_parallel=2', '--dataset=a:0.5,b:0.5', '--keep_best=True'],
+    'train_diloco.py': ['--num_replicas=2', '--inner_steps=2', '--eval_interval=1', '--dataset=a'],
+    'train_pool.py': ['--num_replicas=1', '--inner_steps=2', '--dataset=a'],
+}
+RUNS['train_fsdp.py'] += TINY_EXPERTS
+
+
+def metrics_of_the_page():
+    """The keys in the first columns of its tables, as patterns: NAME is any name."""
+    page = (REPO / 'docs/reference/metrics.md').read_text()
+    columns = re.findall(r'^\| (`[^|]*) \|', page, flags=re.MULTILINE)
+    keys = [key for column in columns for key in re.findall('`([^`]+)`', column)]
+    return [key.replace('NAME', '[^/]+') for key in keys if 'TASK' not in key]
+
+
+def assert_named(keys):
+    patterns = metrics_of_the_page()
+    unnamed = {key for key in keys if not any(re.fullmatch(pattern, key) for pattern in patterns)}
+    assert not unnamed, f'docs/reference/metrics.md does not name {unnamed}'
+
+
+@pytest.mark.parametrize('script', slow_but(['train_fsdp.py'], RUNS))
+def test_the_page_of_metrics_names_what_a_run_writes(script, data_dir, tmp_path):
+    for name in 'ab':
+        shutil.copytree(data_dir / 'tiny', tmp_path / 'data' / name)
+    (tmp_path / 'quiz.jsonl').write_text(2 * '{"context": "a", "choices": ["b", "c"], "gold": 0}\n')
+    arguments = [*RUNS[script], f'--data_dir={tmp_path / "data"}', f'--out_dir={tmp_path / "run"}']
+    arguments += [f'--exchange={tmp_path / "pool"}'] if script == 'train_pool.py' else []
+    arguments += ['--max_iters=4', '--global_batch_size=4', f'--eval_tasks={tmp_path / "quiz.jsonl"}']
+    run_forked(script, *TINY_MODEL, *TINY_RUN, *arguments, nproc=2, log=tmp_path / 'log')
+    written = {key for row in metrics(tmp_path / 'run') for key in row}
+    assert len(written) > 30 and 'quiz/acc_stderr' in written
+    assert_named({key.removesuffix('_stderr').removeprefix('quiz/') for key in written})  # a score has a row, too
+
+
+def test_the_page_of_metrics_names_each_key_that_stands_in_the_code_and_no_other():
+    folders = [REPO, *(REPO / room for room in ROOMS)]
+    code = ''.join(path.read_text() for folder in folders for path in folder.glob('*.py'))
+    assert_named(re.findall(r"'((?:val_loss|epochs|time|comm|mem|router|fsdp|diloco|pool)/[a-z_]+)'", code))
+    for key in metrics_of_the_page():
+        name = key.removesuffix('/[^/]+').rpartition('/')[2]
+        parts = name.removesuffix('_gb'), name.removeprefix('worst_'), name.removesuffix('_of_layers')
+        assert any(re.search(rf'\b{part}\b', code) for part in (name, *parts)), f'no code writes {key}'

@@ -47,7 +47,7 @@ LAYOUTS = [(p, v, m) for p, v, m in LAYOUTS if v == 1 or (p > 1 and m % p == 0)]
 
 
 def picture(stages, chunks, micro_steps):
-    """As pipeline_manual.py and docs/parallelism.md show it; with chunks, letters tell these apart."""
+    """As pipeline_manual.py and docs/pipeline.md show it; with chunks, letters tell these apart."""
     lines = []
     for stage in range(stages):
         cells = []
@@ -102,7 +102,7 @@ def test_chunks_with_half_a_group_of_micro_steps_wait_for_each_other_which_is_wh
 
 def test_the_pictures_are_the_timetable():
     assert '\n'.join(f'    {line}' for line in picture(4, 1, 4)) in pipeline_manual.__doc__
-    chapter = (REPO / 'docs' / 'parallelism.md').read_text()
+    chapter = (REPO / 'docs' / 'pipeline.md').read_text()
     for layout in ((4, 1, 6), (2, 2, 4)):
         assert '\n'.join(picture(*layout)) in chapter, layout
 

@@ -108,20 +108,6 @@ def test_the_page_has_tokens_per_second_by_wall_clock_beside_the_others(tmp_path
 
 
 @pytest.mark.slow
-def test_a_new_page_keeps_what_is_proven_without_a_gpu(tmp_path):
-    chapter = (gpu.REPO / 'docs' / 'gpu.md').read_text()
-    proven = chapter[chapter.index('## What is proven without a GPU') :]
-    assert '## Lines that nothing runs without a GPU' in proven
-    page = tmp_path / 'gpu.md'
-    page.write_text(chapter)
-    for _ in range(2):
-        run_script('benchmarks/gpu.py', '--device=cpu', '--stage=start', f'--out={tmp_path}')
-        assert page.read_text().endswith(f'\n\n{proven}') and page.read_text().count(proven) == 1
-        assert 'Nobody has run it' not in page.read_text()
-    assert gpu.kept(tmp_path / 'none.md') == ''
-
-
-@pytest.mark.slow
 def test_page_locked_memory_stands_beside_what_the_plan_says(tmp_path):
     bench = gpu.Bench(SimpleNamespace(device='cpu', nanogpt=None, out=tmp_path, budget=5))
     keys = gpu.TINY | dict(compile=False, max_iters=1, cpu_offload='optimizer')

@@ -117,7 +117,7 @@ def test_the_ladder_in_docs_is_what_its_runs_say(tmp_path):
     command = [sys.executable, str(REPO / 'compare.py'), str(REPO / 'config/ladder_adana.py'), '--analyze']
     subprocess.run([*command, f'--out_dir={out}'], env=environment(), check=True, capture_output=True)
     page = html.unescape(re.sub('<[^>]*>', ' ', (docs / 'ladder_adana.html').read_text()))
-    table, chapter = (out / 'table.md').read_text(), (docs / 'optimizers.md').read_text()
+    table, chapter = (out / 'table.md').read_text(), (docs / 'log.md').read_text()
     losses = set(re.findall(r'[\d.]+ \+- [\d.]+', table))
     assert len(losses) == 20 and all(loss in chapter and loss in page for loss in losses)
     saved, again = (re.findall(r'(?:needs|and) ([\d.]+)x (\[.*?\])', text) for text in (page, table))

@@ -334,6 +334,6 @@ def test_what_cannot_be_planned_is_one_line(changes, keys, said):
 def test_the_table_of_published_runs_in_the_docs_is_what_the_planner_says(capsys):
     planner.show_published()
     said = capsys.readouterr().out.splitlines()
-    documented = (REPO / 'docs/parallelism.md').read_text()
+    documented = (REPO / 'docs/log.md').read_text()
     for line in said:
         assert re.sub(' +', ' ', line) in re.sub(' +', ' ', documented), line

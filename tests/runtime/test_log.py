@@ -101,6 +101,13 @@ def test_a_step_fits_on_a_line_of_120_columns(tmp_path, capsys):
     assert max(map(len, (step, evaluation, outer))) <= 120, step
 
 
+def test_an_outer_step_in_a_pool_is_named_though_its_cosine_is_not_known(tmp_path, capsys):
+    log = Log(tmp_path, 0, 0, 125, CONFIG, set())
+    log.row(16, {'diloco/momentum_norm': 2.02, 'diloco/wait_s': 1.18})
+    log.close()
+    assert capsys.readouterr().out.endswith(' step  16/125 | outer step: momentum 2.02, waited 1.18 s\n')
+
+
 def test_resume_cuts_rows_beyond_the_checkpoint_and_repairs_a_torn_line(tmp_path):
     first = Log(tmp_path, 0, 0, 100, CONFIG, set())
     for step in (10, 20, 30):

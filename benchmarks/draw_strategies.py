@@ -1,0 +1,290 @@
+"""
+Pictures of the strategies, drawn from what the code itself says: who holds what, what is done when, what fits.
+
+    python benchmarks/draw_strategies.py                # all; each as assets/NAME_light.svg and assets/NAME_dark.svg
+    python benchmarks/draw_strategies.py placements     # who holds which part of the model (benchmarks/placements.py)
+    python benchmarks/draw_strategies.py timelines      # who does what when in a step (benchmarks/timelines.py)
+    python benchmarks/draw_strategies.py memory         # memory of a GPU by strategy and model (planning/memory.py)
+    python benchmarks/draw_strategies.py bytes          # loss against bytes sent (docs/loss_by_bytes.json)
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from benchmarks import pictures
+from benchmarks.pictures import Drawing
+
+RANKS = 4
+NAMES = ['placements', 'timelines', 'memory', 'bytes']
+
+# --- WHO HOLDS WHAT ---------------------------------------------------------------------------------------------------
+
+
+def rectangles(masks):
+    """
+    (x, y, width, height) of what is True in the matrices of a model, which stand side by side in a square of side 1:
+    each as wide as it has elements, so that areas are shares of the model.
+
+    masks: {name: boolean array of rows and columns}, in the model's order.
+    """
+    total, left, found = sum(mask.size for mask in masks.values()), 0.0, []
+    for mask in masks.values():
+        width, (rows, columns) = mask.size / total, mask.shape
+        first = 0
+        for row in range(1, rows + 1):  # rows first to row - 1 are alike
+            if row < rows and (mask[row] == mask[first]).all():
+                continue
+            edges = [
+                0,
+                *(index for index in range(1, columns) if mask[first, index] != mask[first, index - 1]),
+                columns,
+            ]
+            for begin, end in zip(edges, edges[1:], strict=False):
+                if mask[first, begin]:
+                    across = left + begin / columns * width
+                    found.append((first / rows, (row - first) / rows, across, (end - begin) / columns * width))
+            first = row
+        left += width
+    merged = []  # what touches its left neighbour, and is as high
+    for y, height, x, width in sorted(found):
+        if merged and merged[-1][:2] == (y, height) and abs(merged[-1][2] + merged[-1][3] - x) < 1e-9:
+            x, width = merged[-1][2], merged.pop()[3] + width
+        merged.append((y, height, x, width))
+    return [(x, y, width, height) for y, height, x, width in merged]
+
+
+def draw_placements(found, theme):
+    """found: {strategy: [Held of each rank]}."""
+    panel, high, across, down = 66, 26, 7, 6  # of a box, and between two
+    column, row, top = 310, 150, 92
+    colours = {'weights': (theme.blue, theme.blue2), 'gradients': (theme.orange, theme.orange2)}
+    colours['moments'] = (theme.green, theme.green2)
+    about = 'Which part of the weights, gradients and optimizer moments each of 4 ranks holds: ' + ', '.join(found)
+    drawing = Drawing(top + 5 * row + 24, about)
+    drawing.text(0, 26, 'Which rank holds what', theme.text, bold=True, size=25)
+    drawing.text(0, 54, f'each box is the model on one of {RANKS} ranks', theme.quiet)
+    for number, (name, ranks) in enumerate(found.items()):
+        left, above = column * (number % 2), top + row * (number // 2)
+        drawing.text(left, above, name, theme.text, bold=True)
+        for rank, held in enumerate(ranks):
+            for line, kind in enumerate(held.own):
+                x, y = left + rank * (panel + across), above + 10 + line * (high + down)
+                drawing.box(x, y, panel, high, theme.empty)
+                colour = colours[kind][held.copy]
+                for part, opacity in ((held.whole, 0.35), (held.own, 1)):
+                    places = rectangles(part[kind])
+                    places = [(x + a * panel, y + b * high, c * panel, d * high) for a, b, c, d in places]
+                    drawing.boxes(places, colour, opacity)
+    # what the colours are
+    left, above = column, top + row * (len(found) // 2)
+    for line, (kind, (colour, _)) in enumerate(colours.items()):
+        y = above + 10 + line * (high + down)
+        drawing.box(left, y, panel, high, colour)
+        drawing.text(left + panel + 14, y + 20, kind, theme.text)
+    y = above + row - 6
+    drawing.box(0, y, panel, high, theme.blue, opacity=0.35)
+    drawing.text(panel + 14, y + 20, 'here for a while', theme.text)
+    drawing.box(left, y, panel, high, theme.blue2)
+    drawing.text(left + panel + 14, y + 20, 'trains on its own', theme.text)
+    return drawing
+
+
+# --- WHO DOES WHAT WHEN -----------------------------------------------------------------------------------------------
+
+
+def draw_timelines(found, theme):
+    """found: {strategy: what timelines.of() says}."""
+    colours = {'forward': theme.sky, 'backward': theme.blue, 'sends': theme.orange, 'update': theme.green}
+    left, right, high, down = 116, 592, 20, 5
+    most = max(end for bars in found.values() for _, _, _, end in bars) * 1000
+    x = pictures.scale(0, most, left, right)
+    lanes_of = {name: list(dict.fromkeys(lane for lane, *_ in bars)) for name, bars in found.items()}
+    lanes_of = {name: sorted(lanes) for name, lanes in lanes_of.items()}
+    height = 76 + sum(40 + len(lanes) * (high + down) for lanes in lanes_of.values()) + 62
+    drawing = Drawing(height, f'What a GPU does when in a step, under {", ".join(found)}')
+    drawing.text(0, 26, 'One step on 4 GPUs, 2 in a node', theme.text, bold=True, size=25)
+    across = 0
+    for kind, colour in colours.items():
+        drawing.box(across, 44, 18, 18, colour)
+        drawing.text(across + 25, 60, kind, theme.text)
+        across += 25 + 12 * len(kind) + 20
+    above = 76
+    step = next(step for step in (10, 20, 25, 50, 100, 200, 250, 500) if most / step < 6)
+    ticks = range(0, int(most) + 1, step)
+    for tick in ticks:
+        drawing.line([(x(tick), above), (x(tick), height - 58)], theme.line, width=1)
+    for name, bars in found.items():
+        drawing.text(0, above + 24, name, theme.text, bold=True)
+        above += 34
+        for lane in lanes_of[name]:
+            drawing.text(left - 12, above + 17, lane, theme.quiet, anchor='end')
+            drawing.box(left, above, right - left, high, theme.empty)
+            for kind, colour in colours.items():
+                own = [(begin, end) for where, what, begin, end in bars if (where, what) == (lane, kind)]
+                places = [(x(1000 * begin), x(1000 * end)) for begin, end in own]
+                # a line between neighbours, which the eye needs to count them
+                drawing.boxes([(a, above, max(b - a - 0.7, 0.5), high) for a, b in places], colour)
+            above += high + down
+        above += 6
+    for tick in ticks:
+        drawing.text(x(tick), above + 26, str(tick), theme.quiet, anchor='middle')
+    drawing.text((left + right) / 2, above + 52, 'milliseconds, planned for H100s', theme.quiet, anchor='middle')
+    return drawing
+
+
+# --- WHAT FITS --------------------------------------------------------------------------------------------------------
+
+GPUS, CARD_GB = 8, 80
+LLAMA = dict(arch='llama', vocab_size=128256, block_size=4096)
+MODELS = {
+    '124M': dict(arch='gpt2', n_layer=12, n_head=12, n_embd=768, bias=False, vocab_size=50257, block_size=1024),
+    '1.3B': dict(arch='gpt2', n_layer=24, n_head=16, n_embd=2048, bias=False, vocab_size=50257, block_size=2048),
+    '8B': dict(LLAMA, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, mlp_hidden_dim=14336),
+    '70B': dict(LLAMA, n_layer=80, n_head=64, n_kv_head=8, n_embd=8192, mlp_hidden_dim=28672),
+}
+LAYOUTS = {  # name -> strategy, script, keys
+    'DDP': ('ddp', 'train_ddp.py', {}),
+    'ZeRO 1': ('fsdp', 'train_fsdp.py', dict(fsdp_impl='manual', zero_stage=1)),
+    'ZeRO 2': ('fsdp', 'train_fsdp.py', dict(zero_stage=2, accumulate='sharded')),
+    'ZeRO 3': ('fsdp', 'train_fsdp.py', dict(accumulate='sharded')),
+    'tensor 8': ('fsdp', 'train_fsdp.py', dict(tensor_parallel=8, accumulate='sharded')),
+    'pipeline 8': ('pipeline', 'train_pipeline.py', dict(pipeline_stages=8)),
+}
+PARTS = ('weights', 'gradients', 'moments', 'for a while')
+
+
+def held_gb():
+    """{model: {layout: {part of PARTS: GB of one of GPUS ranks}}}; None where the layout cannot cut the model."""
+    import meshes
+    from model import ModelConfig
+    from planning import layouts, memory
+    from planning.sizes import empty_model
+
+    found = {}
+    batch = dict(batch_size=1, global_batch_size=32, activation_checkpointing='full')
+    for model, shape in MODELS.items():
+        found[model] = {}
+        for layout, (strategy, script, own) in LAYOUTS.items():
+            keys = layouts.keys_of(script, {**shape, **batch, **own}, on_cpu=False)
+            try:
+                if keys.get('tensor_parallel', 1) > 1:
+                    meshes.check_tensor_parallel(SimpleNamespace(**keys), ModelConfig.from_keys(keys))
+                parts = memory.memory_bytes(keys, empty_model(keys), GPUS, strategy)
+            except ValueError:
+                found[model][layout] = None
+                continue
+            gb = {'weights': parts['weights'], 'gradients': parts['gradients'], 'moments': parts['optimizer']}
+            gb['for a while'] = sum(parts.values()) - sum(gb.values())
+            found[model][layout] = {part: size / 1e9 for part, size in gb.items()}
+    return found
+
+
+def draw_memory(found, theme):
+    """found: held_gb()."""
+    left, right, top, row = 128, 486, 96, 25  # what is cut off at the right has its number there
+    colours = dict(zip(PARTS, (theme.blue, theme.orange, theme.green, theme.quiet), strict=True))
+    most = 120  # GB at the right end
+    x = pictures.scale(0, most, left, right)
+    drawing = Drawing(top + len(found) * (46 + row * len(LAYOUTS)), 'Memory of a GPU by model and strategy')
+    drawing.text(0, 26, f'Memory of each of {GPUS} GPUs', theme.text, bold=True, size=25)
+    across = 0
+    for part, colour in colours.items():
+        drawing.box(across, 42, 18, 18, colour)
+        drawing.text(across + 25, 58, part, theme.text)
+        across += 25 + 12.4 * len(part) + 22
+    card_begins = top - 10
+    above = top
+    for model, layouts_of_model in found.items():
+        drawing.text(0, above + 20, f'{model} parameters', theme.text, bold=True)
+        above += 34
+        for layout, parts in layouts_of_model.items():
+            drawing.text(left - 10, above + 17, layout, theme.quiet, anchor='end')
+            if parts is None:
+                drawing.text(left + 6, above + 17, 'does not divide', theme.quiet)
+            else:
+                begin, total = 0.0, sum(parts.values())
+                for part, gb in parts.items():
+                    end = min(begin + gb, most)
+                    if end > begin:
+                        drawing.box(x(begin), above + 2, x(end) - x(begin), row - 6, colours[part])
+                    begin = end
+                words = f'{total:,.0f} GB' if total >= 10 else f'{total:.1f} GB'
+                colour = theme.text if total <= CARD_GB else theme.red
+                place = x(min(total, most)) + 8
+                if place < x(CARD_GB) < place + 70:  # not across that line
+                    place = x(CARD_GB) + 10
+                drawing.text(place, above + 17, words, colour)
+            above += row
+        above += 12
+    drawing.line([(x(CARD_GB), card_begins), (x(CARD_GB), above - 12)], theme.red, width=2.5, dashes='6 5')
+    drawing.text(x(CARD_GB) + 8, card_begins + 14, f'{CARD_GB} GB', theme.red, bold=True)
+    return drawing
+
+
+# --- WHAT TRAVELS, FOR WHICH LOSS -------------------------------------------------------------------------------------
+
+DATA = REPO / 'docs' / 'loss_by_bytes.json'
+# Where a name stands beside its point: x and y in units of the page, and which end of it is there.
+PLACES = {
+    'DDP': (-4, 36, 'middle'), 'DDP, Muon': (-4, 30, 'middle'), 'DiLoCo': (12, -12, 'start'), 'MuLoCo': (-14, 7, 'end'),
+    'DiLoCo, int4': (6, -20, 'middle'), 'SparseLoCo, a quarter': (-8, 44, 'middle'), 'SparseLoCo, 3%': (16, 7, 'start'),
+}  # fmt: skip
+
+
+def draw_bytes(found, theme):
+    left, right, top, bottom = 56, 584, 92, 470
+    runs = found['runs']
+    drawing = Drawing(552, 'Loss against bytes sent: ' + ', '.join(run['name'] for run in runs))
+    drawing.text(0, 26, 'Loss against bytes sent', theme.text, bold=True, size=25)
+    drawing.text(0, 62, 'loss', theme.quiet)
+    x, y = pictures.scale(10, 50000, left, right, logarithmic=True), pictures.scale(3.8, 4.4, bottom, top)
+    for tenths in range(38, 45):
+        drawing.line([(left, y(tenths / 10)), (right, y(tenths / 10))], theme.line, width=1)
+        drawing.text(left - 10, y(tenths / 10) + 7, f'{tenths / 10:.1f}', theme.quiet, anchor='end')
+    for kb, words in ((10, '10 kB'), (100, '100 kB'), (1000, '1 MB'), (10000, '10 MB')):
+        drawing.line([(x(kb), bottom), (x(kb), bottom + 8)], theme.quiet)
+        drawing.text(x(kb), bottom + 32, words, theme.quiet, anchor='start' if kb == 10 else 'middle')
+    drawing.text((left + right) / 2, bottom + 62, 'sent between two nodes, per step', theme.quiet, anchor='middle')
+    point = {run['name']: (x(run['kB']), y(run['loss'][0])) for run in runs}
+    drawing.line([point[name] for name in ('DDP', 'DiLoCo', 'DiLoCo, int4')], theme.blue, width=1.5, dashes='2 6')
+    drawing.line([point[name] for name in ('DDP, Muon', 'MuLoCo')], theme.orange, width=1.5, dashes='2 6')
+    drawing.line([point[name] for name in ('SparseLoCo, a quarter', 'SparseLoCo, 3%')], theme.green, 1.5, dashes='2 6')
+    for run in runs:
+        colour = theme.orange if 'Mu' in run['name'] else theme.green if 'Sparse' in run['name'] else theme.blue
+        (mean, low, high), across = run['loss'], x(run['kB'])
+        drawing.line([(across, y(low)), (across, y(high))], colour, width=3)
+        drawing.dot(across, y(mean), 8, colour)
+        right_by, down_by, anchor = PLACES[run['name']]
+        drawing.text(across + right_by, y(mean) + down_by, run['name'], theme.text, anchor=anchor)
+    return drawing
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('names', nargs='*', default=NAMES, help='of pictures, as above')
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        if name == 'placements':
+            from benchmarks import placements
+
+            found = placements.held_by_all()
+            pictures.save('placements', lambda theme, found=found: draw_placements(found, theme))
+        elif name == 'timelines':
+            from benchmarks import timelines
+
+            found = {strategy: timelines.of(strategy) for strategy in timelines.STRATEGIES}
+            pictures.save('timelines', lambda theme, found=found: draw_timelines(found, theme))
+        elif name == 'memory':
+            found = held_gb()
+            pictures.save('memory', lambda theme, found=found: draw_memory(found, theme))
+        elif name == 'bytes':
+            found = json.loads(DATA.read_text())
+            pictures.save('loss_by_bytes', lambda theme, found=found: draw_bytes(found, theme))
+        else:
+            parser.error(f'{name}: expected {", ".join(NAMES)}')
