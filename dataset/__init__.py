@@ -1,1 +1,1 @@
-"""What a run reads: the format of shards, windows, the shuffle."""
+"""The data that a run reads: the format of shards, windows of tokens, the shuffle, mixtures."""

@@ -1,12 +1,12 @@
 """
-Which source each sample of a run comes from: the shares of a mixture, and the order in which its sources take turns.
+Which source each sample of a run comes from: a mixture's shares, and the order in which its sources take turns.
 
     stages = parse_stages({'dataset': 'web:0.7,code:0.3', 'dataset_stages': (), 'data_dir': 'data'})
     order = SourceOrder(first=0, shares={0: Fraction(7, 10), 1: Fraction(3, 10)}, counted=np.zeros(2, dtype=np.int64))
     sources, numbers = order.locate(np.arange(100))  # sample 99 is the numbers[99]-th of source sources[99]
 
-An order is a table of one period, after which every source has had a whole number of samples, and which then repeats.
-So where a sample comes from is computed from its index alone: on any number of ranks, and from any step on.
+An order is a table of one period, in which every source has a whole number of samples; after that it repeats. So the
+source of a sample follows from its index alone, on any number of ranks and from any step on.
 """
 
 import functools
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-LONGEST_PERIOD = 10**6  # samples: shares of up to 6 decimals; a table of two sources takes a second
+LONGEST_PERIOD = 10**6  # samples: enough for shares of 6 decimals; the table of two sources then takes a second
 
 
 def parse_shares(text, data_dir):
-    """{name: share}, Fractions that sum to 1, of 'web:0.7,code:0.3', of 'web:2,code:1', or of the one name 'web'."""
+    """{name: share}, Fractions that sum to 1, from a text as 'web:0.7,code:0.3', 'web:2,code:1', or 'web' alone."""
     shares = {}
     for part in text.split(','):
         name, colon, share = part.strip().partition(':')
-        if Path(name).parent == Path(data_dir):  # data/mine, as a shell completes it
+        if Path(name).parent == Path(data_dir):  # data/mine, which is what a shell's completion gives
             name = Path(name).name
         try:
             share = Fraction(share if colon else 1)
@@ -44,7 +44,7 @@ def parse_shares(text, data_dir):
 
 
 def parse_stages(keys):
-    """[(start, {name: share})] of a run's keys. start: int = a step, float = a part of max_iters."""
+    """[(start, {name: share})] from a run's keys. start: int = a step, float = a fraction of max_iters."""
     stages = list(keys['dataset_stages'])
     for stage in stages:
         is_pair = isinstance(stage, (tuple, list)) and list(map(type, stage)) in ([int, str], [float, str])
@@ -59,12 +59,12 @@ def parse_stages(keys):
 
 
 def names_in(stages):
-    """The datasets of all stages, each once."""
+    """The names of the datasets of all stages, each once."""
     return list(dict.fromkeys(name for _, shares in stages for name in shares))
 
 
 def period(shares):
-    """After how many samples every source has had a whole number of them."""
+    """The fewest samples in which every source has a whole number of samples."""
     return math.lcm(*(share.denominator for share in shares.values()))
 
 
@@ -73,17 +73,17 @@ def take_turns(weights):
     """The source of each of the P = sum(weights) samples of a period; int64 (P,).
 
     Source s has weights[s] of them. If its samples could be spread evenly, the m-th one, counted from 1, would cover
-    the places from P (m - 1) / weights[s] to P m / weights[s]. It is given one place of this stretch. With k sources,
-    that is neither in the first nor in the last 1 / (2k - 2) of the stretch. Each place goes to the source, of those
-    whose stretch allows it, whose stretch ends first. Then no beginning of the run ever has a whole sample more or less
-    of a source than its share (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Simply
-    to serve the source that lacks most is not as good: with many sources one can fall more than a sample behind.
+    the stretch of places from P (m - 1) / weights[s] to P m / weights[s]. It gets one place in this stretch but, with k
+    sources, not in its first or last 1 / (2k - 2). Among the sources that may have a place, the one whose stretch ends
+    first gets it. Then at every point of the run, each source is less than one sample away from its share (R. Tijdeman,
+    "The chairman assignment problem", Discrete Mathematics 32, 1980). Always serving the source that is furthest behind
+    is not as good: with many sources, one of them can fall more than a sample behind.
     """
     if len(weights) == 1:
         return np.zeros(weights[0], dtype=np.int64)
     P, c = sum(weights), 2 * len(weights) - 2
-    opens = [-(-P // (c * weight)) for weight in weights]  # the first place at which a source may be served next
-    closes = [P * (c - 1) // (c * weight) for weight in weights]  # the last one
+    opens = [-(-P // (c * weight)) for weight in weights]  # the first place that a source's next sample may have
+    closes = [P * (c - 1) // (c * weight) for weight in weights]  # and the last one
     taken, table = [0] * len(weights), []
     for n in range(1, P + 1):
         _, source = min((closes[source], source) for source in range(len(weights)) if opens[source] <= n)
@@ -95,9 +95,9 @@ def take_turns(weights):
 
 
 class SourceOrder:
-    """The samples of a run from `first` on, in fixed shares; each source goes on where it was before.
+    """The samples of a run from `first` on, in fixed shares. Each source continues where it was before.
 
-    shares: {source: Fraction}, by number. counted: int64 (sources,), samples of each source before `first`.
+    shares: {number of a source: Fraction}. counted: int64 (sources,), samples of each source before `first`.
     """
 
     def __init__(self, first, shares, counted):
@@ -110,12 +110,12 @@ class SourceOrder:
             self.earlier[self.table == source] = np.arange(weight)
 
     def counts(self, n):
-        """How many of the run's first n samples each source has had, for n from `first` on; int64 (sources,)."""
+        """How many of the run's first n samples come from each source, for n >= first; int64 (sources,)."""
         periods, rest = divmod(n - self.first, len(self.table))
         return self.counted + periods * self.per_period + np.bincount(self.table[:rest], minlength=len(self.counted))
 
     def locate(self, samples):
-        """(source, number) of samples from `first` on: the number-th sample of that source, counted from 0."""
+        """(source, number) of samples >= first: each is the number-th sample of its source, counted from 0."""
         periods, places = np.divmod(samples - self.first, len(self.table))
         sources = self.table[places]
         return sources, self.counted[sources] + periods * self.per_period[sources] + self.earlier[places]

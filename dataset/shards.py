@@ -1,16 +1,17 @@
 """
-A split of a dataset on its way to disk, so that a kill at any moment costs seconds and leaves no half shard.
+Writing the shards of a dataset's split, so that a kill at any moment costs seconds of work and leaves no half shard;
+and reading them.
 
     writer = ShardWriter(folder, 'train', dtype, shard_tokens)
     writer.add(tokens, documents, text_bytes)
-    writer.sync(); save writer.totals                    # now and then: from here a later run goes on
-    writer.finish()                                      # the rest becomes the last shard
+    writer.sync(); save writer.totals                    # from time to time: a later run continues from there
+    writer.finish()                                      # the tokens that are left become the last shard
 
-    writer = ShardWriter(..., totals, masked=True)       # goes on from saved totals; of conversations: .mask files, too
+    writer = ShardWriter(..., totals, masked=True)       # continues from saved totals; conversations have .mask files
 
-Tokens collect in train_000000.bin.partial, behind room for the header. When they fill a shard, it gets its header and
-then its name, train_000000.bin. A run that goes on from totals of before takes the name away again.
-A masked dataset has one byte of flags per token, in a file .mask beside .bin.
+Tokens are collected in train_000000.bin.partial, after space for the header. When they fill a shard, the header is
+written and the file gets its name, train_000000.bin. A run that continues from totals saved before that takes the name
+away again. A masked dataset has one byte of flags per token, in a .mask file beside each .bin file.
 """
 
 import json
@@ -22,19 +23,19 @@ import numpy as np
 
 from runtime.files import rename_durably, replacing, sha256_of
 
-LEARNED, FIRST = 1, 2  # flags: the token counts in the loss when it is the target; it is the first of a conversation
-TOKENS_AT_ONCE = 1 << 22  # written to a shard: of a masked one they are copied first
+LEARNED, FIRST = 1, 2  # flags of a token: it counts in the loss as a target; it is the first of a conversation
+TOKENS_AT_ONCE = 1 << 22  # written to a shard
 # A shard: 256 little-endian int32 (magic, version, number of tokens, zeros), then the tokens. llm.c's layout.
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype('<u2'): (20240520, 1), np.dtype('<u4'): (20240801, 7)}  # dtype -> magic, version
-# nanoGPT's names, the only ones that may lack a header. As uint16 tokens both magics begin with an id above 55,000,
-# which GPT-2's vocabulary does not have: a headerless file is not taken for one with a header.
+# nanoGPT's names, the only files that may lack a header. Read as uint16 tokens, both magics begin with an id above
+# 55,000, which GPT-2's vocabulary does not have, so a file without a header is never mistaken for one that has it.
 HEADERLESS_NAMES = ('train.bin', 'val.bin')
 
 
 def write_shard(path, tokens, dtype):
-    """Write a 1-D array of token ids as the shard `path`, as np.uint16 or np.uint32. Raises ValueError when an id does
-    not fit: numpy alone would store 128,000 in a uint16 as 62,464."""
+    """Write a 1-D array of token ids as the shard `path`. dtype: np.uint16 or np.uint32. Raises ValueError if an id
+    does not fit into it: numpy itself would store 128,000 in a uint16 as 62,464."""
     tokens, dtype = np.asarray(tokens), np.dtype(dtype).newbyteorder('<')
     assert tokens.ndim == 1 and tokens.dtype.kind in 'iu' and len(tokens) < 2**31, (path, tokens.dtype, tokens.shape)
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
@@ -54,8 +55,9 @@ def _header(dtype, n_tokens):
 def read_shard(path, headerless_dtype='uint16'):
     """Map the tokens of a shard or .npy file: a read-only np.memmap of shape (number of tokens,).
 
-    headerless_dtype: of a train.bin or val.bin without a header. Raises ValueError, by name, for an unknown magic, or a
-    size that is not what the header says: to read beyond the end of a mapped file kills the process with SIGBUS.
+    headerless_dtype: of the tokens in a train.bin or val.bin without a header. Raises ValueError that names the file
+    for an unknown magic, or if its size is not what the header says, since reading beyond the end of a mapped file
+    would kill the process with SIGBUS.
     """
     if str(path).endswith('.npy'):
         return _read_npy(path)
@@ -91,8 +93,8 @@ def _read_npy(path):
 
 
 def verify(folder):
-    """Compare the files of a dataset with the sha256 in its meta.json; returns how many there are. Raises ValueError
-    that names those that differ or are missing, FileNotFoundError without a meta.json."""
+    """Compare the files of a dataset with the sha256 in its meta.json. Returns how many files there are. Raises
+    ValueError that names those that differ or are missing, and FileNotFoundError without a meta.json."""
     path, expected = Path(folder) / 'meta.json', {}
     if not path.exists():
         raise FileNotFoundError(f'{path} is missing: it has the sha256 to compare the files with')
@@ -121,9 +123,11 @@ def verify(folder):
 
 class ShardWriter:
     """
-    totals      what meta.json says of the split: tokens, bytes, documents, max_token, shards (file, tokens, sha256);
-                when masked also learned_tokens, longest (tokens of the longest conversation), and of each shard
-                mask_file, mask_sha256; and in_partial, the tokens that are in no shard yet
+    Writes the shards of one split. See the module's docstring.
+
+    totals      what meta.json says about the split: tokens, bytes, documents, max_token, shards (file, tokens, sha256);
+                if masked also learned_tokens, longest (tokens of the longest conversation), and for each shard
+                mask_file, mask_sha256; and in_partial, the number of tokens that are in no shard yet
     """
 
     def __init__(self, folder, split, dtype, shard_tokens, totals=None, masked=False):
@@ -135,7 +139,8 @@ class ShardWriter:
 
     def add(self, tokens, documents, text_bytes, flags=None, longest=0):
         """Append tokens: an array of self.dtype, not empty. documents, text_bytes: what they add to the totals.
-        When masked, flags: uint8, as many, of whole conversations; longest: the tokens of the longest among them."""
+        If masked, the tokens are whole conversations; flags: uint8, one per token; longest: the tokens of the longest
+        conversation among them."""
         assert tokens.dtype == self.dtype, f'{tokens.dtype} tokens for a {self.dtype} shard'
         assert (flags is not None) == self.masked and (flags is None or len(flags) == len(tokens))
         totals = self.totals
@@ -159,13 +164,13 @@ class ShardWriter:
                 self._open_partials()
 
     def sync(self):
-        """Bring all that was added to disk. The totals of this moment may be saved then."""
+        """Bring all that was added to disk. Afterwards the totals of this moment may be saved."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self):
-        """Make the rest the last shard."""
+        """Make the tokens that are left the last shard."""
         if self.totals['in_partial']:
             self._finish_shard()
         del self.totals['in_partial']
@@ -175,15 +180,15 @@ class ShardWriter:
         self.files, saved = {}, self.totals['in_partial']
         ends = {'.mask': saved} if self.masked else {}
         ends['.bin'] = HEADER_BYTES + saved * self.dtype.itemsize
-        for suffix, end in ends.items():  # the mask first: where a shard is, its mask is
+        for suffix, end in ends.items():  # the mask first, so that no shard ever lacks its mask
             path, partial = self.path.with_suffix(suffix), self.path.with_suffix(f'{suffix}.partial')
-            if path.exists() and not partial.exists():  # finished after the totals had been saved
+            if path.exists() and not partial.exists():  # this shard was finished after the totals were saved
                 os.replace(path, partial)
             file = self.files[suffix] = open(partial, 'r+b' if partial.exists() else 'w+b')
             size = file.seek(0, os.SEEK_END)
             if saved and size < end:
                 raise OSError(f'{partial} has only {size:,} bytes: delete {self.folder} and start over')
-            file.truncate(end)  # what is behind was written after the totals had been saved
+            file.truncate(end)  # what comes after that was written after the totals were saved
             file.seek(end)
 
     def _finish_shard(self):

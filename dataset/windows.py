@@ -1,17 +1,17 @@
 """
-Token shards on disk as windows of block_size tokens: what one sample of a run is.
+Token shards on disk as windows of block_size tokens. Each sample of a run is one window.
 
     dataset = open_dataset('data', 'stdlib-bpe2048', 'train', block_size=1024)
     rows = dataset.read([0, 17])  # windows by their numbers
 
 A split is the concatenation of its shards, cut into windows: window w has the inputs tokens[w*T : w*T + T] with
-T = block_size, and as targets the same shifted by one. Where documents are kept apart, and with conversations, windows
-hold whole ones.
+T = block_size, and the same shifted by one as targets. If documents are kept apart (windows='documents'), or if the
+data are conversations, windows hold whole documents or conversations instead.
 
-Files are shards with a header (ours, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin, or .npy
-rows; what they hold is in prepare_data.py's meta.json. To read another format of token files, add the end of their
-names to ENDINGS below, and their layout to read_shard() in dataset/shards.py: it returns the tokens of a file, a numpy
-array or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
+Files are shards with a header (this project's, llm.c's, modded-nanogpt's), nanoGPT's headerless train.bin and val.bin,
+or .npy files; prepare_data.py's meta.json describes them. To read another format of token files, add their ending to
+ENDINGS below and their layout to read_shard() in dataset/shards.py, which returns the tokens of a file as a numpy array
+or memmap of one dimension, of integers. To read another format of texts, see docs/data.md.
 """
 
 import bisect
@@ -31,16 +31,16 @@ from dataset.shards import read_shard
 from dataset.shuffle import GOLDEN_GAMMA, MULTIPLIER, sample_windows
 
 ENDINGS = ('.bin', '.npy')  # of the files in a dataset's folder that hold tokens
-PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py's: the second until it writes the first
-# The split in a file's name is a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
+PREPARED_FILES = ('meta.json', 'unfinished.json')  # prepare_data.py keeps the second until it writes the first
+# In a file's name, the split must be a word of its own: fineweb_train_000001.bin yes, constrained.bin no.
 SPLIT_WORDS = {'train': 'train|training', 'val': 'val|valid|validation'}
-GPT2_VOCAB_SIZE = 50257  # assumed of files that come without meta.json
+GPT2_VOCAB_SIZE = 50257  # assumed for files without meta.json
 SYNTHETIC_VOCAB_SIZE, SYNTHETIC_TOKENS = 50304, 10**11  # GPT-2's padded to a multiple of 64; per split
-MAX_MAPPED_SHARDS = 256  # each holds a file descriptor, of which 1,024 is a common limit; 100B tokens: 1,000 shards
+MAX_MAPPED_SHARDS = 256  # each takes a file descriptor, often limited to 1,024; 100B tokens have 1,000 shards
 
 
 class RandomTokens:
-    """A shard that is not there: SYNTHETIC_TOKENS uniform token ids, each a hash of its position, made when sliced."""
+    """A shard without a file: SYNTHETIC_TOKENS uniform token ids, each a hash of its position, computed when sliced."""
 
     def __init__(self, vocab_size, split):
         self.vocab_size = np.uint64(vocab_size)
@@ -61,22 +61,22 @@ class TokenDataset:
 
     n_tokens, n_windows   n_windows = (n_tokens - 1) // block_size: the last token is only ever a target
     vocab_size            every id is below it; read() checks what it reads
-    fingerprint           changes when the tokens change: a resumed run must find the same ones
-    bytes_per_token       of the split's text in UTF-8, for bits per byte; None where meta.json does not tell
-    name, split, eot      eot: the token that ends a document; None where meta.json does not tell
+    fingerprint           changes when the tokens change; a resumed run must find the same tokens
+    bytes_per_token       of the split's text in UTF-8, for bits per byte; None if meta.json does not tell
+    name, split, eot      eot: the token that ends a document; None if meta.json does not tell
     """
 
     is_packed = is_chat = False
 
     def __init__(self, name, split, block_size, vocab_size, meta, shards, open_shard):
-        """shards: names, in order; open_shard(name): its tokens, something with a length that can be sliced."""
+        """shards: names, in order. open_shard(name): returns its tokens, an object with a length that can be sliced."""
         self.name, self.split, self.block_size, self.vocab_size = name, split, block_size, vocab_size
         self._shards, self.eot = shards, meta.get('eot_token')
         self._open_shard = functools.lru_cache(MAX_MAPPED_SHARDS)(open_shard)
         self._ends = list(itertools.accumulate(len(self._open_shard(shard)) for shard in shards))
         self.n_tokens = self._ends[-1]
         facts = meta.get('splits', {}).get(split, {})
-        counted = facts.get('bytes') and facts.get('tokens') and not self.is_chat  # there not all text is learned
+        counted = facts.get('bytes') and facts.get('tokens') and not self.is_chat  # chats: not all text is learned
         self.bytes_per_token = facts['bytes'] / facts['tokens'] if counted else None
         self.fingerprint = self._fingerprint(facts)
         self._cut(facts)
@@ -92,15 +92,17 @@ class TokenDataset:
             )
 
     def read(self, windows):
-        """Tokens of some windows: int64 (len(windows), block_size + 1). ValueError: an id outside the vocabulary."""
+        """Tokens of some windows: int64 (len(windows), block_size + 1). Raises ValueError for an id outside the
+        vocabulary."""
         return self._read_spans([int(window) * self.block_size for window in windows], self.block_size + 1)
 
     def _read_spans(self, starts, length):
-        """`length` tokens from each of `starts` on: int64 (len(starts), length), all of them in the vocabulary."""
+        """`length` tokens from each of `starts` on: int64 (len(starts), length). Raises ValueError for an id outside
+        the vocabulary."""
         tokens = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(tokens, starts, strict=True):
             self._copy_tokens(start, row)
-        unsigned = tokens.view(np.uint64)  # in which a negative id of a .npy file is a huge one
+        unsigned = tokens.view(np.uint64)  # a negative id, which a .npy file may hold, becomes a huge one
         if unsigned.max(initial=0) >= self.vocab_size:
             row, column = np.argwhere(unsigned >= self.vocab_size)[0]
             position = starts[row] + int(column)
@@ -121,7 +123,8 @@ class TokenDataset:
             shard, filled = shard + 1, filled + len(piece)
 
     def _fingerprint(self, facts):
-        """Hash of the shards' and masks' own sha256 from meta.json; else of the length and up to 64 x 1024 tokens."""
+        """A hash of the sha256 of shards and masks in meta.json; without these, of the length and of up to 64 x 1024
+        tokens."""
         keys = ('sha256', 'mask_sha256')[: 1 + self.is_chat]
         digests = [shard.get(key) for shard in facts.get('shards', []) for key in keys]
         digest = hashlib.sha256(str(self.n_tokens).encode())
@@ -138,16 +141,18 @@ class TokenDataset:
 class PackedDataset(TokenDataset):
     """Windows of block_size positions that hold whole pieces of text, then padding; attention stays within a piece.
 
-    A piece of L tokens takes L - 1 positions: its tokens but the last are inputs, those but the first targets.
-    n_targets: int64 (n_windows,), the targets that count. n_starts: the most pieces in a window, and one for padding.
+    A piece of L tokens takes L - 1 positions: all its tokens except the last are inputs, all except the first targets.
+    n_targets: int64 (n_windows,), how many targets count. n_starts: the largest number of pieces in a window, plus one
+    for the padding.
     """
 
     is_packed = True
     _learned = None  # uint8 (n_tokens,): which tokens are learned; None = all
 
     def _pack(self, starts, lengths, learned):
-        """Pack pieces of the split into windows. starts, lengths: in tokens; learned: how many targets of each."""
-        # The longest pieces are packed first. So the windows are shuffled: evaluation reads the first of them.
+        """Pack pieces of the split into windows. starts, lengths: in tokens. learned: how many of each piece's targets
+        count."""
+        # The longest pieces are packed first, so the windows are shuffled afterwards: evaluation reads the first ones.
         order, bins = pack(lengths - 1, self.block_size)
         self.n_windows = int(bins.max()) + 1
         windows = sample_windows(bins, self.n_windows, seed=0)
@@ -160,7 +165,8 @@ class PackedDataset(TokenDataset):
         self.n_starts = int(np.diff(self._borders).max()) + 1
 
     def read(self, windows):
-        """Inputs, targets (len(windows), block_size) and starts (len(windows), n_starts), int64; see data.batches()."""
+        """Inputs and targets (len(windows), block_size) and starts (len(windows), n_starts), all int64; see
+        data.batches()."""
         batch = np.empty((2, len(windows), self.block_size), dtype=np.int64)
         starts = np.full((len(windows), self.n_starts), self.block_size)
         starts[:, 0] = 0
@@ -180,9 +186,9 @@ class PackedDataset(TokenDataset):
 class Documents(PackedDataset):
     """One split of texts whose documents are kept apart (windows='documents').
 
-    A piece begins with the end-of-text token in front of a document, as generation does, and ends with the document's
-    own. So each token is a target once, as in a stream. What is longer than a window is cut into pieces (arXiv
-    2404.10830). line: what this costs, beside a stream.
+    A piece begins with the end-of-text token that precedes a document, as generation does, and ends with the document's
+    own end-of-text. So each token is a target once, as in a stream. A document that is longer than a window is cut into
+    several pieces (arXiv 2404.10830). line: a line for the log that compares cuts and padding with those of a stream.
     """
 
     def _cut(self, facts):
@@ -191,7 +197,7 @@ class Documents(PackedDataset):
                 f'{self.name}: no eot_token in a meta.json says where documents end: use --windows=stream, or prepare '
                 'it with prepare_data.py'
             )
-        super()._cut(facts)  # refuses a split that is too short
+        super()._cut(facts)  # raises for a split that is too short
         T, stream_windows = self.block_size, self.n_windows
         ends = [np.zeros(1, dtype=np.int64)]
         for shard, end in zip(self._shards, self._ends, strict=True):
@@ -201,7 +207,7 @@ class Documents(PackedDataset):
         sizes = np.diff(starts, append=self.n_tokens - 1)  # in positions
         starts, sizes = starts[sizes > 0], sizes[sizes > 0]
         n_pieces = -(-sizes // T)
-        number = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # within its document
+        number = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # in the document
         piece_sizes = np.minimum(np.repeat(sizes, n_pieces) - number * T, T)
         self._pack(np.repeat(starts, n_pieces) + number * T, piece_sizes + 1, piece_sizes)
 
@@ -218,10 +224,10 @@ class Documents(PackedDataset):
 
 
 class Conversations(PackedDataset):
-    """One split of conversations, packed whole: those of more than block_size + 1 tokens lose their end.
+    """One split of conversations, packed whole; a conversation of more than block_size + 1 tokens loses its end.
 
-    A mask has a byte per token of its shard; bit 0: the token is learned, bit 1: it begins a conversation. The targets
-    that are not learned are -1. longest: the tokens of the longest conversation.
+    A mask has one byte per token of its shard; bit 0: the token is learned, bit 1: it begins a conversation. Targets
+    that are not learned are -1. longest: the number of tokens of the longest conversation.
     """
 
     is_chat = True
@@ -233,12 +239,12 @@ class Conversations(PackedDataset):
         starts = np.flatnonzero(mask >= 2)
         whole = np.diff(starts, append=self.n_tokens)
         lengths = np.minimum(whole, self.block_size + 1)
-        # How many targets of each conversation are learned. reduceat adds up from each border to the next one, and the
-        # borders are each conversation's first target and its end. So every second sum is what we want; the sums
-        # between them are over tokens behind a conversation's end, and are dropped.
+        # How many targets of each conversation are learned. reduceat sums from each border to the next, and the borders
+        # are each conversation's first target and its end. So every second sum is what we want; the sums in between are
+        # over tokens after a conversation's end, and are dropped.
         borders = np.stack((starts + 1, starts + lengths), axis=1).ravel()
         learned = np.add.reduceat(self._learned, borders, dtype=np.int64)[::2]
-        learned[lengths == 1] = 0  # an empty range, of which reduceat returns its first element
+        learned[lengths == 1] = 0  # for an empty range reduceat returns the element at its beginning
         kept = np.flatnonzero(learned)
 
         n_cut, n_dropped = np.count_nonzero(whole > lengths), len(starts) - len(kept)
@@ -254,7 +260,7 @@ class Conversations(PackedDataset):
         self._pack(starts[kept], lengths[kept], learned[kept])
 
     def _read_masks(self, facts):
-        """The masks of all shards, uint8 (n_tokens + 1,): an end in reduceat has to be an index."""
+        """The masks of all shards, uint8 (n_tokens + 1,): one more, because reduceat's borders must be indices."""
         mask, begin = np.zeros(self.n_tokens + 1, dtype=np.uint8), 0
         for shard, end in zip(facts['shards'], self._ends, strict=True):
             path = f'{self.name}/{shard["mask_file"]}'
@@ -271,16 +277,17 @@ DATASET_CLASSES = {'stream': TokenDataset, 'documents': Documents}
 
 
 def pack(sizes, capacity):
-    """(items, bins): the items by decreasing size, and the bin of each. sizes: array of 1 to capacity.
+    """Pack items into bins: (items by decreasing size, the bin of each). sizes: array of sizes from 1 to capacity.
 
-    Best fit decreasing: an item goes where the least room is left for it. Items of one size keep their order.
+    Best fit decreasing: each item goes into the bin with the least room that still holds it. Items of equal size keep
+    their order.
     """
     order = np.argsort(-sizes, kind='stable')
     bins, unused = [], itertools.count()
-    free = [[] for _ in range(capacity + 1)]  # [room]: the bins that have it
-    rooms = []  # those that some bin has, sorted
+    free = [[] for _ in range(capacity + 1)]  # [room]: the bins with that much room
+    rooms = []  # the values of room that some bin has, sorted
     for size in sizes[order].tolist():
-        place = bisect.bisect_left(rooms, size)  # of the least room that is enough
+        place = bisect.bisect_left(rooms, size)  # of the least room that suffices
         if place == len(rooms):
             room, bin = capacity, next(unused)
         else:
@@ -298,10 +305,11 @@ def pack(sizes, capacity):
 def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows='stream'):
     """Open a split ('train' or 'val') of the folder data_dir/dataset; Conversations if its meta.json says "masked".
 
-    windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None takes the dataset's.
+    windows: 'stream' joins documents, 'documents' keeps them apart. vocab_size: None = the dataset's.
     dataset='synthetic': random tokens, a pure function of their position.
-    No token is read but a few for the fingerprint. Raises FileNotFoundError for a dataset, split or file that is not
-    there, ValueError for a damaged one, an id known to be outside the vocabulary, data that block_size does not fit.
+    No tokens are read except a few for the fingerprint, or all of them where the documents' borders are looked for.
+    Raises FileNotFoundError for a dataset, split or file that does not exist; ValueError for a damaged one, for an id
+    known to be outside the vocabulary, and for data that are too short for block_size.
     """
     if block_size < 1 or (vocab_size is not None and vocab_size < 1):
         raise ValueError(f'block_size={block_size}, vocab_size={vocab_size}: expected 1 or more')
@@ -352,7 +360,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
 
 
 def has_split(data_dir, dataset, split):
-    """Whether there are files of a split in the folder data_dir/dataset."""
+    """Whether the folder data_dir/dataset has files of a split."""
     folder = Path(data_dir) / dataset
     if not folder.is_dir():
         return dataset == 'synthetic'
@@ -360,17 +368,17 @@ def has_split(data_dir, dataset, split):
 
 
 def _names_of_shards(folder, split, meta):
-    """Names of a split's files in order: those that meta.json lists, or those with the split in their names."""
+    """Names of a split's files in order: those that meta.json lists, else those that have the split in their names."""
     if 'splits' in meta:
         return [shard['file'] for shard in meta['splits'].get(split, {}).get('shards', [])]
     word = re.compile(rf'(?<![a-z])({SPLIT_WORDS[split]})(?![a-z])')
     names = [name for name in os.listdir(folder) if name.endswith(ENDINGS) and word.search(name.lower())]
-    # Digits compare as numbers: train_10 comes after train_9.
+    # Digits are compared as numbers, so that train_10 comes after train_9.
     return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)])
 
 
 def read_meta(folder):
-    """The dict in a dataset's meta.json; {} when there is none."""
+    """The dict in a dataset's meta.json; {} if there is no such file."""
     path = folder / 'meta.json'
     if not path.exists():
         return {}
@@ -401,7 +409,7 @@ def _find_shards(folder, split, meta):
 
 
 def _prepare_command(data_dir, dataset):
-    """The command that makes a dataset of this name, as far as the name tells."""
+    """The command that makes a dataset of this name, as far as the name reveals it."""
     arguments = f'--dataset=FILE_FOLDER_OR_HUB_NAME --name={dataset}'
     if known := re.fullmatch(r'(stdlib|fineweb-10BT|fineweb-100BT|fineweb-edu-10BT)-(.+)', dataset):
         tokenizer = re.sub(r'^bpe(\d+)$', r'bpe --vocab_size=\1', known[2])
@@ -411,6 +419,6 @@ def _prepare_command(data_dir, dataset):
 
 @functools.cache
 def _say_once(line):
-    """Print on rank 0, and only once: every rank opens both splits."""
+    """Print a line on rank 0, and only once, although each split may be opened several times."""
     if os.environ.get('RANK', '0') == '0':
         print(line, flush=True)

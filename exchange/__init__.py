@@ -1,1 +1,1 @@
-"""What replicas of train_diloco.py send to each other."""
+"""The exchange between the replicas of train_diloco.py: encodings, collectives, and checks of it."""

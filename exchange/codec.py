@@ -1,16 +1,17 @@
 """
-Numbers to bytes and back: what an exchange of train_diloco.py sends.
+How an exchange of train_diloco.py encodes numbers as bytes, and decodes them.
 
     float32, bfloat16   as they are                                                              4, 2 bytes per number
-    int8, int4          -127 to 127, -7 to 7 times a scale; one scale per 256                    1.016, 0.516
-    top2bit             of each 4096 only the k largest: where (12 bits), one of 4 values        1.75 per number sent
+    int8, int4          -127 to 127 or -7 to 7, times a scale that 256 numbers share             1.016, 0.516
+    top2bit             the k largest of each 4096 numbers: place (12 bits) and one of 4 values  1.75 per number sent
 
     payload = encode(numbers, 'int4')                       # dense: (rows, n) -> (rows, bytes)
     numbers = decode(payload, 'int4')
     payload = encode_top2bit(tensors, k=64)                 # sparse: [tensors] -> (bytes)
     places, numbers = decode_top2bit(payload, shapes, k=64)
 
-The sizes of payloads depend on shapes alone. What is not finite decodes as NaN, with all that shares its scale.
+The size of a payload depends on shapes alone. A number that is not finite decodes as NaN, and so do all numbers that
+share its scale.
 """
 
 import math
@@ -21,10 +22,10 @@ from torch.nn import functional as F
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5, 'top2bit': 1.75}  # per number, no scales
 LEVELS = {'int8': 127, 'int4': 7}  # a number is -LEVELS to LEVELS times its block's scale
 BLOCKS = {'int8': 256, 'int4': 256}  # numbers that share a scale
-SCALES = {'int8': 4, 'int4': 4}  # its bytes
-TABLE = 16  # bytes of the 4 values that the numbers of a tensor share in top2bit
-STRETCH = 2**20  # numbers that encode_flat() encodes at a time, as encoding takes several times their memory
-CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; of a matrix 64 x 64
+SCALES = {'int8': 4, 'int4': 4}  # bytes of a scale
+TABLE = 16  # bytes of the 4 values that all numbers of a tensor share in top2bit
+STRETCH = 2**20  # encode_flat() encodes so many numbers at a time, since encoding takes several times their memory
+CHUNK, SIDE = 4096, 64  # k numbers of each chunk are sent, addressed by 12 bits; in a matrix a chunk is 64 x 64
 
 
 # --- dense ------------------------------------------------------------------------------------------------------------
@@ -33,8 +34,8 @@ CHUNK, SIDE = 4096, 64  # numbers of which k are sent: 12 bits tell them apart; 
 def encode(numbers, dtype):
     """fp32 (rows, n) -> uint8 (rows, bytes). n: a multiple of BLOCKS[dtype]; any for float32 and bfloat16.
 
-    int8, int4: to the nearest of 2 x LEVELS + 1 values between the largest of a block and its negative. The scales come
-    first.
+    int8 and int4 round to the nearest of 2 x LEVELS + 1 values, from minus to plus the largest absolute value of the
+    block. In each row the scales come first.
     """
     if dtype == 'float32':
         return numbers.contiguous().view(torch.uint8)
@@ -52,7 +53,7 @@ def encode(numbers, dtype):
 
 
 def decode(payload, dtype):
-    """The inverse, up to rounding: uint8 (rows, bytes) -> fp32 (rows, n)."""
+    """The inverse of encode(), up to rounding: uint8 (rows, bytes) -> fp32 (rows, n)."""
     if dtype == 'float32':
         return payload.view(torch.float32)
     if dtype == 'bfloat16':
@@ -69,7 +70,7 @@ def decode(payload, dtype):
 
 
 def encode_flat(numbers, dtype):
-    """fp32 (n) -> uint8 (bytes), for any n: a stretch at a time, the last one padded with zeros."""
+    """fp32 (n) -> uint8 (bytes), for any n: encoded in stretches, of which the last is padded with zeros."""
     if dtype == 'float32' or not len(numbers):
         return numbers.view(torch.uint8)
     block = BLOCKS.get(dtype, 1)
@@ -77,7 +78,7 @@ def encode_flat(numbers, dtype):
 
 
 def decode_flat(payload, dtype):
-    """The inverse; zeros of padding may follow."""
+    """The inverse of encode_flat(); the zeros of the padding may follow."""
     if dtype == 'float32' or not len(payload):
         return payload.view(torch.float32)
     size = int(STRETCH * BYTES[dtype]) + STRETCH // BLOCKS.get(dtype, 1) * SCALES.get(dtype, 0)
@@ -95,12 +96,12 @@ def decode_flat(payload, dtype):
 def two_bits(numbers):
     """fp32 (rows, n) -> codes 0 to 3, uint8 (rows, n), and the values that they stand for in each row, fp32 (rows, 4).
 
-    A bin is 1.5 standard deviations of its row wide, bin 2 lies around the mean, and a code stands for the mean of all
-    numbers in its bin (SparseLoCo, arXiv 2508.15706):
+    Each row has four bins, 1.5 of its standard deviations wide; bin 2 is centred at its mean. A code is a bin, and
+    stands for the mean of all numbers in it (SparseLoCo, arXiv 2508.15706):
 
         code = clamp(round((x - mean) / (1.5 sigma)) + 2, 0, 3)
     """
-    numbers = numbers.double()  # few bits are left, so it should not hang on rounding which they are
+    numbers = numbers.double()  # so few bits remain that rounding errors should not decide which
     centred = numbers - numbers.mean(dim=1, keepdim=True)
     width = 1.5 * centred.square().mean(dim=1, keepdim=True).sqrt()
     codes = centred.div_(width.clamp(min=torch.finfo(torch.float32).tiny)).round_().add_(2).clamp_(0, 3)
@@ -108,18 +109,18 @@ def two_bits(numbers):
     table = []
     for code in range(4):
         is_in = codes == code
-        table.append((numbers * is_in).sum(dim=1) / is_in.sum(dim=1).clamp(min=1))  # inf * False is NaN: so are all 4
+        table.append((numbers * is_in).sum(dim=1) / is_in.sum(dim=1).clamp(min=1))  # inf * False = NaN, in all 4
     return codes, torch.stack(table, dim=1).float()
 
 
 def pack_codes(codes):
-    """uint8 (rows, n) of codes 0 to 3 -> (rows, n / 4), the first of four in the lowest bits."""
+    """uint8 (rows, n) of codes 0 to 3 -> (rows, n / 4), with the first of each four codes in the lowest bits."""
     first, second, third, fourth = codes.view(len(codes), -1, 4).unbind(dim=2)
     return first | second << 2 | third << 4 | fourth << 6
 
 
 def unpack_codes(packed):
-    """The inverse, as int64 (rows, n)."""
+    """The inverse of pack_codes(), as int64 (rows, n)."""
     return torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1).long()
 
 
@@ -127,13 +128,14 @@ def unpack_codes(packed):
 
 
 def grid(shape):
-    """(rows, columns, height, width): of a matrix and its chunks, 64 x 64; all else is one row, in chunks of 4096."""
+    """(rows, columns, height, width) of a tensor as a matrix, and of its chunks. A matrix has chunks of 64 x 64; any
+    other tensor counts as one row, in chunks of 4096."""
     return (*shape, SIDE, SIDE) if len(shape) == 2 else (1, math.prod(shape), 1, CHUNK)
 
 
 def kept(shape, k, device='cpu'):
-    """How many numbers of each chunk are sent, int64 (chunks), row of chunks by row: k of a whole one. Of one at the
-    edge, which has fewer numbers, as large a share, rounded up."""
+    """How many numbers of each chunk are sent, int64 (chunks), row of chunks by row of chunks. That is k for a whole
+    chunk; a chunk at the edge, which has fewer numbers, sends the same share of them, rounded up."""
     rows, columns, height, width = grid(shape)
     heights = (rows - torch.arange(0, rows, height, device=device)).clamp(max=height)
     widths = (columns - torch.arange(0, columns, width, device=device)).clamp(max=width)
@@ -141,10 +143,11 @@ def kept(shape, k, device='cpu'):
 
 
 def chunks_of(shape, k, device):
-    """Of each number sent its chunk, and which one of that chunk's it is: both int64 (numbers sent), chunk by chunk.
+    """For each number sent, its chunk and its index among those that this chunk sends: both int64 (numbers sent), chunk
+    by chunk.
 
-    Computed on the device. Copied to it from pageable memory, they would hold up the host until what is queued there
-    is done: overlapped, until the slowest replica has sent.
+    They are computed on the device. A copy from pageable memory would make the host wait until everything queued on the
+    device is done, which in an overlapped exchange means until the slowest replica has sent.
     """
     sent = int(kept(shape, k).sum())
     counts = kept(shape, k, device)
@@ -153,7 +156,7 @@ def chunks_of(shape, k, device):
 
 
 def places_of(places_in_chunks, shape, k):
-    """The same places as indices into the flat tensor: int64 (numbers sent), in the order of chunks."""
+    """Places within chunks as indices into the flat tensor: int64 (numbers sent), in the order of the chunks."""
     _, columns, height, width = grid(shape)
     chunk, _ = chunks_of(shape, k, places_in_chunks.device)
     per_row = -(-columns // width)
@@ -162,19 +165,20 @@ def places_of(places_in_chunks, shape, k):
 
 
 def largest(tensor, k):
-    """Places in their chunks, int64 (numbers sent), of the kept() largest numbers of each chunk, chunk by chunk."""
+    """Places within their chunks, int64 (numbers sent), of the largest numbers of each chunk, as many as kept() says;
+    chunk by chunk."""
     rows, columns, height, width = grid(tensor.shape)
     sizes = tensor.reshape(rows, columns).abs()
-    sizes = F.pad(sizes, (0, -columns % width, 0, -rows % height), value=-1.0)  # what hangs over is never chosen
+    sizes = F.pad(sizes, (0, -columns % width, 0, -rows % height), value=-1.0)  # padding is never chosen
     chunks = sizes.view(-1, height, sizes.shape[1] // width, width).transpose(1, 2).reshape(-1, CHUNK)
     return chunks.topk(k, dim=1).indices[chunks_of(tensor.shape, k, tensor.device)]
 
 
 def encode_top2bit(tensors, k):
-    """Of each chunk of fp32 tensors the k largest numbers -> uint8 (bytes). 1 <= k <= CHUNK; no tensor is empty.
+    """Encode the k largest numbers of each chunk of fp32 tensors as uint8 (bytes). 1 <= k <= CHUNK; no tensor is empty.
 
-    Per tensor: the table of two_bits(), which its numbers share; their codes, four in a byte; their places in the
-    chunks, 12 bits each, two in 3 bytes.
+    For each tensor: the table of two_bits(), which all its numbers share; their codes, four in a byte; their places in
+    the chunks, 12 bits each, two in 3 bytes.
     """
     payload = []
     for tensor in tensors:
@@ -188,8 +192,8 @@ def encode_top2bit(tensors, k):
 
 
 def decode_top2bit(payload, shapes, k):
-    """Places, int64 (numbers sent), in the tensors of these shapes laid end to end, and the numbers there, fp32. All
-    others are zero: flat[places] = numbers."""
+    """(places, numbers): int64 and fp32 (numbers sent). Places are indices into the tensors of these shapes laid end to
+    end, so that flat[places] = numbers; all other numbers are zero."""
     parts = iter(payload.split([size for shape in shapes for size in sizes_of_parts(shape, k)]))
     places, numbers, first = [], [], 0
     for shape in shapes:
@@ -204,6 +208,6 @@ def decode_top2bit(payload, shapes, k):
 
 
 def sizes_of_parts(shape, k):
-    """Bytes of table, codes and places in the payload of a tensor of this shape."""
+    """Bytes of the table, the codes and the places in the payload of a tensor of this shape."""
     n = int(kept(shape, k).sum())
     return TABLE, -(-n // 4), 3 * -(-n // 2)

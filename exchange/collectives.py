@@ -1,20 +1,20 @@
-"""The two collectives of an exchange, on bytes: each has something for everybody, or the same for all."""
+"""The two collectives of an exchange, on bytes: all_to_all() sends each rank its own row, gather() the same to all."""
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 has new names for the two collectives and warns about the old ones, the only ones that 2.11 has.
+# torch 2.13 has new names for these two and warns about the old names, but torch 2.11 has only the old ones.
 all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 
-SEGMENT = 2**16  # bytes that a rank sends to another at a time over gloo
+SEGMENT = 2**16  # bytes of a message from one rank to another over gloo
 
 
 def all_to_all(to_send, group):
-    """Row j of to_send, uint8 (M, n), goes to rank j of the group; row i of what it returns comes from rank i.
+    """Row j of to_send, uint8 (M, n), goes to rank j of the group; row i of the result comes from rank i.
 
-    Over gloo in short messages, two at a time: when two hosts send each other some MB at once over a slow link, each
-    way carries half to two thirds of its rate (of 100 Mbit/s: 60, in messages of 64 kB 99).
+    Over gloo it sends short messages, two at a time. If two hosts send each other several MB in one message over a slow
+    link, each direction reaches only half to two thirds of its rate: of 100 Mbit/s 60, but 99 in messages of 64 kB.
     """
     if to_send.is_cuda:
         received = torch.empty_like(to_send)
@@ -33,7 +33,7 @@ def all_to_all(to_send, group):
 
 
 def gather(payload, replicas, group):
-    """uint8 (n) of this replica -> (replicas, n), row m of replica m."""
+    """uint8 (n) of this replica -> (replicas, n), where row m comes from replica m."""
     if not payload.is_cuda:
         return all_to_all(payload.expand(replicas, -1), group)
     gathered = torch.empty(replicas, len(payload), dtype=torch.uint8, device=payload.device)

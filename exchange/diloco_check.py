@@ -1,6 +1,6 @@
 """
-What a user of train_diloco.py wants to know of their own machines: what the exchange will cost (--plan), whether it
-computes what it should (--verify), and, at every start, whether all replicas are about to train the same thing.
+Checks of train_diloco.py on the user's own machines: what the exchange will cost (--plan), whether it computes what it
+should (--verify), and, at every start, whether all replicas are about to train the same thing.
 """
 
 import math
@@ -13,18 +13,18 @@ from exchange.codec import BYTES
 from optim import local
 
 ROUNDS = (10, 20, 50, 100, 200, 500, 1000)  # values of inner_steps that a plan compares, beside the run's own
-ENOUGH = 0.96  # of the time spent on inner steps: a plan recommends the shortest rounds that reach this
+ENOUGH = 0.96  # a plan recommends the shortest rounds that spend this share of the time on inner steps
 WARM_UP_STEPS, TIMED_STEPS = 3, 20
-SMALLEST_PROBE, LARGEST_PROBE = 2**14, 2**24  # numbers exchanged; 200 MB for a moment
-PROBE_SECONDS = 1.0  # a probe of the link that takes as long is long enough
+SMALLEST_PROBE, LARGEST_PROBE = 2**14, 2**24  # numbers exchanged; the largest takes 200 MB for a moment
+PROBE_SECONDS = 1.0  # no larger probe follows one that takes longer
 
 # --- before the first step --------------------------------------------------------------------------------------------
 
 
 def mesh_lines(num_replicas, local_world_size):
-    """Which ranks on which hosts are a replica: lines of text. Collective.
+    """Lines that say which ranks on which hosts form each replica. Collective.
 
-    Raises ValueError on every rank if nodes have unequal numbers of ranks: a replica would lie across them.
+    Raises ValueError on every rank if nodes have unequal numbers of ranks, since replicas would then cross nodes.
     """
     hosts = everybodys((os.uname().nodename, local_world_size))
     if len({ranks for _, ranks in hosts}) > 1:
@@ -44,7 +44,8 @@ def mesh_lines(num_replicas, local_world_size):
 
 
 def refuse_differences(config, train_data, val_data):
-    """Raises ValueError on every rank if some rank has other keys or data than rank 0, but for its device and paths."""
+    """Raise ValueError on every rank if the keys or data of any rank differ from rank 0's, except for device and
+    data_dir."""
     values = {key: value for key, value in vars(config).items() if key not in ('device', 'data_dir')}
     prints = ([source.fingerprint for source in split.sources] for split in (train_data, val_data))
     values_by_rank = everybodys({**values, **dict(zip(('data', 'validation data'), prints, strict=True))})
@@ -58,8 +59,8 @@ def refuse_differences(config, train_data, val_data):
 
 
 def check_start(outer, step, max_iters):
-    """Raises ValueError on every rank if the replicas' outer parameters are not the same to the bit, or if the run is
-    to end at a step inside of a round, where its checkpoint is."""
+    """Raise ValueError on every rank if the replicas' outer parameters differ in any bit, or if the checkpoint is in
+    the middle of a round and max_iters allows no further step."""
     if step >= max_iters and outer.is_mid_round(step):
         raise ValueError(
             f'max_iters={max_iters}: step {step} of the checkpoint is inside of a round, go on to a later one'
@@ -75,7 +76,7 @@ def check_start(outer, step, max_iters):
 
 
 def everybodys(value, group=None):
-    """[value of rank 0, of rank 1, ...] of a process group; None: of all ranks."""
+    """[value of rank 0, of rank 1, ...] of a process group; group=None: of all ranks. Collective."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -85,10 +86,12 @@ def everybodys(value, group=None):
 
 
 class Plan:
-    """Predicts from measurements what rounds of other lengths would cost, and compares that with what the run did.
+    """Predicts from measurements what rounds of other lengths would cost, and at the end compares the prediction with
+    the run.
 
-    On creation it times exchanges of growing size over the real link, in every dtype; collective, some seconds. After
-    the first few steps, which give the time of a step, rank 0 prints the table. Of a pool: pool/plan.py.
+    Making one times exchanges of growing size over the real link, in every dtype; this is collective and takes some
+    seconds. After the first few steps, from which the time of a step is known, rank 0 prints the table. pool/plan.py
+    has the plan of a pool.
     """
 
     SIZE, WAITS = 'MB sent per rank', ''
@@ -102,7 +105,8 @@ class Plan:
         self.steps, self.warm, self.step_seconds = 0, None, None
 
     def _time_exchanges(self, dtype):
-        """(seconds, seconds per number, seconds of computing per number) of an exchange: the slowest rank's."""
+        """(constant seconds, seconds per number, seconds of computing per number) of an exchange, on the slowest
+        rank."""
         sizes = [min(self.numbers, LARGEST_PROBE)]
         while sizes[0] >= 4 * SMALLEST_PROBE:
             sizes.insert(0, sizes[0] // 4)
@@ -119,7 +123,7 @@ class Plan:
         return max(0.0, slow - per_number * more), per_number, computing / more
 
     def exchange_seconds(self, dtype):
-        """Seconds per round for which training stands still."""
+        """Seconds per round in which training waits for the exchange."""
         fragments, overlap = len(self.outer.fragments), self.outer.overlap_steps
         constant, per_number, computing = self.models[dtype]
         fragment_seconds = constant + per_number * self.numbers / fragments
@@ -127,7 +131,7 @@ class Plan:
         return fragments * max(fragment_seconds - hidden, computing * self.numbers / fragments if overlap else 0.0)
 
     def share(self, dtype, inner_steps):
-        """Of the time, what is spent on inner steps."""
+        """The share of the time that is spent on inner steps."""
         training = inner_steps * self.step_seconds
         return training / (training + self.exchange_seconds(dtype))
 
@@ -141,12 +145,12 @@ class Plan:
             self.say('\n'.join(self.table()))
 
     def inner_seconds(self):
-        """Spent on inner steps so far."""
+        """Seconds spent on inner steps so far."""
         self.meter.read_all()
         return self.meter.training_seconds - self.meter.seconds['outer']
 
     def table(self):
-        """Lines of text."""
+        """The plan, as lines of text."""
         mine, rounds = self.outer.dtype, sorted({*ROUNDS, self.outer.inner_steps})
         lines = [
             f'plan: {1000 * self.step_seconds:.1f} ms per inner step; {self.speed()}',
@@ -173,7 +177,7 @@ class Plan:
         return []
 
     def compare(self):
-        """Say how the run went beside what had been predicted for it."""
+        """Print the times of the run beside those that were predicted."""
         if self.step_seconds is None:
             self.say(f'plan: {self.steps} steps are too few to measure the time of one')
             return
@@ -188,11 +192,12 @@ class Plan:
 
 
 def advice(steps, inner_steps, outer_momentum):
-    """A warning, or '' for a run that is over, or long enough for its outer momentum.
+    """A warning if a run has too few rounds for its outer momentum; '' if it has enough, or is over.
 
-    The momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they
-    went in a round: 7 times with 0.7 and 0.9. How many rounds it takes to work off what the first ones gave it grows
-    with both. 4 / (1 - mu)^2 separates what did well from what did not in runs of 20 to 200 rounds (docs/diloco.md).
+    A momentum mu remembers 1 / (1 - mu) rounds, and moves the parameters up to lr / (1 - mu) times as far as they went
+    in a round: 7 times with lr=0.7 and mu=0.9. Both make it take more rounds until the effect of the first rounds has
+    worn off. In runs of 20 to 200 rounds, 4 / (1 - mu)^2 rounds separated those that did well from those that did not
+    (docs/diloco.md).
     """
     rounds = steps / inner_steps
     if rounds <= 0 or outer_momentum == 0 or rounds * (1 - outer_momentum) ** 2 >= 4 - 1e-6:
@@ -210,18 +215,19 @@ def advice(steps, inner_steps, outer_momentum):
 
 
 def verify(model, parameters, batches_from, targets_of, make_outer, config, say):
-    """Check on the real model, data, machines and process groups what DiLoCo promises; True if all holds. Collective.
+    """Check DiLoCo's promises on the real model, data, machines and process groups; True if all hold. Collective.
 
-    parameters: {name: parameter} that train; they are put back at the end.
+    parameters: {name: parameter} that are trained; at the end they have their old values.
     batches_from(step): this rank's micro-batches from that step on. targets_of(step): targets in its replica's share.
-    make_outer: function (**settings) that makes a diloco.Outer with these in place of the run's own.
+    make_outer: function (**settings) that makes a diloco.Outer with these settings instead of the run's own.
     """
     micro_steps = config.global_batch_size // (config.batch_size * dist.get_world_size())
     shards = dist.get_world_size() // config.num_replicas
     steps, passed = 3, []
 
     def weights():
-        """This rank's part of them, looked up each time: sharding with offload puts a pinned copy in its place."""
+        """This rank's part of the parameters. It is looked up each time, since FSDP with offloading replaces it by a
+        pinned copy."""
         return [local(parameter.detach()) for parameter in parameters.values()]
 
     start = [tensor.clone() for tensor in weights()]
@@ -240,7 +246,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
                 for weight, parameter in zip(weights(), parameters.values(), strict=True)]  # fmt: skip
 
     def train(outer, steps):
-        """Train in rounds; whether the replicas agree to the bit after each outer step."""
+        """Train in rounds. Returns whether the replicas agree in every bit after each outer step."""
         equal = True
         for step in range(1, steps + 1):
             gradients = gradients_of(step - 1)
@@ -266,7 +272,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
             dist.all_reduce(gradient, group=outer.group)
         torch._foreach_div_(gradients, outer.replicas)
         if step == 0:
-            rate = 0.01 * norm(start) / max(norm(gradients), 1e-30)  # moves the weights by 1%
+            rate = 0.01 * norm(start) / max(norm(gradients), 1e-30)  # a step moves the weights by 1%
         torch._foreach_sub_(weights(), gradients, alpha=rate)
     reference = [tensor.clone() for tensor in weights()]
     moved = norm(torch._foreach_sub(reference, start))
@@ -277,7 +283,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
     difference = norm(torch._foreach_sub(weights(), reference)) / max(moved, 1e-30)
     torch._foreach_copy_(weights(), start)
     is_fine = config.dtype == 'float32' and not config.matmul_dtype
-    limit = 1e-4 if is_fine else 1e-2  # half precision and less rounds that much coarser
+    limit = 1e-4 if is_fine else 1e-2  # half precision, and float8 even more, round that much more coarsely
     detail = f'{steps} steps, difference {difference:.1e} of the movement, limit {limit:.0e}'
     check('rounds of one step, averaged, are data-parallel SGD', difference <= limit and moved > 0, detail)
     check('all replicas hold the same bits after each outer step', equal, f'{steps} outer steps, float32')
@@ -294,7 +300,7 @@ def verify(model, parameters, batches_from, targets_of, make_outer, config, say)
 
 
 def norm(tensors):
-    """Of all numbers of all ranks."""
+    """The norm of all numbers in the tensors of all ranks. Collective."""
     square = sum((tensor.square().sum().double().cpu() for tensor in tensors), start=torch.zeros(()).double())
     dist.all_reduce(square)
     return square.sqrt().item()

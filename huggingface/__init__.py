@@ -1,1 +1,1 @@
-"""What models of transformers need: training them, reading their files, converting ours to theirs."""
+"""Models of `transformers`: training them, reading their files, converting models of model.py to and from them."""

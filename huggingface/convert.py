@@ -1,14 +1,14 @@
 """
-Models of model.py as models of `transformers`: configuration, weights, and the tokenizer of tiktoken.
+Converts models of model.py to and from those of `transformers`: configuration, weights, and tiktoken's tokenizer.
 
     assert is_in_transformers(model_config)
     hf_model = AutoModelForCausalLM.from_config(config_to_transformers(model_config))
     hf_model.load_state_dict(to_transformers(model.state_dict(), model_config))
 
-gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM, or with experts
-Qwen3MoeForCausalLM. Only the layout differs: queries, keys and values are three matrices in the latter ones; those of
-GPT-2's blocks are (in, out); nobody pads the vocabulary. Of experts transformers has one matrix each in its files, and
-in memory one tensor (E, 2M, C) for gate and up, one (E, C, M) for down.
+gpt2, llama and qwen3 become GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM; qwen3 with experts becomes
+Qwen3MoeForCausalLM. Only the layout differs. transformers has three matrices for queries, keys and values (except in
+GPT-2), stores the matrices of GPT-2's blocks as (in, out), and does not pad the vocabulary. Its files have a matrix for
+each expert, but in memory it has one tensor (E, 2M, C) for gate and up, and one (E, C, M) for down.
 """
 
 import re
@@ -23,7 +23,7 @@ from huggingface.files import Weights
 from model import ModelConfig
 from runtime.files import read_json
 
-# Modules here -> modules there, first those of the root, then those of a block.
+# Modules of model.py -> modules of transformers, first those of the whole model, then those of a block.
 GPT2_MODULES = {
     'embed': 'transformer.wte',
     'pos_embed': 'transformer.wpe',
@@ -37,7 +37,7 @@ GPT2_MODULES = {
     'mlp.up': 'mlp.c_fc',
     'mlp.down': 'mlp.c_proj',
 }
-LLAMA_MODULES = {  # of qwen3, too
+LLAMA_MODULES = {  # also for qwen3
     'embed': 'model.embed_tokens',
     'final_norm': 'model.norm',
     'head': 'lm_head',
@@ -57,7 +57,7 @@ LLAMA_MODULES = {  # of qwen3, too
     'mlp.experts.down': 'mlp.experts.{}.down_proj',
 }
 
-# Fields of ModelConfig -> keys of their configurations. (GPT2Config takes these, too.)
+# Fields of ModelConfig -> keys of transformers' configurations. (GPT2Config accepts the shared ones as well.)
 SHARED_KEYS = {'vocab_size': 'vocab_size', 'tie_embeddings': 'tie_word_embeddings', 'n_layer': 'num_hidden_layers'}
 SHARED_KEYS |= {'n_head': 'num_attention_heads', 'n_embd': 'hidden_size', 'block_size': 'max_position_embeddings'}
 GPT2_KEYS = SHARED_KEYS | {'mlp_hidden_dim': 'n_inner', 'norm_eps': 'layer_norm_epsilon'}
@@ -68,7 +68,8 @@ EXPERT_KEYS |= {'expert_hidden_dim': 'moe_intermediate_size'}
 
 
 def is_in_transformers(model_config):
-    """Whether transformers has a class that computes the same: not enoki, nor gpt2 with bias=False (nanoGPT's), ..."""
+    """Whether transformers has a class that computes the same. It has none for enoki, or gpt2 with bias=False (as in
+    nanoGPT), for example."""
     if model_config.arch == 'gpt2':
         usual_heads = model_config.n_head * model_config.head_dim == model_config.n_embd
         return model_config.bias and usual_heads and model_config.n_kv_head == model_config.n_head
@@ -78,8 +79,8 @@ def is_in_transformers(model_config):
 
 
 def without_multipliers(state_dict, model_config):
-    """(state dict, ModelConfig) of a GPT that computes the same with parametrization='standard': the final norm takes
-    over what mup and completep divide the logits by, the last matrix of a branch what completep divides that by.
+    """(state dict, ModelConfig) of a GPT that computes the same with parametrization='standard': the divisor of the
+    logits in mup and completep goes into the final norm, and completep's divisor of a branch into its last matrix.
     """
     if model_config.parametrization == 'standard':
         return state_dict, model_config
@@ -91,8 +92,8 @@ def without_multipliers(state_dict, model_config):
 
 
 def names_in_transformers(name, model_config):
-    """The names in their files of the parameter that is called `name` here: one, or several that lie below each other
-    here, queries, keys and values, or experts."""
+    """The names in transformers' files of the parameter that model.py calls `name`: one, or several whose rows model.py
+    stacks into one matrix (queries, keys and values, or experts)."""
     modules = GPT2_MODULES if model_config.arch == 'gpt2' else LLAMA_MODULES
     module, kind = name.rsplit('.', 1)  # kind: weight or bias
     if module.startswith('blocks.'):
@@ -105,17 +106,17 @@ def names_in_transformers(name, model_config):
 
 
 def is_transposed(name, tensor, model_config):
-    """Whether it is stored the other way round there: GPT-2's blocks keep their matrices as (in, out)."""
+    """Whether transformers stores a tensor transposed: the matrices of GPT-2's blocks are (in, out) there."""
     return model_config.arch == 'gpt2' and name.startswith('blocks.') and tensor.ndim == 2
 
 
 def to_transformers(state_dict, model_config):
-    """The state dict of the transformers model, from that of GPT(model_config); dtypes stay."""
+    """The state dict of the transformers model, from that of GPT(model_config); dtypes are kept."""
     kv_rows = model_config.n_kv_head * model_config.head_dim
     qkv_rows = [model_config.n_head * model_config.head_dim, kv_rows, kv_rows]
     theirs = {}
     for name, tensor in state_dict.items():
-        if name.endswith('router.load'):  # of the training, not of the model
+        if name.endswith('router.load'):  # belongs to the training, not to the model
             continue
         if '.experts.' in name:
             theirs |= experts_to_transformers(name, state_dict, model_config)
@@ -129,8 +130,8 @@ def to_transformers(state_dict, model_config):
 
 
 def experts_to_transformers(name, state_dict, model_config):
-    """{name: tensor} that transformers' class has in memory for the weights of all experts of a layer, called `name`
-    here; {} for those of `up`, which come with `gate`."""
+    """{name: tensor} that transformers' class has in memory for the weights of a layer's experts, which model.py calls
+    `name`; {} for those of `up`, which are joined to `gate`."""
     kind, E = name.split('.')[-2], model_config.n_experts
     prefix = f'{LLAMA_MODULES["blocks"]}.{name.split(".")[1]}.mlp.experts'
     if kind == 'down':
@@ -142,8 +143,8 @@ def experts_to_transformers(name, state_dict, model_config):
 
 
 def from_transformers(name, model_config, read):
-    """The parameter that is called `name` here, of what read(name in their files) returns; the rows that pad the
-    vocabulary are 0."""
+    """The parameter that model.py calls `name`. read(name): returns a tensor of transformers' files. The rows that pad
+    the vocabulary are 0."""
     pieces = [read(their_name) for their_name in names_in_transformers(name, model_config)]
     tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if is_transposed(name, tensor, model_config):
@@ -159,29 +160,30 @@ def unpadded(name, tensor, model_config):
 
 
 def config_of_export(folder):
-    """The ModelConfig of a folder that export_model.py has written with model.py beside the weights, for what
-    transformers has no class for; None for any other folder."""
+    """The ModelConfig of a folder that export_model.py has written with model.py beside the weights, as it does for
+    models for which transformers has no class; None for any other folder."""
     try:
         content = read_json(Path(folder, 'config.json'))
-    except (OSError, ValueError):  # transformers says it better
+    except (OSError, ValueError):  # transformers will report it better
         return None
     is_ours = isinstance(content, dict) and content.get('model_type') == 'native_gpt'
     return ModelConfig.from_keys(content) if is_ours else None
 
 
 def weights_of_export(folder, model_config):
-    """{name: tensor} of such a folder for model.GPT, with zeros for the rows that pad its vocabulary."""
+    """{name: tensor} for model.GPT from a folder as in config_of_export(), with zeros for the rows that pad the
+    vocabulary."""
     weights = Weights(folder, key='model')
     tensors = {name.removeprefix('model.'): weights.read(name) for name in weights.file_of}
     for name in tensors.keys() & {'embed.weight', 'head.weight'}:
         tensors[name] = F.pad(tensors[name], (0, 0, 0, model_config.padded_vocab_size - model_config.vocab_size))
-    tensors.setdefault('head.weight', tensors['embed.weight'])  # tied weights stand there once
+    tensors.setdefault('head.weight', tensors['embed.weight'])  # the files have tied weights once
     return tensors
 
 
 def config_to_transformers(model_config):
-    """The GPT2Config, LlamaConfig, Qwen3Config or Qwen3MoeConfig of a ModelConfig, without special tokens: theirs would
-    be others."""
+    """The GPT2Config, LlamaConfig, Qwen3Config or Qwen3MoeConfig of a ModelConfig, without special tokens, since the
+    defaults of these classes would be wrong."""
     import transformers
 
     arch, dropout = model_config.arch, model_config.dropout
@@ -198,7 +200,8 @@ def config_to_transformers(model_config):
         return transformers.LlamaConfig(mlp_bias=model_config.bias, **keys)
     if model_config.n_experts:
         keys |= {theirs: getattr(model_config, ours) for ours, theirs in EXPERT_KEYS.items()}
-        # By default their weights are not normed. The factor is that of their loss, too, which computes its own load.
+        # By default the experts' weights are not normalised. The factor is also used in their loss, which computes the
+        # load itself.
         keys |= {'norm_topk_prob': True, 'router_aux_loss_coef': model_config.router_aux}
         return transformers.Qwen3MoeConfig(**keys)
     return transformers.Qwen3Config(**keys)
@@ -206,10 +209,10 @@ def config_to_transformers(model_config):
 
 def with_older_names(config):
     """
-    The content of a config.json with the names that transformers 4, vLLM and llama.cpp read beside those that
-    transformers 5 writes, {key: value}. Without rope_theta they would take 10,000, and say nothing.
+    The content of a config.json, {key: value}, with the names that transformers 4, vLLM and llama.cpp read in addition
+    to those that transformers 5 writes. Without rope_theta they would silently assume 10,000.
 
-    transformers 5 reads both, and finds the same in them.
+    transformers 5 reads both, and they say the same.
     """
     config = dict(config)
     if isinstance(config.get('text_config'), dict):
@@ -217,7 +220,7 @@ def with_older_names(config):
     if config.get('dtype'):
         config['torch_dtype'] = config['dtype']
     rotation = config.get('rope_parameters') or {}
-    near = rotation.get('sliding_attention')  # Gemma 3's layers turn in two ways
+    near = rotation.get('sliding_attention')  # Gemma 3's layers rotate in two ways
     rotation = rotation.get('full_attention', rotation)
     if 'rope_theta' in rotation:
         config['rope_theta'] = rotation['rope_theta']
@@ -234,7 +237,7 @@ def with_older_names(config):
 
 
 def tokenizer_with_older_names(settings):
-    """The same for the content of a tokenizer_config.json."""
+    """As with_older_names(), for the content of a tokenizer_config.json."""
     settings = dict(settings)
     if settings.get('tokenizer_class') == 'TokenizersBackend':
         settings['tokenizer_class'] = 'PreTrainedTokenizerFast'
@@ -244,9 +247,9 @@ def tokenizer_with_older_names(settings):
 
 
 def byte_level_bpe(ranks, specials, pattern=None):
-    """A tokenizers.Tokenizer that does what tiktoken does with the same parts.
+    """A tokenizers.Tokenizer that computes the same as a tiktoken Encoding with these parts.
 
-    ranks: {bytes of a token: id}, lower ids are merged first. specials: {text: id}. pattern: the regular expression
+    ranks: {bytes of a token: id}; lower ids are merged first. specials: {text: id}. pattern: the regular expression
     that splits a text into words; None = do not split.
     """
     import tokenizers
@@ -255,7 +258,8 @@ def byte_level_bpe(ranks, specials, pattern=None):
 
     letters = bytes_to_unicode()
     spelled = {token: ''.join(letters[byte] for byte in token) for token in ranks}
-    # tiktoken joins the neighbours whose union has the lowest id: every way to split a token is a merge, in that order.
+    # tiktoken merges the neighbours whose union has the lowest id. In `tokenizers` that is a list of merges with every
+    # way to split each token in two, in the order of the tokens' ids.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.get)
@@ -266,7 +270,7 @@ def byte_level_bpe(ranks, specials, pattern=None):
     bpe = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if pattern:
-        # `{1,3}+` is possessive for tiktoken, which matters little, but one or more such repetitions for this library.
+        # `{1,3}+` is possessive in tiktoken, which matters little, but in this library it is one or more repetitions.
         pattern = re.sub(r'(\{\d*,\d*\})\+', r'\1', pattern)
         steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)

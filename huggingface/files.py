@@ -1,10 +1,10 @@
 """
-The folder of a Hugging Face model: where it is, and its weights, mapped, by rows.
+The folder of a Hugging Face model: finding it, and reading rows of its weights out of mapped files.
 
     folder = find_folder('models/Llama-3.2-1B')  # or OWNER/NAME of a model in the hub's local cache
-    weights = Weights(folder)  # of safetensors files
-    found, lacking = weights.find(model)  # which tensor of the files is which of the model
-    local, rows = local_rows(parameter)  # what this rank keeps of a sharded parameter, or all of it
+    weights = Weights(folder)  # its safetensors files
+    found, lacking = weights.find(model)  # which tensor of the files belongs to which name of the model
+    local, rows = local_rows(parameter)  # this rank's shard of a parameter and its rows; all of it if it is not sharded
     local.copy_(weights.read(found['model.norm.weight'], rows))
 """
 
@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from runtime.files import refuse_lfs_pointer
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
-ROWS_AT_ONCE = 4096  # that are compared
-SMALL, SAMPLED = 2**16, 8  # numbers of a tensor that a fingerprint reads whole; rows that it reads of others
+ROWS_AT_ONCE = 4096  # rows that are compared at a time
+SMALL, SAMPLED = 2**16, 8  # a fingerprint reads tensors of so many numbers whole, and so many rows of larger ones
 
 
 def find_folder(init_from, key='init_from'):
-    """The folder that init_from names, or another key: a path, or OWNER/NAME of a model in the hub's local cache
-    (HF_HOME). Raises ValueError with the command that fetches it."""
+    """The folder that init_from names: a path, or OWNER/NAME of a model in the hub's local cache (HF_HOME). key: the
+    name of the key for the message, if it is another one. Raises ValueError with the command that fetches the model."""
     if os.path.isdir(init_from):
         return init_from
     if re.fullmatch(r'[\w.-]+/[\w.-]+', init_from):
@@ -46,10 +46,11 @@ def find_folder(init_from, key='init_from'):
 
 
 class Weights:
-    """The tensors of a folder's safetensors files, mapped: only the rows that are asked for are read."""
+    """The tensors of a folder's safetensors files, mapped, so that only the rows that are asked for are read."""
 
     def __init__(self, folder, key='init_from'):
-        """Raises ValueError where there are none, with the command that checks or fetches them. key: it names them."""
+        """key: the name of the key that names the folder, for messages. Raises ValueError if there are no weights, with
+        the command that checks or fetches them."""
         self.folder, self.files = folder, {}
         advice = f'`python download_model.py --model={folder}` checks the folder, with --model=OWNER/NAME it fetches'
         if not os.path.isdir(folder):
@@ -61,7 +62,7 @@ class Weights:
             listed = self.files_of_index()
             if absent := sorted(listed - set(names)):
                 raise ValueError(f'{key}={folder}: {INDEX} lists {absent[0]}, which is missing; {advice}')
-            # Tensors are where the files say, as for transformers, and not where the index says.
+            # The files decide where tensors are, as in transformers, and not the index.
             self.file_of = {tensor: name for name in sorted(listed) for tensor in self.open(name).keys()}
         else:
             pickles = [name for name in names if name.endswith(('.bin', '.pth', '.pt'))]
@@ -101,18 +102,18 @@ class Weights:
         return tuple(self.open(self.file_of[name]).get_slice(name).get_shape())
 
     def dtype(self, name):
-        """As safetensors calls it: 'BF16', 'F32', ..."""
+        """A tensor's dtype as safetensors calls it: 'BF16', 'F32', ..."""
         return self.open(self.file_of[name]).get_slice(name).get_dtype()
 
     def check_shape(self, name, shape):
-        """Raise ValueError for a tensor of another shape than the configuration says."""
+        """Raise ValueError if a tensor has another shape than the configuration says."""
         if self.shape(name) != tuple(shape):
             found = f'has the shape {self.shape(name)}, config.json asks for {tuple(shape)}'
             raise ValueError(f'{self.folder}: {name} {found}')
 
     def fingerprint(self):
-        """Which weights these are: a hash of all names, types and shapes, and of a few rows of each tensor. To read all
-        of a large model would take as long as to load it."""
+        """A hash that identifies these weights: of all names, types and shapes, and of a few rows of each tensor.
+        Reading all of a large model would take as long as loading it."""
         digest = hashlib.sha256()
         for name in sorted(self.file_of):
             part, shape = self.open(self.file_of[name]).get_slice(name), self.shape(name)
@@ -127,8 +128,8 @@ class Weights:
         return digest.hexdigest()[:16]
 
     def find(self, model):
-        """({name in the model: name in the files}, names that the files lack). Files may leave out the prefix of the
-        base model, as GPT-2's do, and hold a tied weight under any of its names."""
+        """({name in the model: name in the files}, names that the files lack). Files may omit the prefix of the base
+        model, as GPT-2's do, and hold a tied weight under any of its names."""
         found, lacking = {}, []
         for name, aliases in tensors_to_load(model).items():
             if stored := self.stored_as(model, aliases):
@@ -138,7 +139,7 @@ class Weights:
         return found, lacking
 
     def stored_as(self, model, names):
-        """The names in the files of what the model calls so; the first one found of each name."""
+        """The names in the files of tensors with these names in the model: for each, the first form that is found."""
         prefix, stored = model.base_model_prefix + '.', []
         for name in names:
             forms = (name, name.removeprefix(prefix), prefix + name)
@@ -146,7 +147,7 @@ class Weights:
         return stored
 
     def differ(self, model, names):
-        """Whether the files hold several tensors for these names of one parameter, and not the same numbers."""
+        """Whether the files hold several tensors for one parameter with these names, with different numbers."""
         for one, other in itertools.pairwise(self.stored_as(model, names)):
             if self.shape(one) != self.shape(other):
                 return True
@@ -158,7 +159,7 @@ class Weights:
 
 
 def tensors_to_load(model):
-    """{name: all its names} of parameters and of the buffers that files hold."""
+    """{first name: all names} of the parameters, and of the buffers that files hold."""
     names = {}
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
@@ -169,7 +170,7 @@ def tensors_to_load(model):
 
 
 def local_rows(tensor):
-    """(what this rank holds of a parameter, a plain tensor; the rows of the whole that these are)."""
+    """(this rank's shard of a parameter as a plain tensor, the slice of the whole's rows that it is)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), slice(None)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

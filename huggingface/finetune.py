@@ -1,18 +1,20 @@
 """
-A model of `transformers` as the train scripts want it: with the methods of model.GPT, and weights that come in slices.
+Makes a model of `transformers` usable by the train scripts: it gets the methods of model.GPT, and its weights are read
+in slices.
 
     pretrained = Pretrained.from_keys(config, explicit)  # config.json of the folder init_from; no weights yet
     with torch.device('meta'):
         model = for_training(pretrained, compute_dtype, device)
     ...  # shard it, or not; model.to_empty()
     load(model, pretrained, seed)  # each rank reads the rows it keeps
-    loss_sum, ce_sum = model(x, y)  # as model.GPT, and model(x, y, starts) where rows hold several documents
-    line = self_test(model, pretrained, ...)  # logits are those of the folder
+    loss_sum, ce_sum = model(x, y)  # as model.GPT; model(x, y, starts) if rows hold several documents
+    line = self_test(model, pretrained, ...)  # checks that logits equal those of the folder
 
-Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, in checkpoints too. The head
+Any AutoModelForCausalLM will do. Parameters keep the names that transformers gives them, also in checkpoints. The head
 and the loss are computed together in chunks (model.ChunkedCrossEntropy).
-lora.py says what is trained, and in what the rest is stored. Checkpoints of LoRA hold what is trained alone, with a
-fingerprint of the folder that the rest is read from.
+
+lora.py decides which weights are trained, and in which dtype the others are stored. Checkpoints of LoRA hold only what
+is trained, with a fingerprint of the folder from which the other weights are read.
 """
 
 import contextlib
@@ -42,9 +44,9 @@ from runtime import processes
 from runtime.errors import is_lost_peer, is_out_of_memory, one_line
 from runtime.files import refuse_lfs_pointer
 
-KEPT = 'model'  # folder in out_dir: what a run needs of init_from, without the weights
-LARGEST_KEPT = 2**26  # bytes of a file; tokenizer.json of large vocabularies has 20 MB
-# What one class or another does to its logits behind the matmul; with any of it the loss is computed from all logits.
+KEPT = 'model'  # folder in out_dir with the files of init_from that a run needs, except the weights
+LARGEST_KEPT = 2**26  # bytes of a file that is kept; a large vocabulary's tokenizer.json has 20 MB
+# What some classes do to their logits after the head's matmul; with any of these, the loss is computed from all logits.
 AFTER_HEAD = ('final_logit_softcapping', 'logits_soft_cap', 'output_logit_soft_cap', 'logit_scale', 'logits_scaling')
 AFTER_HEAD += ('lm_head_multiplier', 'output_multiplier')
 NATIVE_MODEL_KEYS = 'arch heads n_layer n_head n_kv_head head_dim n_embd mlp_hidden_dim vocab_size bias'.split()
@@ -54,7 +56,7 @@ LORA_KEYS = 'lora_rank lora_alpha lora_targets lora_dropout lora_rslora modules_
 DROPOUT = re.compile(r'dropout|_pdrop$')
 NOISE = re.compile(rf'{DROPOUT.pattern}|jitter_noise|layerdrop')
 VOLATILE = re.compile(rf'transformers_version|_name_or_path|dtype|use_cache|{NOISE.pattern}')  # keys of config.json
-# Where causal_attention() takes the place of transformers' own: these models need no other mask than those it makes.
+# Models in which causal_attention() replaces transformers' own attention: they need no masks other than those it makes.
 OWN_ATTENTION = 'gemma gpt2 granite llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2'.split()
 NOT_HERE = 'this model cannot be trained here'
 ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
@@ -62,9 +64,9 @@ ATTENTION = 'causal_sdpa'  # the name of causal_attention() in transformers
 
 @functools.cache
 def transformers_offline():
-    """The library, told before its import that all files are here: it would ask the hub about them otherwise."""
+    """Import transformers, after telling it that all files are here; otherwise it would ask the hub about them."""
     os.environ.setdefault('HF_HUB_OFFLINE', '1')
-    # transformers imports DeepSpeed where it is installed.
+    # transformers imports DeepSpeed if it is installed.
     logging.getLogger('DeepSpeed').addFilter(lambda record: 'Setting accelerator to CPU' not in record.getMessage())
     import transformers
 
@@ -72,8 +74,8 @@ def transformers_offline():
 
 
 def is_fine_tuned(state):
-    """Whether a checkpoint with this state is of a model of a Hugging Face folder, whose class computes it, or with
-    native=True model.py."""
+    """Whether the checkpoint with this state is of a run that fine-tunes a model of a Hugging Face folder, computed by
+    transformers' class or, with native=True, by model.py."""
     return 'transformers' in state['identity']['model'] or state['config'].get('native', False)
 
 
@@ -82,23 +84,24 @@ def is_fine_tuned(state):
 
 @dataclass(eq=False)
 class Pretrained:
-    """The configuration of a model in a Hugging Face folder, and what is to be trained of it; the counterpart of
-    model.ModelConfig. Raises ValueError where the folder holds no causal language model, or not one for block_size."""
+    """The configuration of a model in a Hugging Face folder, and which of its weights are trained; the counterpart of
+    model.ModelConfig. Raises ValueError if the folder has no causal language model, or one with fewer positions than
+    block_size."""
 
-    folder: str  # with config.json and the tokenizer: init_from, or what an earlier start kept of it in out_dir
+    folder: str  # has config.json and the tokenizer: init_from, or the copy that an earlier start made in out_dir
     block_size: int | None = None
     lora_rank: int = 0
     lora_alpha: float = 16.0
-    lora_targets: str = 'all'  # linear layers of the blocks, or ends of their names, 'q_proj,v_proj'
+    lora_targets: str = 'all'  # all linear layers of the blocks, or ends of their names, as 'q_proj,v_proj'
     lora_dropout: float = 0.0
     lora_rslora: bool = False
     modules_to_save: list | tuple = ()  # ends of names of modules that are trained in full beside LoRA
-    freeze: str | None = None  # regular expression
+    freeze: str | None = None  # regular expression for names of parameters that are not trained
     frozen_dtype: str | None = None  # of matrices that are not trained: 'float32', 'bfloat16', 'nf4'; None = exact
     dropout: float = 0.0
     z_loss: float = 0.0
     rope_theta: float | None = None  # of the rotary embedding; None = the folder's
-    yarn: list | None = None  # as in model.ModelConfig; without its second number that is the folder's
+    yarn: list | None = None  # as in model.ModelConfig; if the second number is left out, it is the folder's
     trust_remote_code: bool = False
     weights_folder: str | None = None  # None = folder
 
@@ -109,7 +112,7 @@ class Pretrained:
         transformers = transformers_offline()
         try:
             self.config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
-        except Exception as error:  # whatever a class likes: for 32.0 in place of 32, for an unknown rope_type, ...
+        except Exception as error:  # of any class: for 32.0 instead of 32, for an unknown rope_type, ...
             path = os.path.join(folder, 'config.json')
             if os.path.exists(path):
                 refuse_lfs_pointer(path)
@@ -121,7 +124,7 @@ class Pretrained:
         mappings = transformers.models.auto.modeling_auto
         known = set(mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         if not getattr(self.config, 'is_decoder', True):
-            known -= set(mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # BERT is in both
+            known -= set(mappings.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # BERT is in both mappings
         own_code = (getattr(self.config, 'auto_map', None) or {}).get('AutoModelForCausalLM')
         self.arch = self.config.model_type
         if not own_code and self.arch not in known:
@@ -152,7 +155,7 @@ class Pretrained:
             )
         if self.frozen_dtype and not (self.lora_rank or self.freeze):
             raise ValueError(f'frozen_dtype={self.frozen_dtype} without LoRA or --freeze: all is trained, leave it out')
-        is_frozen = bool(self.lora_rank or self.freeze)  # some of it
+        is_frozen = bool(self.lora_rank or self.freeze)  # a part of the model
         self.is_bfloat16 = is_frozen and self.holds_bfloat16()
         if self.frozen_dtype is None and is_frozen:
             self.frozen_dtype = 'bfloat16' if self.is_bfloat16 else 'float32'
@@ -161,8 +164,8 @@ class Pretrained:
             self.config.tie_word_embeddings = text.tie_word_embeddings = False
 
     def holds_bfloat16(self):
-        """Whether all matrices in the files are bfloat16, so that to keep them in bfloat16 changes no bit. (float16 has
-        more digits.) Where there are no files, config.json says what they were."""
+        """Whether all matrices in the files are bfloat16, so that keeping them in bfloat16 changes no bit. (float16 has
+        more digits.) If the files are gone, config.json says what they were."""
         try:
             weights = Weights(self.weights_folder)
         except ValueError:
@@ -171,17 +174,17 @@ class Pretrained:
 
     @property
     def frozen_rounding(self):
-        """What frozen_dtype makes of the folder's numbers: 'nf4', 'bfloat16', or 'float32' where they stay what they
-        are. This is the part of it that a run cannot change on its way."""
+        """To what frozen_dtype rounds the folder's weights: 'nf4', 'bfloat16', or 'float32' if they stay as they are. A
+        resumed run may change frozen_dtype, but not this."""
         is_exact = self.frozen_dtype is None or (self.frozen_dtype == 'bfloat16' and self.is_bfloat16)
         return 'float32' if is_exact else self.frozen_dtype
 
     def holds_another_head(self):
-        """Whether the files hold different tensors for places of the model that are one parameter by config.json.
-        from_pretrained trusts the files then, and ties nothing."""
+        """Whether the files hold different tensors where by config.json the model has a single tied parameter. In this
+        case from_pretrained() trusts the files and ties nothing."""
         try:
             weights = Weights(self.weights_folder)
-        except ValueError:  # there are none: a run that goes on from its checkpoints, whose kept config.json is right
+        except ValueError:  # no weights: the run resumes from checkpoints, and its kept config.json is right
             return False
         with torch.device('meta'):
             model = self.empty_model()
@@ -189,8 +192,8 @@ class Pretrained:
 
     @classmethod
     def from_keys(cls, config, explicit):
-        """From a script's config. Raises ValueError, too, for keys that only a model from scratch has, for a folder
-        that is not there, and for one without weights that no earlier start of this run has read."""
+        """From a script's config. Also raises ValueError for keys that only a model from scratch has, for a folder that
+        does not exist, and for one without weights, unless an earlier start of this run has read them."""
         set_here = [key for key in NATIVE_MODEL_KEYS if key in explicit]
         if set_here:
             given = f'{set_here[0]}={config[set_here[0]]!r}'
@@ -202,23 +205,23 @@ class Pretrained:
         except ValueError:
             if not os.path.isdir(kept):
                 raise
-            source = None  # the run goes on from its checkpoints, with what it has kept of the folder
+            source = None  # the run resumes from its checkpoints, with the files that it has kept of the folder
         if source:
-            refuse_adapter(source)  # before its weights are looked for, which an adapter does not have
+            refuse_adapter(source)  # first, since an adapter has no weights of a model
         if source and not os.path.isdir(kept) and not config['dry_run']:
-            Weights(source)  # there are some
+            Weights(source)  # raises if there are none
         keys = 'block_size freeze frozen_dtype dropout z_loss rope_theta yarn trust_remote_code'
         options = {key: config[key] for key in [*keys.split(), *LORA_KEYS]}
         return cls(source or kept, weights_folder=source or init_from, **options)
 
     @classmethod
     def from_run(cls, out_dir, state, trust_remote_code=False):
-        """The model that a run of these scripts has trained, from out_dir and the state of a checkpoint."""
+        """The model that a run of these scripts has trained, from its out_dir and the state of a checkpoint."""
         folder = os.path.join(out_dir, KEPT)
         if not os.path.isdir(folder):
             raise ValueError(f'{folder} is missing, with the configuration and tokenizer of the model: copy it back')
         saved = state['identity']['model']
-        if state['config'].get('native'):  # these are model.py's; what was asked for the folder is in the keys
+        if state['config'].get('native'):  # saved: as model.py has them; the user's are in the keys
             saved = {**saved, **{key: state['config'][key] for key in ('rope_theta', 'yarn')}}
         keys = ['block_size', 'rope_theta', 'yarn', *LORA_KEYS]
         options = {key: saved[key] for key in keys if key in saved}  # earlier versions had fewer
@@ -233,9 +236,9 @@ class Pretrained:
         return pretrained
 
     def base(self, init_from, saved=None, where=None):
-        """What a checkpoint of LoRA says of the weights that it leaves out: where they lay, and a fingerprint.
+        """What a checkpoint of LoRA says about the weights that it leaves out: their folder, and a fingerprint.
 
-        saved: that of an earlier checkpoint, in `where`. Raises ValueError where the folder has other weights now."""
+        saved: what an earlier checkpoint, in `where`, says. Raises ValueError if the folder has other weights now."""
         found = {'init_from': init_from, 'fingerprint': Weights(self.weights_folder).fingerprint()}
         if saved and saved['fingerprint'] != found['fingerprint']:
             was = 'it' if saved['init_from'] == init_from else f'init_from={saved["init_from"]}'
@@ -246,8 +249,8 @@ class Pretrained:
         return found
 
     def keep_files(self, out_dir):
-        """Copy configuration, tokenizer and licence into out_dir when a run begins, which then does not need init_from
-        any more. What an earlier start without a checkpoint has left there is replaced. For rank 0."""
+        """Copy configuration, tokenizer and licence into out_dir when a run begins, so that it no longer needs those of
+        init_from. Replaces what an earlier start without a checkpoint has left there. For rank 0."""
         kept = os.path.join(out_dir, KEPT)
         if os.path.abspath(self.folder) == os.path.abspath(kept):
             return
@@ -261,7 +264,7 @@ class Pretrained:
                     shutil.copyfile(path, os.path.join(f'{kept}.tmp', name))
             elif name == 'additional_chat_templates':
                 shutil.copytree(path, os.path.join(f'{kept}.tmp', name))
-        if self.unties:  # as the weights say, which are not kept here
+        if self.unties:  # config.json must say what the weights show, since these are not kept
             path = os.path.join(f'{kept}.tmp', 'config.json')
             with open(path, encoding='utf-8') as file:
                 content = json.load(file)
@@ -271,8 +274,8 @@ class Pretrained:
         os.rename(f'{kept}.tmp', kept)
 
     def empty_model(self, kind=None):
-        """The transformers model without its weights: parameters and buffers as the context says, best on meta.
-        kind: a subclass of the class that transformers has for it, in its place."""
+        """The transformers model without its weights; its parameters and buffers are on the context's device, best on
+        meta. kind: a subclass of transformers' class to make instead of that class."""
         transformers, config = transformers_offline(), copy.deepcopy(self.config)
         text = config.get_text_config()
         pad = getattr(text, 'pad_token_id', None)
@@ -285,17 +288,17 @@ class Pretrained:
                 model = transformers.AutoModelForCausalLM.from_config(config, **options)
             else:
                 model = kind._from_config(config, dtype=torch.float32)
-        except Exception as error:  # a class raises what it likes: KeyError for an unknown activation, ...
+        except Exception as error:  # classes raise all kinds of errors: KeyError for an unknown activation, ...
             reason = f'{type(error).__name__}: {one_line(error)}'
             problem = f'{self.folder}: transformers cannot make a model of its config.json: {reason}'
             raise ValueError(f'{problem}: mend that value there, or update transformers') from error
         model.tie_weights()  # transformers 5.0 does not, on meta
         if has_uneven_experts(model):
-            model.set_experts_implementation('eager')  # one after the other
+            model.set_experts_implementation('eager')  # computes one after the other
         return model
 
     def to_dict(self):
-        """What decides shapes and numbers: for the log, planning/ and the identity of a checkpoint."""
+        """All settings that decide shapes and results, for the log, planning/ and the identity of a checkpoint."""
         return self.facts
 
     @functools.cached_property
@@ -321,8 +324,8 @@ class Pretrained:
 
 
 def refuse_adapter(folder):
-    """Raise ValueError for a folder of peft, with LoRA in place of a model, or beside one: from_pretrained would put it
-    on the model that it names."""
+    """Raise ValueError for a folder with an adapter of peft, alone or beside a model: from_pretrained() would apply it
+    to the model that it names."""
     path = os.path.join(folder, 'adapter_config.json')
     if os.path.exists(path):
         refuse_lfs_pointer(path)
@@ -338,8 +341,8 @@ def refuse_adapter(folder):
 
 
 def refuse_scalars(model):
-    """Raise ValueError for a parameter without dimensions, as code of a model's own may have: it has no rows to be
-    divided among ranks."""
+    """Raise ValueError if the model has a parameter without dimensions, as a model's own code may have: there are no
+    rows to divide among ranks."""
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
         advice = 'train it with train_ddp.py, evaluate it with --shard=none'
@@ -347,14 +350,14 @@ def refuse_scalars(model):
 
 
 def has_uneven_experts(model):
-    """Whether a mixture's experts have sizes that torch's grouped_mm, with which transformers computes all of them at
-    once, does not take: it wants rows of a multiple of 16 bytes, which are 8 numbers in half precision."""
+    """Whether a mixture's experts have sizes that torch's grouped_mm does not accept, with which transformers computes
+    all experts at once: rows must be multiples of 16 bytes, which are 8 numbers in half precision."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 3 and '.experts.' in name]  # (experts, out, in)
     return any(size % 8 for matrix in matrices for size in matrix.shape[1:])
 
 
 def heads_of(config):
-    """(number of heads, dimensions of one). Some configurations raise their own errors where layers differ in it."""
+    """(number of heads, dimensions of one). Some configurations raise errors of their own if layers differ in it."""
     heads = getattr(config, 'num_attention_heads', 1)
     with contextlib.suppress(Exception):
         if config.head_dim:
@@ -366,18 +369,20 @@ def heads_of(config):
 
 
 class ForTraining:
-    """What a train script asks of a model. for_training() makes a subclass of this and of transformers' class."""
+    """The methods that a train script calls on a model. for_training() makes a subclass of this and transformers'
+    class."""
 
     cross_entropy = staticmethod(cross_entropy)
-    ties = ()  # [(module, attribute), ...] of each parameter that has several places; set by for_training()
-    counts = flops = None  # parameter_counts() and flops_per_token(), where weights have become bytes since
-    is_whole = False  # its weights are the masters, and what is frozen: see lora.compute_from_stored()
+    ties = ()  # for each parameter with several places, its [(module, attribute), ...]; set by for_training()
+    counts = flops = None  # parameter_counts() and flops_per_token() from before weights were packed into bytes
+    is_whole = False  # not sharded: weights are fp32 masters or stored frozen ones, see lora.compute_from_stored()
 
     def forward(self, x, y=None, starts=None, layout=None, cache=None, then=None):
-        """As model.GPT.forward: (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without them logits (B, T, V).
-        starts (B, M): where each document of a row begins, or an attention layout in its place; attention stays within
-        documents. cache: of new_cache(), with the tokens before x; logits are those of the last token, (B, 1, V).
-        then: of (hidden, head), or (logits, None) where the class makes logits in its own way."""
+        """As model.GPT.forward(): (loss_sum, ce_sum) with targets y (B, T), -1 = ignored; without y logits (B, T, V).
+        starts (B, M): where each document of a row begins, or instead of it `layout`, an attention layout; attention
+        then stays within documents. cache: from new_cache(), with the tokens before x; the result is then the logits of
+        the last token, (B, 1, V). then: a function that is called with (hidden, head), or with (logits, None) if the
+        class makes logits in its own way, and whose result is returned."""
         if cache is not None:
             return self.last_logits(x, layout, cache)
         options = {'use_cache': False}
@@ -385,14 +390,14 @@ class ForTraining:
             layout = layout_of_documents(starts, x.shape[1], self.compute_dtype, self.has_dropout)
         if layout is not None:
             options['position_ids'] = layout.positions
-            if self.config._attn_implementation == ATTENTION:  # others find the documents in the positions
+            if self.config._attn_implementation == ATTENTION:  # others recognise documents by their positions
                 if isinstance(layout, MaskedLayout):
                     options['attention_mask'] = layout.mask
                 else:
-                    options['layout'] = layout  # which transformers hands on to causal_attention()
+                    options['layout'] = layout  # transformers passes it on to causal_attention()
         head = self.get_output_embeddings()
-        # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts what matmuls take.
-        # (For meta tensors there is none: planning/activations.py does what it would do.)
+        # Under FSDP weights arrive in compute_dtype. Under DDP they are fp32, and autocast casts the inputs of matmuls.
+        # (Autocast does not work for meta tensors; planning/activations.py imitates it.)
         dtype = torch.float32 if self.is_whole else head.weight.dtype
         casting = self.compute_dtype != dtype and not x.is_meta
         with torch.autocast(x.device.type, self.compute_dtype) if casting else contextlib.nullcontext():
@@ -409,11 +414,11 @@ class ForTraining:
         return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), head.weight, y.flatten(), *options)
 
     def last_logits(self, x, layout, cache):
-        """Logits (B, 1, V) behind the last token of x (B, T), which follows those in the cache."""
+        """Logits (B, 1, V) after the last token of x (B, T), whose tokens follow those in the cache."""
         options = {'use_cache': True, self.arguments.cache: cache}
         if layout is not None and self.arguments.position_ids:
             options['position_ids'] = layout.positions
-        if layout is not None:  # other attentions want to know which tokens there are: the last one sees all of them
+        if layout is not None:  # other implementations take a mask of the real tokens: those that the last one sees
             is_own = self.config._attn_implementation == ATTENTION
             options['attention_mask'] = layout.mask if is_own else layout.mask[:, 0, -1].long()
         head = self.get_output_embeddings()
@@ -426,27 +431,28 @@ class ForTraining:
 
     @property
     def takes_padding(self):
-        """Whether last_logits() takes a layout that hides padding. State-space models go through their states instead,
-        each in its own way, and without a cache another layout is expected."""
+        """Whether last_logits() accepts a layout that hides padding. State-space models do not, since each handles its
+        state in its own way, and without a cache another layout is expected."""
         return bool(self.arguments.cache and self.arguments.position_ids)
 
     @property
     def reads_on(self):
-        """Whether last_logits() takes several tokens behind those in a cache: for sure where attention is ours."""
+        """Whether last_logits() accepts several tokens after those in a cache; certain only with causal_attention()."""
         return self.takes_padding and self.config._attn_implementation == ATTENTION
 
     def new_cache(self, capacity):
-        """As model.GPT.new_cache; None where the class has no cache of the usual kind."""
+        """As model.GPT.new_cache(); None if the class has no cache of the usual kind."""
         if not self.arguments.cache:
             return None
-        is_own = self.config._attn_implementation == ATTENTION  # which cuts the window itself
+        is_own = self.config._attn_implementation == ATTENTION  # it applies the window itself
         return transformers_offline().DynamicCache(config=None if is_own else self.config)
 
     def keep_rows(self, cache, rows):
         cache.reorder_cache(rows)
 
     def _apply(self, *args, **kwargs):
-        """to_empty(), to() and the like make new parameters, and leave garbage in buffers that no file holds."""
+        """Called by to_empty(), to() and the like. These make new parameters, so they are tied again here; to_empty()
+        leaves garbage in buffers, so those that no file holds are filled again."""
         super()._apply(*args, **kwargs)
         self.tie()
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -454,7 +460,7 @@ class ForTraining:
         return self
 
     def tie(self):
-        """Put the first parameter of each tie into its other places, too."""
+        """Put the first parameter of each tie into its other places."""
         for (first, attribute), *others in self.ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[attribute]
@@ -472,19 +478,19 @@ class ForTraining:
 
 
 def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
-    """The transformers model of a Pretrained with the methods of ForTraining, on meta under torch.device('meta').
-    device: where it will compute; buffers go there even when the shards are kept on the host.
+    """The transformers model of a Pretrained with the methods of ForTraining; on meta under torch.device('meta').
+    device: where it will compute; buffers go there even if shards are kept on the host.
     Raises ValueError for LoRA targets and frozen parameters that the model does not have."""
     transformers = transformers_offline()
     transformers.AttentionInterface.register(ATTENTION, causal_attention)
     config = pretrained.config
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for name, value in list(vars(part).items()):  # the noise of pretraining is not this run's
+        for name, value in list(vars(part).items()):  # replace pretraining's noise by this run's
             if NOISE.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
                 setattr(part, name, pretrained.dropout if DROPOUT.search(name) else 0.0)
     with torch.device('meta'):
         library_class = type(pretrained.empty_model())
-    # transformers looks the class up in its module's file, and by its name what the loss is.
+    # transformers looks up the class in its module's file, and its loss by the class's name.
     names = {'__module__': library_class.__module__}
     model = pretrained.empty_model(type(library_class.__name__, (ForTraining, library_class), names))
     if pretrained.arch in OWN_ATTENTION and model.config._attn_implementation == 'sdpa':
@@ -502,7 +508,7 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
     head, text = model.get_output_embeddings(), config.get_text_config()
     changed = [name for name in AFTER_HEAD if getattr(text, name, None) not in (None, 1, 1.0)]
     model.has_plain_head = type(head) is nn.Linear and head.bias is None and not changed
-    model.has_plain_head &= model.base_model is not model  # it is where a class names none
+    model.has_plain_head &= model.base_model is not model  # they are the same if a class names no base model
     model.flops_of_attention = 12 * len(model.blocks) * math.prod(heads_of(text)) * (pretrained.block_size or 0)
     model.train()
     lora.freeze(model, pretrained)
@@ -512,9 +518,9 @@ def for_training(pretrained, compute_dtype=torch.float32, device='cpu'):
 
 @contextlib.contextmanager
 def weights_in_compute_dtype(model):
-    """Whole weights of ForTraining, as under DDP, are in compute_dtype meanwhile, as sharded ones are when gathered:
-    autocast would leave what is between matmuls in float32, and give other numbers. (Those of model.py are cast by
-    themselves.) For forward passes without gradients."""
+    """A context in which the whole weights of a ForTraining model, as under DDP, are in compute_dtype, like those that
+    FSDP gathers. Autocast would leave operations between matmuls in float32, and give other results. (model.py casts
+    its weights itself.) For forward passes without gradients."""
     places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
     kept = [module._parameters[name] for module, name in places]
     is_cast = not isinstance(model, ForTraining)
@@ -522,7 +528,8 @@ def weights_in_compute_dtype(model):
     if is_cast or any(isinstance(parameter, DTensor) for parameter in kept):
         yield
         return
-    # One for each, for some have several places. Not parameter.data: DDP listens to what gathers its gradient.
+    # One copy for each, as some have several places. Not by changing parameter.data, since DDP has hooked the node that
+    # accumulates the parameter's gradient.
     cast = {
         parameter: nn.Parameter(parameter.detach().to(model.compute_dtype), False)
         for parameter in set(kept)
@@ -540,9 +547,9 @@ def weights_in_compute_dtype(model):
 
 
 class Arguments(NamedTuple):
-    """What the forward of a class of transformers takes."""
+    """Which arguments the forward of one of transformers' classes takes."""
 
-    cache: str | None  # its name: another one before transformers 5.20 or so; None = the class has no such cache
+    cache: str | None  # the argument's name, which changed around transformers 5.20; None = no cache of the usual kind
     position_ids: bool
     logits_to_keep: bool
 
@@ -555,8 +562,8 @@ class Arguments(NamedTuple):
 
 
 def find_blocks(model):
-    """The blocks of a transformers model in their order: of the classes that _no_split_modules names, or else the
-    longest list of modules of one class."""
+    """The blocks of a transformers model, in order: the longest list of modules of the classes that _no_split_modules
+    names, or if there is none, of modules of a single class."""
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     named = set(model._no_split_modules or ())
     found = [blocks for blocks in lists if all(type(block).__name__ in named for block in blocks)]
@@ -567,10 +574,10 @@ def find_blocks(model):
 
 
 def causal_attention(module, query, key, value, attention_mask, sliding_window=None, layout=None, **options):
-    """transformers' attention by scaled_dot_product_attention, where a missing mask means causal.
+    """transformers' attention by scaled_dot_product_attention, except that a missing mask means causal.
 
-    transformers would look for packed documents in every forward pass, which a GPU has to be waited for. On a CPU, fp32
-    inside takes 0.6 of the time of bf16."""
+    transformers' own would look for packed documents in every forward pass, and wait for the GPU to do so. On a CPU,
+    computing in fp32 takes 0.6 of the time of bf16."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     T, dtype = query.shape[2], query.dtype
@@ -585,13 +592,13 @@ def causal_attention(module, query, key, value, attention_mask, sliding_window=N
     on_cpu = query.device.type == 'cpu'
     if on_cpu:
         query, key, value = query.float(), key.float(), value.float()
-    with torch.autocast('cpu', enabled=False) if on_cpu else contextlib.nullcontext():  # it would undo that
+    with torch.autocast('cpu', enabled=False) if on_cpu else contextlib.nullcontext():  # autocast would undo that
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output.to(dtype), None
 
 
 def loss_of_logits(logits, targets, vocab_size, z_loss):
-    """What ChunkedCrossEntropy returns, from logits (N, V) that a model has made in its own way."""
+    """(loss_sum, ce_sum) as from ChunkedCrossEntropy, but from logits (N, V) that a model has made in its own way."""
     logits, valid = logits[:, :vocab_size].float(), targets >= 0
     ce_sum = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
     loss_sum = ce_sum + z_loss * ((torch.logsumexp(logits, -1) ** 2) * valid).sum() if z_loss else ce_sum
@@ -599,8 +606,8 @@ def loss_of_logits(logits, targets, vocab_size, z_loss):
 
 
 def fill_buffers(model, device):
-    """Put buffers on `device`, and compute again those that no file holds, like RoPE's frequencies: transformers has
-    rules for them in _init_weights(). Raises ValueError for one without."""
+    """Put buffers on `device`, and recompute those that no file holds, such as RoPE's frequencies, by transformers'
+    rules in _init_weights(). Raises ValueError for a buffer without such a rule."""
     for module in model.modules():
         unset = [name for name in module._non_persistent_buffers_set if module._buffers[name] is not None]
         for name, buffer in module._buffers.items():
@@ -610,7 +617,7 @@ def fill_buffers(model, device):
             elif buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
         if unset:
-            # The rule would draw the module's parameters anew, too: it gets others in their place.
+            # The rule would also initialise the module's parameters, so it gets others on meta in their place.
             parameters = module._parameters
             module._parameters = {name: p if p is None else p.detach().to('meta') for name, p in parameters.items()}
             model._init_weights(module)
@@ -621,7 +628,7 @@ def fill_buffers(model, device):
 
 
 def cautions(model, pretrained):
-    """Lines for the log on a model of for_training(), where it is computed or trained in another way than expected."""
+    """Lines for the log if a model of for_training() is computed or trained in another way than one might expect."""
     lines = []
     if has_uneven_experts(model):
         lines.append(
@@ -629,7 +636,7 @@ def cautions(model, pretrained):
             "no multiples of 8, as torch's grouped_mm wants them"
         )
     if pretrained.lora_rank and pretrained.lora_targets == 'all':
-        adapted, others = 0, {}  # numbers in weights that have LoRA, and {name in the block: numbers} of those without
+        adapted, others = 0, {}  # numbers in weights with LoRA, and {name in the block: numbers} of weights without
         for block in model.blocks:
             weights = {name: p for name, p in block.named_parameters() if p.dim() > 1 and not p.requires_grad}
             for name, weight in weights.items():
@@ -653,13 +660,13 @@ def cautions(model, pretrained):
 
 @torch.no_grad()
 def load(model, pretrained, seed=0):
-    """Fill a model with the weights of its folder, sharded or not: as fp32, whatever they are stored in, and what is
-    not trained in its frozen_dtype. Collective.
+    """Fill a model, sharded or not, with the weights of its folder: in fp32, whatever they are stored in, and weights
+    that are not trained in frozen_dtype. Collective.
 
-    Each rank reads the rows that it keeps, and with nf4 packs these. Where transformers stores weights under other
-    names than it computes with (experts of some mixtures, stacked when they are loaded), rank 0 loads the whole model
-    and sends it on.
-    LoRA begins with lora.initial_lora_a() and with B = 0, so that it changes nothing yet.
+    Each rank reads the rows that it keeps and, with nf4, packs them. If transformers' files have other names than its
+    model in memory (as for experts of some mixtures, which are stacked when they are loaded), rank 0 loads the whole
+    model and broadcasts it.
+    LoRA begins with A = lora.initial_lora_a() and B = 0, so that at first it changes nothing.
     Raises ValueError for a tensor of another shape than the configuration says.
     """
     weights = Weights(pretrained.weights_folder)
@@ -687,8 +694,8 @@ def load(model, pretrained, seed=0):
 
 
 def whole_model(pretrained):
-    """The model as transformers loads it, fp32. Raises ValueError where its weights are not all in the folder: the rest
-    would be random numbers."""
+    """The model as transformers itself loads it, in fp32. Raises ValueError if the folder lacks some of its weights,
+    which would otherwise be random numbers."""
     transformers = transformers_offline()
     options = {'dtype': torch.float32, 'trust_remote_code': pretrained.trust_remote_code, 'output_loading_info': True}
     try:
@@ -710,19 +717,19 @@ def whole_model(pretrained):
 
 
 def from_rank_0(tensor, shape, dtype):
-    """A whole tensor of rank 0, on every rank, in host memory."""
+    """Rank 0's whole tensor, on every rank, in host memory. Collective."""
     whole = torch.empty(shape, dtype=dtype) if tensor is None else tensor.to(dtype).contiguous()
     dist.broadcast(whole, src=0)
     return whole
 
 
 def seen_in_training(pretrained):
-    """A function of (name, rows of that tensor in the folder): the numbers that training had in their place. LoRA has
-    learned beside these, so it is merged into these."""
+    """A function of (name, rows of that tensor in the folder) that returns the values which training used instead,
+    rounded by frozen_dtype. LoRA was trained beside these values, so it is merged into them."""
     if pretrained.frozen_rounding == 'float32':
         return lambda name, rows: rows
     with torch.device('meta'):
-        model = for_training(copy.deepcopy(pretrained))  # which would change the noise in its configuration
+        model = for_training(copy.deepcopy(pretrained))  # for_training() changes the noise in its configuration
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     def seen(name, rows):
@@ -734,7 +741,7 @@ def seen_in_training(pretrained):
 
 
 def line_of_base(pretrained):
-    """What to say where LoRA is merged into other numbers than its folder has; None where it is not."""
+    """A line that says so if LoRA is merged into weights that differ from the folder's by rounding; else None."""
     rounding = pretrained.frozen_rounding
     if not pretrained.lora_rank or rounding == 'float32':
         return None
@@ -742,10 +749,10 @@ def line_of_base(pretrained):
 
 
 def base_weights(model, pretrained, weights):
-    """{name: tensor} of what `weights`, those of LoRA's checkpoint, lack of a model on meta; fp32, from its folder, and
-    rounded as training saw them."""
+    """{name: tensor} of the model's weights that a LoRA checkpoint's `weights` lack: read from the folder, rounded as
+    training saw them, in fp32. model: on meta."""
     absent = [name for name in tensors_to_load(model) if name not in weights]
-    if not absent:  # of an earlier version, with all of them
+    if not absent:  # a checkpoint of an earlier version has all of them
         return {}
     stored = Weights(pretrained.weights_folder)
     found, lacking = stored.find(model)
@@ -757,8 +764,8 @@ def base_weights(model, pretrained, weights):
 
 
 def for_inference(pretrained, weights):
-    """The class's own model, not ForTraining, with `weights` {name: tensor} of a checkpoint; LoRA is merged, into the
-    weights of pretrained's folder where the checkpoint has none. Moves nothing and casts nothing."""
+    """A model of transformers' own class, without ForTraining, with a checkpoint's `weights`, {name: tensor}. LoRA is
+    merged; weights that the checkpoint leaves out come from pretrained's folder. Does not move or cast anything."""
     with torch.device('meta'):
         model = pretrained.empty_model()
     if pretrained.lora_rank:
@@ -772,8 +779,8 @@ def for_inference(pretrained, weights):
 
 
 def for_generation(pretrained, weights, compute_dtype, device):
-    """The model of for_training() with LoRA merged; cast_weights() is to follow. weights: {name: tensor} of a
-    checkpoint; None = those of the folder, as they are stored."""
+    """The model of for_training() with LoRA merged; call cast_weights() next. weights: {name: tensor} of a checkpoint;
+    None = those of the folder, as they are stored."""
     whole = copy.copy(pretrained)
     whole.lora_rank, whole.freeze, whole.frozen_dtype = 0, None, None
     with torch.device('meta'):
@@ -791,14 +798,15 @@ def for_generation(pretrained, weights, compute_dtype, device):
 
 
 def cast_weights(model, compute_dtype, device):
-    """Once and for all, where each token uses every weight. (Not .to(compute_dtype), which would round RoPE's
-    frequencies, too.)"""
+    """Cast all weights once, for generation, in which each token uses every weight. (Not by .to(compute_dtype), which
+    would also round RoPE's frequencies.)"""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, compute_dtype)
 
 
 def weights_of_folder(pretrained, model):
-    """{name: tensor} as they are stored. Raises ValueError for one of another shape than the configuration says."""
+    """{name: tensor} of a folder, as they are stored. Raises ValueError for a tensor of another shape than the
+    configuration says."""
     weights = Weights(pretrained.weights_folder)
     found, lacking = weights.find(model)
     if lacking:
@@ -814,12 +822,12 @@ def weights_of_folder(pretrained, model):
 
 @torch.no_grad()
 def self_test(model, raw_model, pretrained, loaded, packed, device):
-    """Prove on a few tokens that the model computes what its folder says; returns a line for the log. Collective.
+    """Check on a few tokens that the model computes what its folder says. Returns a line for the log. Collective.
 
-    model: as it is called, wrapped or sharded; raw_model: with ForTraining's attributes. loaded: the weights are the
-    folder's, so the logits must be, too: rank 0 computes them with transformers' own class, a block of the files at a
-    time. packed: attention must stay within documents.
-    Raises ValueError on every rank: to train on would waste the run.
+    model: the wrapped or sharded model, as training calls it. raw_model: the module with ForTraining's attributes.
+    loaded: the weights are the folder's, so the logits must be as well; rank 0 computes them with transformers' own
+    class, one block of the files at a time. packed: attention must stay within documents.
+    Raises ValueError on every rank if a check fails, since training would be wasted.
     """
     T = min(32, pretrained.block_size)
     tokens = torch.randint(pretrained.vocab_size, (1, T), generator=torch.Generator().manual_seed(1))
@@ -829,8 +837,8 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
     exact = raw_model.compute_dtype == torch.float32
     tolerance = 1e-4 if exact else 0.02
     model.eval()
-    compiled = 'torch._dynamo' in sys.modules  # else to import it would take seconds
-    if compiled:  # for these few tokens: training's would be a second size, and get a slower, dynamic graph
+    compiled = 'torch._dynamo' in sys.modules  # if it is not imported, importing it would take seconds
+    if compiled:  # else training's shape would be the second after this one, and get a slower, dynamic graph
         torch.compiler.set_stance('force_eager')
     try:
         logits = model(x).float()  # (1, T, V)
@@ -838,7 +846,7 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         if is_out_of_memory(error) or is_lost_peer(error):
             raise
         check_class_runs(pretrained, tokens)
-        raise  # it does: this is ours
+        raise  # transformers' class runs, so the fault is in this project
     ce, expected_ce = model(x, y)[1].item(), F.cross_entropy(logits[0], y[0], reduction='sum').item()
     if not abs(ce - expected_ce) <= tolerance * expected_ce:
         problems.append(f'the loss is {ce:.6g}, that of the logits {expected_ce:.6g}; {NOT_HERE}')
@@ -849,13 +857,13 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
         starts = torch.tensor([[0, half]], device=device)
         other = torch.cat((y[:, :half], x[:, half:]), 1)  # another first document
         second, again = (model(tokens, None, starts)[0, half:].float() for tokens in (x, other))
-        if not (second - again).norm() <= tolerance * second.norm():  # experts of mixtures add up in another order
+        if not (second - again).norm() <= tolerance * second.norm():  # mixtures sum experts in another order
             advice = 'it can be trained on text alone: prepare_data.py --chat=False'
             problems.append(f'{pretrained.arch} lets packed documents see each other; {advice}')
         facts.append('packed documents do not see each other')
     if compiled:
         torch.compiler.set_stance('default')
-    processes.reshard(model)  # without a backward pass what forward left gathered would stay so
+    processes.reshard(model)  # without a backward pass, weights that forward has gathered would stay gathered
     model.train()
     if loaded:
         expected = processes.on_rank_0(reference_logits, pretrained, tokens, patience_s=processes.PATIENCE_S)
@@ -872,8 +880,8 @@ def self_test(model, raw_model, pretrained, loaded, packed, device):
 
 
 def check_class_runs(pretrained, tokens):
-    """Raise ValueError where transformers' own class cannot run the model either: values of config.json that do not fit
-    together show only there."""
+    """Raise ValueError if transformers' own class cannot run the model either: only there it shows if values in
+    config.json do not fit together."""
     try:
         reference_logits(pretrained, tokens)
     except Exception as error:
@@ -884,8 +892,8 @@ def check_class_runs(pretrained, tokens):
 
 
 def reference_logits(pretrained, tokens):
-    """Logits (B, T, V) in fp32 on the host, by transformers' class as it is, with one block in memory at a time. Its
-    weights are the folder's, rounded as frozen_dtype has them."""
+    """Logits (B, T, V) by transformers' unchanged class, in fp32 on the host, with one block in memory at a time. The
+    weights are the folder's, rounded by frozen_dtype."""
     weights, seen = Weights(pretrained.weights_folder), seen_in_training(pretrained)
     with torch.device('meta'):
         model = pretrained.empty_model()
@@ -912,7 +920,7 @@ def reference_logits(pretrained, tokens):
                 module.load_state_dict(empty, assign=True)
 
             if module is model.get_input_embeddings():
-                fetch(module, ())  # for good: some classes ask where it lies before they call it
+                fetch(module, ())  # to stay: some classes ask for its device before they call it
             else:
                 module.register_forward_pre_hook(fetch)
                 module.register_forward_hook(empty_again)

@@ -1,12 +1,12 @@
 """
-What a fine-tuning run trains of a model of transformers, and in what the rest is stored.
+Which weights of a transformers model a fine-tuning run trains, and in which dtype the others are stored.
 
 LoRA (arXiv 2106.09685): y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank) trained and W frozen. B
-begins as 0, so that it changes nothing yet.
+begins as 0, so that at first LoRA changes nothing.
 
-A weight that is trained needs an fp32 master, because its steps are small beside it. A frozen one takes no steps, so
-frozen_dtype stores its matrix in bfloat16 or in 4 bits (nf4.py): see store_frozen(). Under FSDP a gather casts what is
-stored to the dtype of computation, and compute_from_stored() does that for a model that is not sharded.
+A weight that is trained needs an fp32 master, because its steps are small compared to it. A frozen weight takes no
+steps, so frozen_dtype stores its matrix in bfloat16 or in 4 bits (nf4.py): see store_frozen(). Under FSDP the gather
+casts stored weights to the dtype of computation; for a model that is not sharded, compute_from_stored() does.
 """
 
 import functools
@@ -20,13 +20,14 @@ from torch import nn
 from huggingface import nf4
 from model import generator_of
 
-PACKED_AT_ONCE = 512  # rows that nf4 packs together, in float64
+PACKED_AT_ONCE = 512  # rows that nf4 packs at a time, since it computes in float64
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
 
 
 def freeze(model, pretrained):
-    """Add LoRA, and mark what is not trained: with LoRA all but that, and what pretrained.freeze matches."""
+    """Add LoRA, and freeze what is not trained: with LoRA everything except LoRA and modules_to_save; also what
+    pretrained.freeze matches."""
     if pretrained.lora_rank:
         model.requires_grad_(False)
         for module in lora_modules(model, pretrained.lora_targets):
@@ -55,30 +56,30 @@ def freeze(model, pretrained):
 
 
 def add_lora(module, args, output):
-    """Forward hook of a linear layer, or of GPT-2's Conv1D, with LoRA: W x + lora_scale * B A dropout(x)."""
+    """Forward hook that adds LoRA to a linear layer or to GPT-2's Conv1D: W x + lora_scale * B A dropout(x)."""
     x = F.dropout(args[0], module.lora_dropout, module.training) if module.lora_dropout else args[0]
     return output + F.linear(F.linear(x, module.lora_A), module.lora_B) * module.lora_scale
 
 
 def is_lora(name):
-    """Whether a parameter is one of the two thin matrices."""
+    """Whether this is the name of one of LoRA's two matrices."""
     return name.endswith(('.lora_A', '.lora_B'))
 
 
 def scale_of_lora(pretrained):
-    """What B A x is multiplied by. With lora_rslora (arXiv 2312.03732) it shrinks with the root of the rank, so that
-    high ranks learn as much as low ones."""
+    """The factor of B A x: alpha / rank. With lora_rslora (arXiv 2312.03732) it is alpha / sqrt(rank), so that high
+    ranks learn as much as low ones."""
     rank = pretrained.lora_rank
     return pretrained.lora_alpha / (math.sqrt(rank) if pretrained.lora_rslora else rank)
 
 
 def initial_lora_a(name, shape, seed):
-    """Uniform within 1 / sqrt(in), a function of (seed, name). shape: (rank, in)."""
+    """Uniform in +-1 / sqrt(in), as a pure function of (seed, name). shape: (rank, in)."""
     return (2 * torch.rand(shape, generator=generator_of(seed, name)) - 1) * shape[1] ** -0.5
 
 
 def lora_modules(model, targets):
-    """The linear layers of the blocks that lora_targets means. Raises ValueError for a target that is not there."""
+    """The linear layers of the blocks that lora_targets selects. Raises ValueError for a target that matches none."""
     linear = {}
     for block in model.blocks:
         for name, module in block.named_modules():
@@ -96,14 +97,14 @@ def lora_modules(model, targets):
 
 
 def is_conv1d(module):
-    """GPT-2's linear layer, with its weight as (in, out)."""
+    """Whether a module is GPT-2's linear layer, whose weight is (in, out)."""
     return type(module).__name__ == 'Conv1D'
 
 
 def modules_to_save(model, ends):
     """
-    Names of the modules whose names end so, and of those that share a parameter with one of them: what is tied stays
-    tied. Raises ValueError for an end that no name has, and for a module that LoRA is in.
+    Names of the modules whose names have one of these ends, and of modules that share a parameter with one of them, so
+    that tied weights stay tied. Raises ValueError for an end that no name has, and for a module that has LoRA.
     """
     names, chosen = [name for name, _ in model.named_modules(remove_duplicate=False) if name], []
     for end in ends:
@@ -130,7 +131,8 @@ def modules_to_save(model, ends):
 
 
 def merge_lora(model, weights, pretrained):
-    """Weights without lora_A and lora_B: W + scale B A in place of W. model: of the class, for its layers."""
+    """The weights with LoRA merged, W + scale B A in place of W, and without lora_A and lora_B. model: a model of the
+    class, to look up its layers."""
     merged = {name: tensor for name, tensor in weights.items() if not is_lora(name)}
     for name in weights:
         if name.endswith('.lora_A'):
@@ -147,11 +149,12 @@ def merge_lora(model, weights, pretrained):
 
 def store_frozen(model, pretrained):
     """
-    Have the matrices that are not trained take the bytes of frozen_dtype, in place of an fp32 master's 4 a number.
+    Store the matrices that are not trained in frozen_dtype, instead of the 4 bytes per number of an fp32 master.
 
-    bfloat16: all of them, embedding and head, too; where the folder is bfloat16, that loses nothing. nf4: the linear
-    layers of the blocks, with packed rows (huggingface/nf4.py) in place of `weight`; the others as they are by default.
-    Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot pack.
+    bfloat16 applies to all of them, including embedding and head; if the folder is bfloat16, nothing is lost. nf4
+    applies to the linear layers of the blocks, whose `weight` becomes packed rows (huggingface/nf4.py); the other
+    matrices get the default. Vectors, one number in ten thousand, stay fp32. Raises ValueError for rows that nf4 cannot
+    pack.
     """
     if pretrained.frozen_dtype == 'nf4':
         model.counts, model.flops = model.parameter_counts(), model.flops_per_token()
@@ -185,7 +188,8 @@ def name_of(model, module):
 
 
 def fill_rows(local, values):
-    """Copy floats into what this rank holds of a tensor, or pack them, some rows at a time: that takes memory."""
+    """Copy floats into this rank's part of a tensor. If that is packed, pack them, a few rows at a time to save
+    memory."""
     if local.dtype == torch.uint8:
         for place, rows in zip(local.split(PACKED_AT_ONCE), values.split(PACKED_AT_ONCE), strict=True):
             place.copy_(nf4.quantise(rows.to(place.device)))
@@ -195,11 +199,11 @@ def fill_rows(local, values):
 
 def compute_from_stored(model):
     """
-    Of a model that is not sharded, so that no gather casts its weights: have bfloat16 ones compute as their fp32 master
-    would, which they are to the bit.
+    For a model that is not sharded, so that no gather casts its weights: let weights stored in bfloat16 compute exactly
+    as an fp32 master with the same value would.
 
-    A linear layer casts its weight when it needs it, in backward again; what an embedding has looked up is cast; for
-    any other module a copy stands in while it computes.
+    A linear layer casts its weight whenever it needs it, again in backward. For an embedding, the rows that were looked
+    up are cast. Any other module gets an fp32 copy of its weights while it computes.
     """
     model.is_whole = True
     for module in model.modules():
@@ -216,7 +220,8 @@ def compute_from_stored(model):
 
 
 def forward_of_stored(module, x):
-    """Of a linear layer, or GPT-2's Conv1D, whose weight is stored in other numbers than it computes with."""
+    """The forward of a linear layer, or of GPT-2's Conv1D, whose weight is stored in another dtype than it computes
+    in."""
     return nf4.frozen_linear(x, module.weight, module.bias, is_conv1d(module))
 
 

@@ -1,11 +1,11 @@
 """
-The models of model.py that `transformers` has no class for, as one of its models. export_model.py copies this file and
-model.py beside the weights, and there they are loaded with
+Makes models of model.py loadable by `transformers` where it has no class for them. export_model.py copies this file and
+model.py into the folder with the weights, and from there they are loaded with
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Nothing is computed here: model.py is what ran in training. It has no mask for padding: pad on the right. generate() has
-no cache: every new token costs a pass over all tokens before it.
+This file only wraps model.py, which computes exactly as in training. It has no mask for padding, so pad on the right.
+generate() has no cache, so every new token costs a pass over all tokens before it.
 """
 
 from dataclasses import fields
@@ -17,10 +17,10 @@ from .model import GPT, ModelConfig
 
 
 class GPTConfig(PretrainedConfig):
-    """config.json: the fields of ModelConfig by their own names, and what every transformers model has."""
+    """config.json: the fields of ModelConfig under their own names, and those that every transformers model has."""
 
     model_type = 'native_gpt'
-    attribute_map = {  # what tools ask for -> what it is called here
+    attribute_map = {  # the name that tools ask for -> the name here
         'hidden_size': 'n_embd',
         'num_hidden_layers': 'n_layer',
         'num_attention_heads': 'n_head',
@@ -35,7 +35,7 @@ class GPTConfig(PretrainedConfig):
 
 
 class UnpaddedConfig(ModelConfig):
-    """The rows that pad the vocabulary in training are not exported."""
+    """A ModelConfig without the rows that pad the vocabulary in training: they are not exported."""
 
     @property
     def padded_vocab_size(self):
@@ -62,7 +62,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, labels=None, **options):
         """input_ids (B, T). labels (B, T): input_ids again, -100 = ignored. Returns logits (B, T, V) and the mean loss.
 
-        Raises ValueError where attention_mask (B, T) hides a token before one that it shows.
+        Raises ValueError if attention_mask (B, T) hides a token that comes before a visible one.
         """
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError("this model has no mask for padding: pad on the right (tokenizer.padding_side = 'right')")
@@ -74,6 +74,6 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **options):
-        """All tokens again at every step, or the latest that fit the context."""
+        """There is no cache, so each step gets all tokens again, or the last ones that fit the context."""
         inputs = {'input_ids': input_ids, 'attention_mask': attention_mask}
         return {name: None if value is None else value[:, -self.config.block_size :] for name, value in inputs.items()}

@@ -1,14 +1,15 @@
 """
-A model of a Hugging Face folder, computed by model.py instead of `transformers`: --native=True.
+The model of a Hugging Face folder, computed by model.py instead of `transformers`: --native=True.
 
-    model_config = model_config_of(pretrained)      # a ModelConfig; ValueError says which property model.py has not
+    model_config = model_config_of(pretrained)      # a ModelConfig; ValueError names a property that model.py lacks
     model.initial_value = Weights(pretrained, model_config).initial_value    # from here on as from scratch
-    line = self_test(pretrained, model_config)      # logits are those of transformers' class
-    weights = weights_for_transformers(weights, state)   # of a checkpoint, under the names that transformers has
+    line = self_test(pretrained, model_config)      # checks that logits equal those of transformers' class
+    weights = weights_for_transformers(weights, state)   # a checkpoint's, under transformers' names
 
-GPT-2, Llama, Qwen2, Qwen3, Qwen3-MoE and what has their shape (SmolLM2, Mistral, ...) compute the same here. Then all
-that cuts or moves a model of model.py works on them: tensor parallelism, pipelines, the compiled loss. out_dir/model
-keeps their configuration and tokenizer, as for every model that is fine-tuned, and checkpoints have model.py's names.
+model.py computes the same as transformers for GPT-2, Llama, Qwen2, Qwen3, Qwen3-MoE and models of their architecture
+(SmolLM2, Mistral, ...). Everything that works on models of model.py then works on these: tensor parallelism, pipelines,
+the compiled loss. out_dir/model keeps their configuration and tokenizer, as for every fine-tuned model, and checkpoints
+have model.py's names.
 """
 
 import itertools
@@ -21,10 +22,10 @@ from huggingface import convert, files, finetune, rotation
 from model import GPT, ModelConfig
 from runtime.files import read_json
 
-# Architectures of transformers, and which of model.py's computes the same, under the conditions below.
+# transformers' architectures -> the architecture of model.py that computes the same, under the conditions below.
 SAME_AS = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'granite': 'llama', 'qwen2': 'llama', 'qwen3': 'qwen3'}
 SAME_AS['qwen3_moe'] = 'qwen3'
-# What others have that model.py does not.
+# What other architectures have and model.py lacks.
 HAVE = {
     'cohere': 'logits that are scaled, and attention and MLP side by side',
     'falcon': 'attention and MLP side by side',
@@ -41,7 +42,7 @@ HAVE = {
 }
 EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
 INSTEAD = "leave native out, and transformers' class computes it, under train_ddp.py, train_fsdp.py and others"
-# What model.py takes for granted: a key of the configuration, the values that mean the same here.
+# What model.py takes for granted: {a key of the configuration: the values that agree with model.py}.
 GPT2_TAKES = {
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh'),
     'scale_attn_weights': (True,),
@@ -57,11 +58,12 @@ LLAMA3_ROPE = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_po
 
 
 def refuse_other_families(folder):
-    """Raise ValueError where the folder's config.json alone shows that model.py cannot compute it, and by what."""
+    """Raise ValueError if the folder's config.json alone shows that model.py cannot compute the model, with the
+    reason."""
     try:
         config = read_json(Path(folder, 'config.json'))
         kind = config['model_type']
-    except (OSError, ValueError, LookupError, TypeError):  # a name in the hub's cache, or damaged: it is read again
+    except (OSError, ValueError, LookupError, TypeError):  # a name in the hub's cache, or damaged: found out later
         return
     if kind in SAME_AS:
         return
@@ -73,7 +75,7 @@ def refuse_other_families(folder):
 
 
 def model_config_of(pretrained):
-    """The ModelConfig of a finetune.Pretrained. Raises ValueError with the property that model.py does not have."""
+    """The ModelConfig of a finetune.Pretrained. Raises ValueError that names a property which model.py lacks."""
     refuse_other_families(pretrained.folder)
     config, given = pretrained.config, f'native=True: {pretrained.folder} (model_type={pretrained.arch})'
 
@@ -110,7 +112,7 @@ def model_config_of(pretrained):
     if pretrained.arch == 'qwen3_moe':
         take(found, EXPERTS_TAKE)
         keys |= {ours: getattr(config, theirs) for ours, theirs in convert.EXPERT_KEYS.items()}
-    window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None where it does not use one
+    window = getattr(config, 'sliding_window', None) or math.inf  # Qwen3's is None if it is not used
     if window < pretrained.block_size:
         raise ValueError(
             f'{given} sees {window} tokens back, and model.py all of block_size={pretrained.block_size}: '
@@ -123,7 +125,7 @@ class Weights:
     """The weights of a folder under model.py's names, one at a time."""
 
     def __init__(self, pretrained, model_config):
-        """Raises ValueError where the files lack some."""
+        """Raises ValueError if the files lack a weight."""
         self.model_config, self.files = model_config, files.Weights(pretrained.weights_folder)
         with torch.device('meta'):
             theirs = pretrained.empty_model()
@@ -139,8 +141,8 @@ class Weights:
             )
 
     def find_experts(self, theirs):
-        """Note where each expert's matrices are, which in memory transformers has in one tensor; returns the names that
-        the files lack."""
+        """Note where each expert's matrices are in the files; in memory, transformers has those of all experts in one
+        tensor. Returns the names that the files lack."""
         C, M, lacking = self.model_config.n_embd, self.model_config.expert_hidden_dim, []
         for number, kind in itertools.product(range(self.model_config.n_layer), ('gate', 'up', 'down')):
             ours = f'blocks.{number}.mlp.experts.{kind}.weight'
@@ -159,20 +161,21 @@ class Weights:
         return self.files.read(stored).float()
 
     def initial_value(self, name, parameter=None, seed=None, device='cpu'):
-        """As GPT.initial_value(): the whole parameter called `name`, fp32."""
+        """As GPT.initial_value(): the whole parameter with this name, fp32."""
         return convert.from_transformers(name, self.model_config, self.read).to(device)
 
 
 def weights_for_transformers(weights, state):
-    """Of a checkpoint with this state, {name: tensor} as transformers' class has them. What a run with native=True has
-    trained can so be sampled from, exported and evaluated as any model that is fine-tuned."""
+    """The weights of a checkpoint with this state under transformers' names, {name: tensor}. With these, a model that
+    was trained with native=True is sampled from, exported and evaluated like any fine-tuned model."""
     return convert.to_transformers(weights, ModelConfig(**state['identity']['model']))
 
 
 @torch.no_grad()
 def self_test(pretrained, model_config):
-    """Prove on a few tokens, with one block in memory at a time, that model.py computes what transformers' class does;
-    returns a line for the log. Raises ValueError: the run would begin with another model than its folder's. For rank 0.
+    """Check on a few tokens, with one block in memory at a time, that model.py computes what transformers' class does.
+    Returns a line for the log. Raises ValueError if it does not, since the run would train another model than the
+    folder's. For rank 0.
     """
     tokens = torch.randint(
         pretrained.vocab_size, (1, min(32, pretrained.block_size)), generator=torch.Generator().manual_seed(1)

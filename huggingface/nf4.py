@@ -3,25 +3,25 @@ Frozen weights in 4 bits: NF4 of QLoRA (arXiv 2305.14314), and the linear layer 
 
     packed = quantise(weight)  # (rows, columns), floats -> (rows, bytes_of(columns)), uint8
     weight = dequantise(packed, torch.float32)
-    y = frozen_linear(x, packed, bias)  # as F.linear(x, dequantise(packed, x.dtype), bias), in bits, too
+    y = frozen_linear(x, packed, bias)  # the same bits as F.linear(x, dequantise(packed, x.dtype), bias)
 
-What a code means.  Weights of a trained layer look like draws from a normal distribution. A code of 4 bits stands for
-    one of 16 LEVELS between -1 and 1, which lie close together where weights are many: each is a quantile of the
-    normal distribution, so that all codes are used about equally often. Times the scale of the block it is the weight.
-What a block is.        64 neighbours in a row share a scale, the largest of their absolute values, as bfloat16. A
-    single large weight spoils the resolution of 63 others and no more. Of normal weights the error is 9% of the norm.
-What a row is.          First its codes, two in a byte, then its scales: 64 / 2 + 2 bytes a block, 0.53 a weight.
+A code.   The weights of a trained layer look like draws from a normal distribution. A code of 4 bits stands for one of
+    16 LEVELS between -1 and 1. They are quantiles of the normal distribution, so they are dense where most weights are,
+    and all codes are used about equally often. A weight is its level times the scale of its block.
+A block.  64 neighbours in a row share a scale, which is the largest of their absolute values, as bfloat16. A single
+    large weight therefore spoils the resolution of only 63 others. For normal weights the error is 9% of the norm.
+A row.    First its codes, two in a byte, then its scales: 64 / 2 + 2 bytes per block, 0.53 per weight.
 
       | 32 bytes of codes | 32 bytes of codes | ... | 2 bytes | 2 bytes | ...      a row of the packed matrix
         block 0             block 1                   scales of blocks 0, 1, ...
 
-So a row is nothing but bytes, and depends on no other row. FSDP cuts matrices between rows: each rank quantises the
-rows that it reads, and on any number of ranks the bits are the same. What travels is the row, which nobody casts on the
-way (fully_shard would cast scales that are a parameter of their own to the dtype of compute). Quantising a dequantised
-row gives its codes again.
+So a row is only bytes, and depends on no other row. FSDP cuts matrices between rows, so each rank can quantise the rows
+that it reads, and the bits are the same on any number of ranks. Ranks exchange whole rows, which nothing casts on the
+way; if the scales were a parameter of their own, fully_shard would cast them to the dtype of computation. Quantising a
+dequantised row gives its codes again.
 
-The weights exist whole for the moment of a matmul: y = x W^T needs them, and so does backward, dL/dx = dL/dy W. In
-between, autograd keeps the bytes (FrozenLinear). There is no gradient by W, since W is frozen: LoRA trains beside it.
+The whole weights exist only during a matmul: y = x W^T needs them, and so does backward, dL/dx = dL/dy W. In between,
+autograd keeps the bytes (FrozenLinear). W is frozen and needs no gradient; LoRA trains beside it.
 """
 
 import torch
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 
 BLOCK = 64  # weights that share a scale
 BYTES_OF_BLOCK = BLOCK // 2 + 2
-# Figure 3 and appendix E of the paper. With q the quantile function of the normal distribution, the 8 positive levels
-# are q(p) for p from 1/2 to 1 - (1/32 + 1/30) / 2 in 8 equal steps, over the last of them; the 7 negative ones are the
-# same in 7 steps, mirrored. Zero is a level of its own, so that a weight of 0 stays one.
+# Figure 3 and appendix E of the paper. Let q be the quantile function of the normal distribution, and let p go from 1/2
+# to 1 - (1/32 + 1/30) / 2 in 8 equal steps: the 8 positive levels are q(p) divided by the last q(p). The 7 negative
+# levels are the same with 7 steps, mirrored. Zero is itself a level, so that a weight of 0 stays 0.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -40,7 +40,7 @@ LEVELS = (
 
 
 def bytes_of(columns):
-    """Of a packed row. Raises ValueError for a row that is not made of whole blocks."""
+    """Bytes of a packed row of so many weights. Raises ValueError if these are not whole blocks."""
     if columns % BLOCK:
         raise ValueError(f'rows of {columns} weights are not made of blocks of {BLOCK}')
     return columns // BLOCK * BYTES_OF_BLOCK
@@ -52,8 +52,8 @@ def columns_of(size):
 
 
 def quantise(weight):
-    """(rows, columns) of any float -> (rows, bytes_of(columns)), uint8. The level nearest to each weight: in float64,
-    so that rounding decides nothing, and on every device in the same way."""
+    """(rows, columns) of any float dtype -> (rows, bytes_of(columns)), uint8. Takes the level nearest to each weight,
+    computed in float64, so that it does not depend on rounding and is the same on every device."""
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
     scales = blocks.abs().amax(2).bfloat16()  # (rows, blocks)
@@ -65,7 +65,7 @@ def quantise(weight):
 
 
 def table_of(device):
-    """(256, 2): the two levels that a byte stands for."""
+    """(256, 2): for each byte the two levels that it stands for."""
     levels = torch.tensor(LEVELS)
     return torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1).to(device)
 
@@ -74,7 +74,7 @@ tables = {torch.device('cpu'): table_of('cpu')}  # device -> its table, made onc
 
 
 def dequantise(packed, dtype=torch.float32):
-    """(rows, bytes) -> (rows, columns): level times scale in fp32, rounded once to dtype."""
+    """(rows, bytes) -> (rows, columns): level times scale, computed in fp32 and rounded once, to dtype."""
     if packed.device not in tables:
         tables[packed.device] = table_of(packed.device)
     rows, columns = packed.shape[0], columns_of(packed.shape[1])
@@ -90,13 +90,13 @@ def whole(stored, dtype):
 
 
 def gradient_by_input(grad_y: torch.Tensor, stored: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """dL/dx = dL/dy W, of the matrix that is made whole once more."""
+    """dL/dx = dL/dy W, with W dequantised, or cast, once more."""
     weight = whole(stored, grad_y.dtype)
     return grad_y @ (weight.T if is_transposed else weight)
 
 
-# torch.compile looks into forward and backward, sees the same matrix computed twice, and keeps it in between. So for it
-# the second time is an operation that it cannot look into.
+# torch.compile would see that forward and backward compute the same matrix, and keep it in between. So the computation
+# in backward is an operation that it cannot look into.
 opaque_gradient = torch.library.custom_op('nf4::gradient_by_input', gradient_by_input, mutates_args=())
 
 
@@ -109,7 +109,7 @@ def shape_of_gradient(grad_y, stored, is_transposed):
 class FrozenLinear(torch.autograd.Function):
     """A linear layer with a frozen weight that is stored in fewer bytes than it computes with.
 
-    (Under FSDP `stored` is what the ranks have gathered, and in backward it is gathered again, as any weight.)
+    (Under FSDP `stored` is the gathered weight, and it is gathered again in backward, like any weight.)
     """
 
     @staticmethod
@@ -130,12 +130,12 @@ class FrozenLinear(torch.autograd.Function):
 
 
 def frozen_linear(x, stored, bias=None, is_transposed=False):
-    """x W^T + bias, in the dtype of x, or of autocast where that is on. Differentiable by x and bias."""
+    """x W^T + bias, in the dtype of x, or in autocast's if that is on. Differentiable with respect to x and bias."""
     dtype = autocast_dtype(x) or x.dtype
     return FrozenLinear.apply(x.to(dtype), stored, None if bias is None else bias.to(dtype), is_transposed)
 
 
 def autocast_dtype(x):
-    """What autocast has matmuls compute in; None where it is off."""
+    """The dtype in which autocast lets matmuls compute; None if it is off."""
     on = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.get_autocast_dtype(x.device.type) if on else None

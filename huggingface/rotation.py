@@ -1,5 +1,5 @@
 """
-The rotary embedding in a configuration of transformers, and how it changes where a context is extended.
+The rotary embedding in a configuration of transformers, and how it changes when the context is extended.
 
     yarn = extend(config, folder, block_size=131072, theta=None, yarn=[4])  # changes config; [4, 32768]
     keys |= with_yarn(keys['rope_parameters'], factor=4, before=32768)
@@ -9,24 +9,26 @@ from model import check_yarn
 
 
 def of(config):
-    """rope_parameters where all layers turn alike; {} for a model without."""
+    """rope_parameters if all layers rotate alike; {} for models where they do not, or without a rotary embedding."""
     rotation = getattr(config, 'rope_parameters', None) or {}
     return rotation if 'rope_type' in rotation and 'rope_theta' in rotation else {}
 
 
 def with_yarn(rotation, factor, before):
-    """Keys of a configuration for `factor` times the tokens `before`, from its rope_parameters."""
-    rotation = {key: value for key, value in rotation.items() if key != 'attention_factor'}  # of another factor
+    """Keys of a configuration whose context is extended by YaRN to `factor` times the tokens that it had `before`.
+    rotation: its rope_parameters."""
+    rotation = {key: value for key, value in rotation.items() if key != 'attention_factor'}  # belongs to another factor
     rotation |= {'rope_type': 'yarn', 'factor': float(factor), 'original_max_position_embeddings': before}
     return {'rope_parameters': rotation, 'max_position_embeddings': int(factor * before)}
 
 
 def extend(config, folder, block_size, theta, yarn):
     """
-    Change a configuration to another theta (None = its own), with as many positions as block_size, or to YaRN.
+    Extend the context of a configuration: by another theta (None = its own) with block_size positions, or by YaRN.
 
-    yarn: [], or as in model.ModelConfig, or the factor alone: of a context that was extended before, it counts from the
-    first. Returns it with both numbers. Raises ValueError for a model that cannot be extended so.
+    yarn: [] = none; two numbers as in model.ModelConfig; or the factor alone, which refers to the original context even
+    if that has been extended before. Returns yarn with both numbers. Raises ValueError for a model that cannot be
+    extended in this way.
     """
     if not (theta or yarn):
         return []

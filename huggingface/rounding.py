@@ -1,9 +1,10 @@
 """
-What rounding does to a fine-tuned model. Neighbours in bfloat16 are 1/128 to 1/256 of a number apart, so that a step of
-1e-5 is lost on every weight above 0.005: most of what a short run has learned is gone once its weights are bfloat16.
+How much of a fine-tuned model survives rounding. Neighbouring numbers in bfloat16 are 1/128 to 1/256 of their value
+apart, so a step of 1e-5 is lost on every weight above 0.005. Most of what a short run has learned is gone once its
+weights are rounded to bfloat16.
 
     compute_dtype = dtype_to_compute(config.dtype, device, pretrained, is_tuned=True)
-    counts = count(model, base_of(state), torch.bfloat16)  # of weights: all, moved, still moved once rounded
+    counts = count(model, base_of(state), torch.bfloat16)  # how many weights: all, moved, still moved once rounded
     print(in_words(counts, 'bfloat16'), keeps_enough(counts))
 """
 
@@ -13,19 +14,19 @@ import torch.distributed as dist
 from huggingface.files import ROWS_AT_ONCE, Weights, find_folder, local_rows
 from runtime import processes
 
-ENOUGH = 0.9  # of the weights that moved, so many must still have moved once rounded: docs/finetuning.md measures it
+ENOUGH = 0.9  # the share of the moved weights that must still differ once rounded; docs/finetuning.md measures it
 
 
 def dtype_to_compute(dtype, device, pretrained, is_tuned):
-    """As processes.choose_dtype(), but that 'auto' is float32 for weights that are: those which a run has tuned, and
-    those of a folder that stores them so, as an export does."""
+    """As processes.choose_dtype(), except that 'auto' is float32 for weights that are float32: those that a run has
+    tuned, and those of a folder that stores them in float32, as an export does."""
     if dtype == 'auto' and (is_tuned or pretrained.config.dtype == torch.float32):
         return torch.float32
     return processes.choose_dtype(dtype, device)
 
 
 def base_of(state):
-    """The Weights that a run has begun with, by the state of its checkpoint; None where they are gone."""
+    """The Weights with which a run has begun, from the state of its checkpoint; None if they are gone."""
     try:
         return Weights(find_folder(state['config']['init_from']))
     except (ValueError, OSError):
@@ -34,9 +35,9 @@ def base_of(state):
 
 @torch.no_grad()
 def count(model, base, dtype, seen=lambda name, rows: rows):
-    """(weights, those that differ from the base's, those that still do when both are rounded to dtype) of what this
-    rank holds of a model without LoRA; None where base is None, or has other tensors.
-    seen: finetune.seen_in_training(), where LoRA was merged into a base that had been rounded."""
+    """Count weights of this rank's part of a model without LoRA: (all, those that differ from the base's, those that
+    still differ when both are rounded to dtype). None if base is None or has other tensors.
+    seen: finetune.seen_in_training(), if LoRA was merged into a base that had been rounded."""
     if base is None:
         return None
     total = moved = kept = 0
@@ -48,7 +49,7 @@ def count(model, base, dtype, seen=lambda name, rows: rows):
         if not local.dim():
             continue
         total += local.numel()
-        for first in range(0, len(local), ROWS_AT_ONCE):  # so that it takes next to no memory
+        for first in range(0, len(local), ROWS_AT_ONCE):  # so that it takes little memory
             ours, begin = local[first : first + ROWS_AT_ONCE], (rows.start or 0) + first
             theirs = seen(name, base.read(found[name], slice(begin, begin + len(ours)))).to(ours.device)
             has_moved = ours != theirs
@@ -58,13 +59,13 @@ def count(model, base, dtype, seen=lambda name, rows: rows):
 
 
 def keeps_enough(counts):
-    """Whether what count() has found may be rounded."""
+    """Whether a model with these counts, from count(), may be rounded."""
     _, moved, kept = counts
     return kept >= ENOUGH * moved
 
 
 def in_words(counts, dtype):
-    """What count() has found, of a dtype's name."""
+    """What count() has found, in words. dtype: its name."""
     total, moved, kept = counts
     if not moved:
         return f'none of {total:,} weights moved'
@@ -72,9 +73,11 @@ def in_words(counts, dtype):
 
 
 def line_before_casting(model, state, dtype, compute_dtype, is_sharded=False):
-    """What to say of the model of a run that has tuned it, before it is cast; None where there is nothing to say.
+    """A line about the rounding of a fine-tuned model, before it is cast to the dtype of computation; None if there is
+    nothing to say.
 
-    dtype: the key. compute_dtype: what has become of it. is_sharded: every rank has its rows; collective then.
+    dtype: the key's value. compute_dtype: the dtype chosen for it. is_sharded: each rank has only its rows, and the
+    call is collective.
     """
     if dtype == 'float32':
         return None

@@ -1,1 +1,1 @@
-"""DiLoCo's exchange over files, when replicas are jobs of their own: train_pool.py"""
+"""DiLoCo between independent jobs that exchange their pseudo-gradients through files: train_pool.py"""

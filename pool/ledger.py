@@ -1,37 +1,39 @@
 """
-Which data a pool of replicas has trained on, and which is to be had: a pure function of its commits.
+Which data a pool of replicas has trained on and which remains, as a pure function of the pool's commits: every job that
+reads the same commits arrives at the same ledger.
 
-A run of `steps` steps with `replicas` replicas has steps x replicas *shares*: what replica k reads in step s. A *part*
-(k, first, end) is replica k's shares of the steps first to end - 1. A *piece* is what a job claims for a round, at most
-inner_steps shares; a new one is one part:
+A *share* is what replica k reads in step s, so a run of `steps` steps with `replicas` replicas has steps x replicas
+shares. A *part* (k, first, end) is replica k's shares of the steps first to end - 1. A *piece* is what a job claims for
+a round: a list of parts with at most inner_steps shares in all. A new piece is a single part:
 
     steps   0 ... H-1    H ... 2H-1
     k = 0   piece 0      piece 2             2 replicas; a job that claims piece 2 reads what replica 0
     k = 1   piece 1      piece 3             of train_diloco.py with two replicas reads in those steps
 
-In a round, claim number j is for the j-th piece to be had: first what earlier rounds have returned, because whoever had
-it delivered nothing, or fewer steps; then new ones. A job trains one piece a round, so a piece of few steps would leave
-it idle for the rest of the round. Therefore the parts that are returned are put together to pieces of inner_steps
-steps. What is less than that waits until more is returned, or for the end. So with as many jobs as replicas and no
-losses, each round is the one that train_diloco.py would do. With more jobs, or fewer, rounds are as many pieces larger
-or smaller.
+Claim number j of a round is for the j-th available piece. First come pieces that earlier rounds have returned, because
+the job that held them delivered nothing or too few steps; then come new ones. A job trains one piece per round, so with
+a short piece it would idle for the rest of the round. Therefore returned parts are joined to pieces of inner_steps
+steps, and a remainder that is too short waits until more is returned, or until nothing else is left. With as many jobs
+as replicas and no losses, each round is thus the one that train_diloco.py would do. With more or fewer jobs, a round
+has correspondingly more or fewer pieces.
 """
 
 
 class Ledger:
-    """State between two rounds. trained: shares. pace: steps of the run per inner step of a job, in the last round."""
+    """The state between two rounds. trained: number of shares. pace: by how many steps the run advanced in the last
+    round, per inner step of a job. returned: parts that must be trained again."""
 
     def __init__(self, steps, inner_steps, replicas):
         self.steps, self.inner_steps, self.replicas = steps, inner_steps, replicas
         self.round, self.begun, self.trained, self.issued, self.returned, self.pace = 0, 0, 0, 0, [], 1.0
 
     def begin_at(self, step):
-        """Nothing of the steps before this one is to be had: another run has done them."""
+        """Begin at this step: the steps before it are done, by the run whose weights the pool begins with."""
         self.begun, self.trained = step, step * self.replicas
         self.issued = step // self.inner_steps * self.replicas
 
     def _pieces(self):
-        """(what has been returned, as pieces of which the last may be short, how many of them are not, of new ones)."""
+        """(returned parts joined to pieces, of which the last may be short; how many are whole; how many are new)."""
         again, room = [], 0
         for k, first, end in self.returned:
             while first < end:
@@ -49,7 +51,7 @@ class Ledger:
         return len(again) + new
 
     def piece(self, number):
-        """[(k, first, end), ...] of claim `number` of this round, none if there are not so many."""
+        """The piece of claim `number` of this round, as [(k, first, end), ...]; [] if there are fewer pieces."""
         again, whole, new = self._pieces()
         if number < whole:
             return again[number]
@@ -61,7 +63,7 @@ class Ledger:
 
     @property
     def step(self):
-        """Steps of the run done: shares trained, in steps of all replicas."""
+        """Steps of the run that are done, counting as one step as many trained shares as there are replicas."""
         return self.trained // self.replicas
 
     @property
@@ -69,7 +71,7 @@ class Ledger:
         return self.trained == self.steps * self.replicas
 
     def advance(self, commit):
-        """Count a commit's deltas, and return to the pieces to be had what they lack of those that were claimed."""
+        """Count the deltas of a commit as trained, and return what they lack of the claimed pieces."""
         steps_of = {delta['number']: delta['steps'] for delta in commit['deltas']}
         again, whole, new = self._pieces()
         returned = []

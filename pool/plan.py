@@ -1,4 +1,4 @@
-"""What rounds of a pool cost with other inner_steps and exchange_dtypes: train_pool.py --plan"""
+"""What a pool's rounds would cost with other values of inner_steps and exchange_dtype: train_pool.py --plan"""
 
 import time
 import uuid
@@ -13,8 +13,8 @@ from pool.rows import shapes_of
 from pool.store import digest_of
 from runtime.processes import on_rank_0
 
-STARTED = time.monotonic()  # about when the process has: only torch takes long and is imported before
-UP_H, DOWN_MIN = (1, 4, 24), (10, 60)  # how long jobs of the table live, and are then down, on average
+STARTED = time.monotonic()  # about when the process started: of what was imported before, only torch takes long
+UP_H, DOWN_MIN = (1, 4, 24), (10, 60)  # rows of the table: hours that a job lives and minutes it is down, on average
 
 
 def timed(action):
@@ -29,14 +29,14 @@ def best(action):
 
 class StorePlan(Plan):
     """
-    The plan of one job of a pool, whose exchange is files: own ones to write, and those of num_replicas - 1 others to
-    read. Jobs are taken to be equally fast, so nobody waits for another one.
+    The plan for one job of a pool, which exchanges by files: it writes its own and reads those of num_replicas - 1
+    other jobs. All jobs are assumed to be equally fast, so that none waits for another.
 
-    On creation all ranks at once time objects in the pool's store, which are then deleted, and what is computed.
-    Collective; raises OSError on all ranks where the store fails on one.
+    Making one measures: all ranks at once time the pool's store with probe objects, which are deleted afterwards, and
+    the computations of a round. Collective; raises OSError on all ranks if the store fails on any.
     """
 
-    SIZE, WAITS = 'MB of a delta', ', waiting for others included'  # MB: of one rank's rows
+    SIZE, WAITS = 'MB of a delta', ', waiting for others included'  # the MB are those of one rank's rows
 
     def __init__(self, replica, meter, say):
         self.start_s, self.replica, self.jobs = time.monotonic() - STARTED, replica, replica.config.num_replicas
@@ -45,7 +45,8 @@ class StorePlan(Plan):
         self.step, self.add = self._time_steps()
 
     def _time_store(self):
-        """Seconds: to write and to read an object of 1 kB; to write and to read a byte of a large one; to list."""
+        """Seconds to write and to read an object of 1 kB, to write and to read one byte of a large object, and to list
+        a folder."""
         store, folder = self.replica.store, on_rank_0(lambda: f'probe_{uuid.uuid4().hex[:12]}')
         large = torch.rand(max(512, min(self.numbers, LARGEST_PROBE))).view(torch.uint8).numpy().data
         room, times, problem = memoryview(bytearray(large)), [], None
@@ -59,7 +60,7 @@ class StorePlan(Plan):
                 times[-1].append(timed(lambda: store.list(folder)))
         except OSError as error:
             problem = str(error)
-        problems = everybodys(problem)  # from here on nobody writes
+        problems = everybodys(problem)  # also a barrier: afterwards no rank writes any more
         on_rank_0(lambda: (store.remove(folder, store.list(folder)), store.remove_folder(folder)))
         if any(problems):
             raise OSError(next(filter(None, problems)))
@@ -68,7 +69,7 @@ class StorePlan(Plan):
         return small_write, small_read, write / len(large), read / len(large), listing
 
     def _time_exchanges(self, dtype):
-        """(bytes of a rank's rows in a delta, seconds to encode them, to decode them)."""
+        """(bytes of a rank's rows in a delta, seconds to encode them, seconds to decode them)."""
         if dtype == 'float32':
             return 4 * self.numbers, 0.0, 0.0
         sample, k = torch.randn(STRETCH), self.outer.k
@@ -87,7 +88,7 @@ class StorePlan(Plan):
         return size, *(seconds * self.numbers / STRETCH for seconds in slowest(encoding, decoding))
 
     def _time_steps(self):
-        """Seconds: of what is computed in a round whatever travels; to add a delta to the sum."""
+        """(seconds of a round's computations that do not depend on the exchange dtype, seconds to add one delta)."""
         replica, fragment = self.replica, self.replica.fragment
         theta, delta, momentum = torch.zeros(3, min(self.numbers, LARGEST_PROBE))
         scale = self.numbers / len(theta)
@@ -97,7 +98,8 @@ class StorePlan(Plan):
         return slowest(fixed + scale * step, scale * add)
 
     def exchange_seconds(self, dtype):
-        """Seconds from a round's last inner step to the next one's first, if all others' deltas are there by then."""
+        """Seconds from a round's last inner step to the next round's first, if all other deltas have arrived by
+        then."""
         size, encoding, decoding = self.models[dtype]
         others = self.jobs - 1
         written = 3 * self.small_write + self.write * size  # claim, marker, commit
@@ -116,7 +118,7 @@ class StorePlan(Plan):
         return self.models[dtype][0] / 1e6
 
     def more(self, rounds):
-        """Lines about jobs that come and go (pool/goodput.py)."""
+        """Lines with the goodput of jobs that come and go (pool/goodput.py)."""
         mine = self.outer.dtype
         lines = [f'  goodput in {mine}, of jobs that are up, then down, and take {self.start_s:.0f} s to start']
         for up in UP_H:
@@ -132,7 +134,7 @@ class StorePlan(Plan):
 
 
 def slowest(*seconds):
-    """Of all ranks, each of them."""
+    """The maximum of each number over all ranks. Collective."""
     seconds = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.tolist()

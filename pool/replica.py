@@ -1,37 +1,43 @@
 """
-One job's part in a pool: DiLoCo among jobs that share a folder or a bucket, and nothing else.
+One job's part in a pool: DiLoCo among jobs that share nothing but a folder or a bucket.
 
-    replica = Replica(config, outer, identity, say)           # joins: the newest outer state, within one round
-    while part := replica.claim():                             # whose data: as replica k, steps first to end - 1
+    replica = Replica(config, outer, identity, say)           # joins the pool and loads its newest outer state
+    while part := replica.claim():                             # (k, first, end): read replica k's data of these steps
         ...                                                    # inner steps; after each, if replica.round_is_over():
-        replica.meet()                                         # gives the delta, waits for the others, outer step
+        replica.meet()                                         # delivers the delta, waits for the others, outer step
 
-What lies in a pool. All but alive/ is made by create-if-absent (store.py) and never changes:
+The files of a pool. All of them except alive/ are created only if absent (store.py) and never change:
 
-    pool.json                   the pool's name and keys, of which no job may have others
-    alive/ID                    content that changes while job ID lives
-    rounds/000007/claim_02      ID: the job that trains on piece 2 of this round (ledger.py)
-    rounds/000007/delta_02_0000 anchor - theta, the rows of rank 0 of that job, as exchange_dtype encodes them
-    rounds/000007/delta_02.json last: which job, how many steps, xxh128 of the files, digest of the state it began from
-    commits/000007.json         which deltas count, in which order: this one decides, and is all of the pool's history
-    outer/000010.json           last: a snapshot of the outer parameters and momentum before round 10,
-    outer/000010_ID_0000        as the ranks of job ID wrote them
+    pool.json                    the pool's name, and the keys that must be the same in all of its jobs
+    alive/ID                     its content changes as long as job ID is alive
+    rounds/000007/claim_02       ID: the job that trains on piece 2 of this round (ledger.py)
+    rounds/000007/delta_02_0000  anchor - theta: the rows of rank 0 of that job, encoded as exchange_dtype says
+    rounds/000007/delta_02.json  the delta's marker, written after its files: job, number of steps, xxh128 of the files,
+                                 digest of the outer state that it began from
+    commits/000007.json          which deltas count, in which order; the commits alone are the pool's history
+    outer/000010_ID_model_0000   a snapshot before round 10, written by job ID: its rank 0's rows of the outer
+    outer/000010_ID_momentum_0000     parameters, and of the outer momentum
+    outer/000010.json            the snapshot's marker, written after its files
 
     claim -> train -> write delta -> write its marker -> [close the round] -> read the others' deltas -> outer step
-       ^ the lowest free piece        |                   who first finds it complete creates its commit; whoever    |
-       |                              +-> dead here: the  comes second takes the first one's, and drops its own       |
-       +--------------------------------- piece is returned, and had by somebody in the next round -------------------+
+      ^ a free piece     |                                the first job that finds the round complete            |
+      |                  |                                creates its commit; the others use that commit         |
+      |                  +-> if the job dies before its marker is written, its piece is returned,                |
+      |                      and some job claims it in a later round                                             |
+      +----------------------------------------------------------------------------------------------------------+
 
-A round is complete when every job that is expected has delivered: the jobs that hold a claim, and those whose deltas
-were in the last round. It is also complete when `quorum` deltas have been there for grace_s, by the clock of the job
-that looks. A job that is still training sees the first deltas as well: it gives what it has when half of that time has
-passed, or at once if it has joined in this round. A job whose alive/ID has not changed for grace_s is not waited for.
-What counts is decided in one place, so no window of data counts twice: a delta counts only if a commit lists it. Else
-it is ignored, and the next ledger returns its piece.
+A round is complete when `quorum` deltas have arrived and every expected job has delivered. Expected are the jobs that
+hold a claim and, while unclaimed pieces are left, the jobs whose deltas were in the last round. After the quorum the
+round waits at most grace_s for the others, by the clock of the job that looks, and it does not wait for a job whose
+alive/ID has not changed for grace_s. A job that is still training sees the first deltas as well: it delivers the steps
+it has done when half of grace_s has passed, or at once if it joined in this round.
+
+A delta counts only if a commit lists it. Otherwise it is ignored and the next ledger returns its piece, so that no
+window of data counts twice.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
-outer step: so all hold the same bits, however many ranks each has. A delta names the digest of the state that it began
-from, and so does a commit: a job that differs notices, and begins again from a snapshot.
+outer step. So all hold the same bits, however many ranks each has. Each delta and each commit names the digest of the
+outer state that it began from, by which a job notices that its own state differs, and loads a snapshot again.
 """
 
 import contextlib
@@ -58,12 +64,13 @@ from runtime.checkpoint import is_finite
 from runtime.files import ROOT, write_file
 from runtime.processes import on_rank_0
 
-# Keys that jobs of one pool may each have their own value of: files, logs, hardware, speed.
+# Keys whose values may differ between the jobs of a pool: files, logs, hardware, speed.
 OWN_KEYS = {key for key, knob in read_knobs(Path(ROOT, 'train_pool.py')).items() if 'per job' in knob.tags}
 
 
 def number_of_replicas(config):
-    """Replicas that share a global batch: num_replicas, or the pool's. Raises ValueError for keys that do not fit."""
+    """How many replicas share a global batch: the key num_replicas, or if that is None the value of the pool that the
+    job joins. Raises ValueError if the pool's keys are missing or out of range."""
     if not config.exchange:
         raise ValueError('where do the jobs meet? Give --exchange=FOLDER, or an address such as s3://bucket/name')
     if importlib.util.find_spec('xxhash') is None:
@@ -79,16 +86,16 @@ def number_of_replicas(config):
 
 
 class Damaged(Exception):
-    """What a pool holds cannot be used, or is no longer there; the message says why."""
+    """An object of the pool is damaged, missing or does not fit; the message says which and why."""
 
 
 class Replica:
     """One job in a pool. All ranks of the job make the same calls; each is collective.
 
-    config: the keys of train_pool.py. outer: a diloco.Outer of this job alone, in one fragment. identity: of
-    begin.identity_of(), what data and model are. say: function called on rank 0 with a line. waiting: function called
-    on every rank now and then while the job waits for others; if it is true there, it waits no longer.
-    Raises ValueError in one line, on every rank, where the pool is of another run, or the store not fit for one.
+    config: the keys of train_pool.py. outer: a diloco.Outer over this job alone, with one fragment. identity: from
+    begin.identity_of(): what data and model are. say: function called on rank 0 with a line. waiting: function called
+    on every rank from time to time while the job waits for others; if it returns true, the job stops waiting.
+    Raises ValueError on every rank if the pool belongs to a different run, or if the store cannot hold a pool.
     """
 
     def __init__(self, config, outer, identity, say, waiting=lambda: None):
@@ -98,12 +105,12 @@ class Replica:
         self.shapes = [parameter.shape for parameter in self.fragment.parameters.values()]
         self.name = on_rank_0(lambda: f'{os.uname().nodename.partition(".")[0]}-{uuid.uuid4().hex[:12]}')
         self.ledger = Ledger(config.max_iters, config.inner_steps, config.num_replicas)
-        self.ledger.begin_at(outer.step_of_anchors())  # of a run that this one goes on with, if it founds the pool
+        self.ledger.begin_at(outer.step_of_anchors())  # above 0 if this job founds the pool with a run's checkpoint
         feeds_back = {'top2bit': True, 'float32': False}.get(config.exchange_dtype, config.error_feedback)
         self.error = torch.zeros_like(self.fragment.anchor, device='cpu') if feeds_back else None
         self.number, self.k, self.own, self.average, self.members = None, None, None, None, set()
-        self.parts, self.steps, self.began = [], 0, None  # of the piece: what is left to begin, inner steps done, since
-        # Used again in each round: that is three times as fast as memory that the system has to find.
+        self.parts, self.steps, self.began = [], 0, None  # of the piece: parts left, steps done, begun when
+        # Reused in each round, which is three times as fast as memory that the system has to find first.
         self.sum, self.theirs = torch.empty(2, self.fragment.anchor.numel())
         self.parent, self.is_odd, self.watch, self.noted = None, False, None, None
         self.bytes_read = self.bytes_written = 0
@@ -121,7 +128,8 @@ class Replica:
         self._ask()
 
     def _enter(self, identity):
-        """Found the pool, or check that it is this run's; returns its name. On rank 0, which raises for all."""
+        """Create the pool, or check that it belongs to this run. Returns its name. Called on rank 0 through
+        on_rank_0(), so that an error is raised on all ranks."""
         keys = {key: value for key, value in vars(self.config).items() if key not in OWN_KEYS} | identity
         shapes = {name: list(parameter.shape) for name, parameter in self.fragment.parameters.items()}
         keys['trained'] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
@@ -151,12 +159,13 @@ class Replica:
     # --- the outer state ---------------------------------------------------------------------------------------------
 
     def digest(self):
-        """Of the outer parameters and momentum: the same for jobs that hold the same bits, on any number of ranks."""
+        """A digest of the outer parameters and momentum: equal bits give equal digests, on any number of ranks."""
         parts = self.fragment.anchor, self.fragment.momentum
         return '-'.join(checksum(flat.cpu(), self.shapes, self.ranks, self.rank) for flat in parts)
 
     def _load(self):
-        """Take the newest snapshot, or make the first one of what the parameters are, and all rounds since."""
+        """Load the newest snapshot and take the outer steps of all rounds since then. A new pool has none; then this
+        job's own parameters become its first snapshot."""
         while True:
             newest = self._snapshots()[-1:]
             if not newest:
@@ -172,7 +181,7 @@ class Replica:
                 if self.rank == 0 and self.watch:
                     self.watch.begin(self.ledger, self.members)
                 return
-            except Damaged as reason:  # or what is needed has been deleted meanwhile: then there is a newer one
+            except Damaged as reason:  # if its files were deleted meanwhile, there is a newer snapshot: load that one
                 if self._snapshots()[-1:] == newest:
                     raise ValueError(f'exchange={self.config.exchange}: {reason}; wait for the next snapshot') from None
 
@@ -200,13 +209,13 @@ class Replica:
         self.outer.restart_from_anchors()
         self.fragment.begin_at(self.ledger.step)
 
-    def _all_gather(self, value):  # [that of rank 0, of rank 1, ...]
+    def _all_gather(self, value):  # [value of rank 0, value of rank 1, ...]
         values = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
 
     def _save(self):
-        """Write a snapshot, and delete what nobody needs who begins from it or from the one before."""
+        """Write a snapshot, and delete what is needed neither to begin from it nor from the snapshot before it."""
         parts = {'model': self.fragment.anchor.cpu(), 'momentum': self.fragment.momentum.cpu()}
         round, files, digests = self.ledger.round, f'{self.ledger.round:06}_{self.name}', {}
         for kind, flat in parts.items():
@@ -231,8 +240,8 @@ class Replica:
     # --- files that all ranks write and read -------------------------------------------------------------------------
 
     def _write(self, name, data, meanwhile=lambda digests: None):
-        """Write this rank's file name_RANK; [digest of rank 0's, ...]. Raises on all ranks what went wrong on one.
-        meanwhile: called with the digests while the disk, or the network, is busy."""
+        """Write this rank's file name_RANK. Returns the digests of all ranks' files, [rank 0's, ...]. If one rank
+        fails, all raise OSError. meanwhile: called with the digests while the file is being written."""
         with ThreadPoolExecutor(1) as thread:
             written = thread.submit(self.store.create, f'{name}_{self.rank:04}', data)
             digests = self._all_gather(digest_of(data))
@@ -243,7 +252,8 @@ class Replica:
         return digests
 
     def _read_rows(self, files, digests, dtype):
-        """(this rank's numbers, None) out of the files of the ranks of some job, or (None, what is wrong with them)."""
+        """Read this rank's numbers out of `files`, one for each rank of the job that wrote them. Returns (numbers,
+        None), or (None, what is wrong with a file)."""
         mine, is_like_here = self.theirs, len(files) == self.ranks
         for rank, name in enumerate(files):
             pieces = copies(self.shapes, (self.ranks, self.rank), (len(files), rank))
@@ -259,14 +269,14 @@ class Replica:
             with warnings.catch_warnings():
                 warnings.filterwarnings('ignore', message='The given buffer is not writable')  # nobody writes there
                 numbers = self._decode(torch.frombuffer(data, dtype=torch.uint8), dtype, len(files), rank)
-            if is_like_here:  # the same rows
+            if is_like_here:  # with as many ranks, its rows are this rank's rows
                 return numbers[: len(mine)], None
             for first, end, target in pieces:
                 mine[target : target + end - first] = numbers[first:end]
         return mine, None
 
     def _encode(self, delta):
-        """This rank's rows, flat fp32, as exchange_dtype: uint8 (bytes)."""
+        """This rank's rows, flat fp32, encoded as exchange_dtype says; returns uint8."""
         dtype = self.config.exchange_dtype
         if dtype == 'top2bit' and len(delta):
             shapes = shapes_of(self.shapes, self.ranks, self.rank)
@@ -275,8 +285,8 @@ class Replica:
         return encode_flat(delta, dtype)
 
     def _decode(self, payload, dtype, ranks, rank):
-        """The rows of a rank of a job of so many, flat fp32; padding may follow them."""
-        if dtype != 'top2bit' or not len(payload):  # or of a rank without rows
+        """The rows, flat fp32, that rank `rank` of a job of `ranks` ranks has encoded; padding may follow them."""
+        if dtype != 'top2bit' or not len(payload):  # a rank without rows has an empty payload
             return decode_flat(payload, dtype)
         shapes = shapes_of(self.shapes, ranks, rank)
         places, numbers = decode_top2bit(payload, shapes, self.config.exchange_k)
@@ -289,14 +299,15 @@ class Replica:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def claim(self):
-        """(k, first, end): read what replica k does, in steps first to end - 1. Of the piece that this job has, or else
-        it claims one, and waits for it. None: all is trained."""
+        """The next part to train, (k, first, end): read what replica k would read in the steps first to end - 1. It is
+        the next one of the piece that this job holds; without one, the job claims a piece, if need be in a later round.
+        None = the run is complete, or waiting() has ended the wait."""
         while not self.parts and not self.ledger.is_complete:
             number = on_rank_0(self._claim)
             if number is not None:
                 self.number = number
                 self.asked[1].wait()
-                self._ask()  # what was asked before is of the last round
+                self._ask()  # the pending question was about the last round
                 self.parts, self.began = self.ledger.piece(number), time.time()
                 self.k = self.parts[0][0]
             elif commit := self._wait():
@@ -306,11 +317,12 @@ class Replica:
         return self.parts.pop(0) if self.parts else None
 
     def _claim(self):
-        """The number of a piece that is now this job's, or None: none is left in this round, or it is nearly over."""
+        """Claim a piece. Returns its number, or None if none is left in this round or the round is nearly over."""
         self.watch.look()
-        if self.watch.is_committed or self.watch.enough_at is not None:  # the others are done: not to keep them waiting
+        if self.watch.is_committed or self.watch.enough_at is not None:  # a new claim would keep the others waiting
             return None
-        # As replica k once more, if nobody has to stand back for that: its optimizer has seen that data's like.
+        # First choice: be replica k once more, since this job's optimizer state comes from that replica's data. Only
+        # among the first len(members) pieces, which are claimed in any case, so that no earlier piece has to wait.
         again = [n for n in range(min(len(self.members), self.ledger.pieces)) if self.ledger.piece(n)[0][0] == self.k]
         for number in [*again, *range(self.ledger.pieces)]:
             claim = f'rounds/{self.ledger.round:06}/claim_{number:02}'
@@ -319,19 +331,19 @@ class Replica:
         return None
 
     def _ask(self):
-        """Start to ask rank 0 whether the round is over, which round_is_over() answers a step later."""
+        """Start to ask rank 0 whether the round is over; round_is_over() reads the answer one step later."""
         is_over = False
         if self.rank == 0:
             patience = self.config.grace_s / 2 if self.name in self.members or not self.members else 0.0
-            if self.steps:  # the answer comes after one more step, and what began before that has to end: two steps
+            if self.steps:  # two steps earlier: the answer comes after one more step, and by then another one has begun
                 patience -= 2 * (time.time() - self.began) / self.steps
             is_over = self.watch.is_committed or self.watch.waited_s > max(0.0, patience)
         flag = torch.tensor([float(is_over)])
         self.asked = flag, dist.broadcast(flag, 0, async_op=True)
 
     def round_is_over(self):
-        """After each inner step: whether to end this round's now, because the piece is done, or the others are, as
-        rank 0 saw it a step ago."""
+        """Call after each inner step: whether to stop training in this round, because the piece is done, or because the
+        other jobs are, as rank 0 saw it one step ago."""
         self.steps += 1
         flag, work = self.asked
         work.wait()
@@ -340,13 +352,14 @@ class Replica:
 
     @property
     def step(self):
-        """The step of the run after the inner steps of this round so far, if it goes at the pace of the last one."""
+        """The run's step by now: an estimate that assumes that this round advances at the pace of the last one."""
         return min(self.ledger.step + int(self.steps * self.ledger.pace), self.config.max_iters)
 
     def meet(self, leaves=False, facts=None):
-        """Give what the inner steps have changed, wait until the round is closed, and take its outer step.
+        """Deliver what the inner steps have changed, wait until the round is closed, and take its outer step.
 
-        leaves: give it and wait for nobody. facts: JSON-able, for the journal. Returns metrics of the round.
+        leaves: this job ends, so deliver and do not wait. facts: a JSON-able dict for the journal. Returns the round's
+        metrics.
         """
         began = time.perf_counter()
         self.bytes_read = self.bytes_written = 0
@@ -372,10 +385,10 @@ class Replica:
         return square.sqrt().item()
 
     def _deliver(self, leaves, facts):
-        """Write this rank's rows of the pseudo-gradient, and when all ranks have, the marker."""
+        """Write this rank's rows of the pseudo-gradient and, when all ranks have written theirs, the marker."""
         dtype, name = self.config.exchange_dtype, f'rounds/{self.ledger.round:06}/delta_{self.number:02}'
         delta = self.outer.pseudo_gradient(self.fragment).cpu()
-        if not all(self._all_gather(is_finite(delta.sum()) or is_finite(delta))):  # a sum may overflow
+        if not all(self._all_gather(is_finite(delta.sum()) or is_finite(delta))):  # the sum alone may overflow
             raise ValueError(
                 f'round {self.ledger.round}: this job has learned numbers that are not finite: nothing is given to the '
                 'pool; look at its data and log, then start it again'
@@ -391,13 +404,13 @@ class Replica:
             'out_dir': self.config.out_dir, 'began': self.began, 'gave': time.time(),
         }  # fmt: skip
 
-        def all_deltas():  # on rank 0; None if there are more to come
+        def all_deltas():  # on rank 0; None if more are to come
             self.watch.look()
             markers = {**self.watch.markers, self.number: marker}
             return markers if not self.watch.late and self.watch.are_enough(markers) else None
 
         def add_up(digests):
-            """While this delta is on its way: if it is the round's last one, add them all up already."""
+            """If this delta is the round's last one, sum all of them already while it is being written."""
             marker['xxh128'] = digests
             if markers := on_rank_0(all_deltas):
                 self._sum(markers)
@@ -406,7 +419,8 @@ class Replica:
         on_rank_0(self.store.create, f'{name}.json', json.dumps(marker).encode())
 
     def _wait(self):
-        """The commit of this round, which somebody makes as soon as it is complete; None if waiting() ends it."""
+        """Wait for this round's commit, or create it once the round is complete. None if waiting() has ended the
+        wait."""
         pause, began, patience = 0.01, time.monotonic(), self.config.grace_s
         while True:
             commit, markers = on_rank_0(self._look)
@@ -419,7 +433,7 @@ class Replica:
             if self.rank == 0 and time.monotonic() - began > patience:
                 self.say(f'round {self.ledger.round} {self._lacks()}, since {patience:.0f} s')
                 patience *= 2
-            time.sleep(pause)  # short at first: a round is not to last longer for it
+            time.sleep(pause)  # short at first, so that it does not lengthen the round
             pause = min(1.5 * pause, self.watch.pause)
 
     def _lacks(self):  # on rank 0
@@ -429,18 +443,20 @@ class Replica:
         return f'waits for {", ".join(sorted(watch.late))}'
 
     def _look(self):
-        """(the commit, None), (None, {number: marker} of what can be closed), or (None, None): to be waited for."""
+        """(the commit, None); or (None, {number: marker}) if the round can be closed with these deltas; or (None, None)
+        if there is something to wait for."""
         (watch := self.watch).look()
         if watch.is_committed:
             return self._read_json(f'commits/{self.ledger.round:06}.json'), None
         if watch.enough_at is not None and (not watch.late or watch.waited_s > self.config.grace_s):
             return None, dict(watch.markers)
         if not watch.markers and watch.owners and not watch.late and self.name not in watch.owners.values():
-            return None, {}  # all that had a claim are dead: their pieces are to be had again
+            return None, {}  # all jobs that held a claim are dead: an empty commit returns their pieces
         return None, None
 
     def _sum(self, markers):
-        """Keep the mean of deltas by steps as self.average; ({number: marker} that count, {number: why not})."""
+        """Set self.average to the mean of the deltas, weighted by their steps. Returns ({number: marker} of those that
+        count, {number: why not} of the others)."""
         rejected, contents = {}, {number: (marker['xxh128'], marker['steps']) for number, marker in markers.items()}
         if self.average and self.average[0] == contents:
             return markers, {}
@@ -478,7 +494,7 @@ class Replica:
                 self.average = {number: contents[number] for number in counted}, average
                 return counted, rejected
             rejected |= problems
-            is_careful = not all(are_good)  # some number is not finite: once more, to see whose
+            is_careful = not all(are_good)  # the sum is not finite: check each delta, to see which one is to blame
 
     def _numbers_of(self, number, marker):
         """(this rank's numbers of a delta, None), or (None, why it cannot be used)."""
@@ -489,7 +505,7 @@ class Replica:
         return self._read_rows(files, marker['xxh128'], marker['dtype'])
 
     def _commit(self, counted, rejected):
-        """Create this round's commit, or read the one of whoever was quicker."""
+        """Create this round's commit, unless another job was quicker. Returns the one that is there."""
         owners = self.watch.owners
         commit = {
             'pool': self.pool, 'round': self.ledger.round, 'parent': self.parent, 'state': self.state,
@@ -504,7 +520,8 @@ class Replica:
         return self._read_json(name)
 
     def _apply(self, commit):
-        """Take the outer step of a commit, and note it; or begin again from a snapshot, where bits are missing."""
+        """Take the outer step of a commit. If this job's state or a delta's file differs from what the commit says,
+        load the newest snapshot instead."""
         if commit['state'] != self.state:
             if self.is_odd:
                 raise ValueError(
@@ -531,7 +548,7 @@ class Replica:
             raise Damaged(f'a delta that counts, {next(iter(rejected))}, {next(iter(rejected.values()))}')
         self.step_before = self.ledger.step
         self.ledger.advance(commit)
-        if markers:  # without any, the momentum alone would move the parameters
+        if markers:  # a step without deltas would move the parameters by the momentum alone
             self.outer.step_with(self.fragment, self.average[1], self.ledger.step)
         else:
             self._restart()
@@ -547,7 +564,7 @@ class Replica:
                 self.watch.begin(self.ledger, self.members)
 
     def _catch_up(self, until=None):
-        """Take the outer steps of all commits that there are, or of those before round `until`."""
+        """Take the outer steps of all commits so far, or only of those before round `until`."""
         while self.ledger.round != until:
             commit = on_rank_0(lambda: self._read_json(f'commits/{self.ledger.round:06}.json'))
             if commit is None:
@@ -559,8 +576,8 @@ class Replica:
     def replay(self):
         """Compute the outer parameters again, from the oldest snapshot and the deltas of all rounds since then.
 
-        Returns what was compared, in words: the digest that each commit names as its beginning, and that of each
-        snapshot. Raises ValueError where one differs, or where a delta is damaged.
+        This compares the digest that each commit began from, and that of each snapshot. Returns a line that says what
+        was compared. Raises ValueError if a digest differs or a delta is damaged.
         """
         (oldest, *others), first = self._snapshots(), 0
         try:
@@ -581,7 +598,7 @@ class Replica:
         return f'rounds {first} to {self.ledger.round - 1} and {len(others)} snapshots: equal to the bit{gone}'
 
     def leave(self):
-        """Nobody waits for this job from here on."""
+        """Leave the pool: from here on the other jobs do not wait for this one."""
         self.asked[1].wait()
         if self.rank == 0:
             self.watch.close()
@@ -589,8 +606,8 @@ class Replica:
     # --- the journal -------------------------------------------------------------------------------------------------
 
     def _note_rounds(self, last=None):
-        """Append the rounds up to now to out_dir/rounds.jsonl, where each stands once, in order, also those before this
-        job joined. last: what to write of the last one."""
+        """Append to out_dir/rounds.jsonl all rounds that it lacks, each once and in order, including those before this
+        job joined. last: the row of the last round; for others, their commit is the row."""
         path = os.path.join(self.config.out_dir, 'rounds.jsonl')
         if self.noted is None:
             lines = open(path, encoding='utf-8').read().split('\n')[:-1] if os.path.exists(path) else []

@@ -1,4 +1,4 @@
-"""What rank 0 of a job sees of the others, in a thread of its own while the job trains."""
+"""How rank 0 of a job watches the other jobs of the pool, in a thread of its own while the job trains."""
 
 import contextlib
 import json
@@ -8,7 +8,8 @@ import time
 
 
 class RoundWatch:
-    """What there is of a round, and which jobs live. A thread looks now and then, and gives this job's sign of life."""
+    """The claims and deltas of the current round, and which jobs are alive. A thread looks at the store from time to
+    time and gives this job's own sign of life."""
 
     def __init__(self, store, name, grace_s, quorum):
         self.store, self.name, self.grace_s, self.quorum = store, name, grace_s, quorum
@@ -17,16 +18,16 @@ class RoundWatch:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, ledger, members):
-        """A new round. members: the jobs whose deltas were in the last one, and that have not left."""
+        """Begin a new round. members: the jobs whose deltas were in the last round and that have not left since."""
         with self.lock:
             self.round, self.pieces, self.members = ledger.round, ledger.pieces, members
             self.owners, self.markers, self.enough_at, self.is_committed = {}, {}, None, False
 
     def look(self):
-        """Look at the round again. Afterwards owners: {number: job}, markers: {number: what the delta's marker says},
-        late: jobs that are waited for, is_committed.
+        """Read the state of the round from the store. Sets owners {piece's number: job}, markers {piece's number:
+        contents of its delta's marker}, late (the jobs to wait for) and is_committed.
 
-        Each look makes new ones, so that whoever goes through one of them needs no lock, while the thread looks again.
+        Each look makes new dicts, so that code that iterates over one needs no lock while the thread looks again.
         """
         with self.lock:
             round, store, owners, markers = f'rounds/{self.round:06}', self.store, {**self.owners}, {**self.markers}
@@ -34,7 +35,7 @@ class RoundWatch:
             for name in store.list(round):
                 found = re.fullmatch(r'(claim_|delta_)(\d+)(\.json)?', name)
                 number = int(found[2]) if found else self.pieces
-                if number >= self.pieces:  # the rows of a delta, or nothing of ours
+                if number >= self.pieces:  # not a claim or delta of this round
                     continue
                 if found[1] == 'claim_' and number not in owners:
                     owners[number] = store.read(f'{round}/{name}').decode()
@@ -45,7 +46,7 @@ class RoundWatch:
             if self.enough_at is None and self.markers and self.are_enough(self.markers):
                 self.enough_at = now
             expected = {*self.owners.values()}
-            if len(self.owners) < self.pieces:  # there is still something to claim
+            if len(self.owners) < self.pieces:  # some pieces are unclaimed, so the last round's jobs may still come
                 expected |= self.members
             late = expected - {marker['job'] for marker in self.markers.values()} - {self.name}
             for job in late:
@@ -60,14 +61,14 @@ class RoundWatch:
     def are_enough(self, deltas):
         return len(deltas) >= min(self.quorum, self.pieces)
 
-    def _parse(self, text):  # what a marker says, with None for what it lacks
+    def _parse(self, text):  # contents of a marker; None for keys that it lacks
         marker = dict.fromkeys(('pool', 'job', 'steps', 'leaves', 'state', 'dtype', 'xxh128'))
         with contextlib.suppress(ValueError, TypeError):
             marker |= json.loads(text)
         return marker
 
     @property
-    def waited_s(self):  # seconds since a quorum has delivered; 0: not yet
+    def waited_s(self):  # seconds since a quorum had delivered; 0 = it has not yet
         return 0.0 if self.enough_at is None else time.monotonic() - self.enough_at
 
     def beat(self, content=None):
@@ -76,7 +77,7 @@ class RoundWatch:
 
     def _run(self):
         while not self.closed.wait(self.pause):
-            with contextlib.suppress(OSError, ValueError):  # the store is away for a moment: who needs it will say so
+            with contextlib.suppress(OSError, ValueError):  # if the store stays away, the main thread will report it
                 self.beat()
                 self.look()
 

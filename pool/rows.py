@@ -1,5 +1,5 @@
-"""Which rows of each parameter a rank holds, so that jobs of other numbers of ranks can read what it has written, and a
-checksum that does not depend on that number."""
+"""Which rows of each parameter a rank holds, so that a job with another number of ranks can read its files; and a
+checksum that does not depend on the number of ranks."""
 
 import hashlib
 
@@ -8,25 +8,26 @@ import torch.distributed as dist
 
 from optim import local
 
-CHUNK, ODD = 2**15, -7046029254386353131  # numbers that stay in a core's cache; the multiplier of splitmix64
+CHUNK, ODD = 2**15, -7046029254386353131  # so few numbers stay in a core's cache; ODD is splitmix64's multiplier
 
 
 def rows_of(rows, ranks, rank):
-    """(first, end) of the rows of a parameter that one of several ranks holds: those of DTensor's Shard(0)."""
+    """(first, end) of the rows of a parameter that this rank holds, as with DTensor's Shard(0)."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def shapes_of(shapes, ranks, rank):
-    """The shapes of what such a rank holds of each parameter, of those of which it holds anything."""
+    """The shapes of this rank's rows of each parameter, without parameters of which it holds no row."""
     parts = [(rows_of(rows, ranks, rank), others) for rows, *others in shapes]
     return [shape for (first, end), others in parts if (shape := torch.Size([end - first, *others])).numel()]
 
 
 def copies(shapes, mine, theirs):
-    """[(first, end, target)]: which numbers of what rank `theirs` holds are to be had, and where they go in `mine`.
+    """What to copy from rank `theirs` of one job into rank `mine` of another: [(first, end, target)], where the numbers
+    first to end - 1 of `theirs` go to `mine` from target on.
 
-    shapes: of the parameters, whole; a rank's rows of all of them lie end to end. mine, theirs: (ranks, rank).
+    shapes: those of the whole parameters; a rank's rows of all of them lie end to end. mine, theirs: (ranks, rank).
     """
     found, here, there = [], 0, 0
     for rows, *others in shapes:
@@ -40,8 +41,9 @@ def copies(shapes, mine, theirs):
 
 
 def checksum(flat, shapes, ranks, rank):
-    """A number that depends on every bit of what all ranks hold together, and on its place, but not on how many ranks
-    hold it: sum over i of bits_i * (i * ODD + 1) mod 2^64. flat: this rank's rows, fp32 on the host. Collective."""
+    """A checksum of the parameters that all ranks hold together, as 16 hexadecimal digits. It depends on every bit and
+    on its place, but not on how the parameters are divided among ranks: sum over i of bits_i * (i * ODD + 1) mod 2^64.
+    flat: this rank's rows, fp32 on the host. Collective."""
     weights = torch.arange(CHUNK) * ODD
     total, here, before = 0, 0, 0
     for rows, *others in shapes:
@@ -52,14 +54,15 @@ def checksum(flat, shapes, ranks, rank):
             bits = flat[here + start - first : here + stop - first].view(torch.int32).long()
             total += (bits @ weights[: stop - start]).item() + ((before + start) * ODD + 1) * bits.sum().item()
         here, before = here + end - first, before + rows * width
-    total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around likewise
+    total = torch.tensor((total + 2**63) % 2**64 - 2**63)  # as a signed number, which wraps around alike
     dist.all_reduce(total)
     return f'{total.item() % 2**64:016x}'
 
 
 def checksums_of_frozen(model):
-    """{'frozen weights': checksums in one word}, {} where all are trained. They do not travel, so all jobs of a pool
-    must have the same ones. model: its parameters whole, or sharded over all ranks. Collective."""
+    """{'frozen weights': one hash of their checksums}, or {} if all weights are trained. Frozen weights are not
+    exchanged, so all jobs of a pool must have the same ones. model: its parameters are whole, or sharded over all
+    ranks. Collective."""
     place = dist.get_world_size(), dist.get_rank()
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     words = [checksum(local(tensor).detach().float().cpu().flatten(), [tensor.shape], *place) for tensor in frozen]

@@ -1,16 +1,17 @@
 """
-A place that all jobs of a pool see: a folder, or a bucket that fsspec reaches. All it must be able to do is to create
-an object if there is none of that name, so that of several writers exactly one wins.
+Storage that all jobs of a pool can reach: a folder, or a bucket through fsspec. It needs a single guarantee: an object
+is created only if no object has that name yet, so that exactly one of several writers wins.
 
     store = open_store('/project/pool')      # or 's3://bucket/pool', 'gs://...', with that file system's package
-    store.probe()                            # refuses one that cannot do it
-    store.create('commits/000007', data)     # True: it is ours; False: somebody else's is there
+    store.probe()                            # raises ValueError for a store without that guarantee
+    store.create('commits/000007', data)     # True: the object is ours; False: another job's object has the name
 
-An object appears whole or not at all, and never changes; only what replace() writes, signs of life, does.
+An object appears whole or not at all, and never changes. The only exception is replace(), for signs of life.
 
-A folder: written under another name, fsync, link(), which fails where the name is taken. NFS may report that failure
-although its server has made the link; a bucket may answer 412 to a repetition of what it had done. So after a failure
-the object is read: if it is what was to be written, it is ours. Callers put a name of their own into what they create.
+In a folder, a file is written under a temporary name, synced, and then link()ed to its final name, which fails if that
+name is taken. The failure may be reported falsely: NFS may report it although its server has made the link, and a
+bucket may answer 412 when a request that had succeeded is repeated. So after such a failure the object is read, and if
+it has the content that was to be written, it is ours. This is why callers put their own name into what they create.
 """
 
 import concurrent.futures
@@ -20,14 +21,15 @@ import os
 import time
 import uuid
 
-# Repeating does not help: the disk is full, nobody may write there, it is no folder, it is too large.
+# Errors for which repeating does not help: full disk or quota, no permission, not a folder, too large, name too long.
 FINAL = {getattr(errno, name) for name in 'ENOSPC EDQUOT EACCES EPERM EROFS ENOTDIR EFBIG ENAMETOOLONG'.split()}
-PAUSES_S = (0.1, 0.5, 2.0, 8.0)  # between attempts: a server that restarts, a stale handle
-LARGEST_SKEW_S = 3600.0  # of this machine's clock and the store's
+PAUSES_S = (0.1, 0.5, 2.0, 8.0)  # between attempts: the server may be restarting, or a file handle stale
+LARGEST_SKEW_S = 3600.0  # between this machine's clock and the store's
 
 
 def open_store(address):
-    """A Folder or Bucket. Raises ValueError where the package for such an address is missing, or in a run's out_dir."""
+    """A Folder or Bucket. Raises ValueError if the package for such an address is missing, or if the folder is inside
+    of a run's out_dir."""
     if '://' not in address:
         path = os.path.abspath(address)
         while path != os.path.dirname(path):
@@ -47,8 +49,8 @@ def open_store(address):
 
 
 def digest_of(data):
-    """xxh3 of 128 bits, as text. It finds what was truncated or damaged, and is 30 times as fast as sha256."""
-    import xxhash  # here, since runs without a pool do without the package
+    """xxh3 with 128 bits, as text. It detects truncated or damaged data and is 30 times as fast as sha256."""
+    import xxhash  # here, because only runs in a pool need the package
 
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -56,11 +58,11 @@ def digest_of(data):
 class Store:
     """What a Folder and a Bucket have in common. Names are relative, with at most one folder.
 
-    Methods raise FileNotFoundError, or OSError in one line once repeating has not helped.
+    Methods raise FileNotFoundError, or a one-line OSError after repeated attempts have failed.
     """
 
     def create(self, name, data):
-        """Whether `name` now is an object with this content that we have made; False if another one has the name."""
+        """Create an object. Returns True if `name` now has this content, False if another object has the name."""
         try:
             self._retry('write', name, lambda: self._create(name, data))
             return True
@@ -68,28 +70,29 @@ class Store:
             return self.read(name) == data
 
     def replace(self, name, data):
-        """Write an object that may be there already, and that a reader may meet half written."""
+        """Write an object, replacing an older one; a reader may see it half written."""
         self._retry('write', name, lambda: self._replace(name, data))
 
     def read(self, name, room=None):
-        """The content. room: a buffer; if it is as large, a folder's file is read into it, and it is returned."""
+        """The content of an object. room: a buffer; if it has the size of a Folder's file, the file is read into it and
+        `room` is returned, which saves the allocation."""
         return self._retry('read', name, lambda: self._read(name, room))
 
     def list(self, folder):
-        """Names in a folder, sorted; none if there is no such folder. Never out of a cache."""
+        """Names in a folder, sorted; [] if there is no such folder. Never from a cache."""
         names = []
         with contextlib.suppress(FileNotFoundError):
             names = self._retry('list', folder, lambda: self._list(folder))
         return sorted(name for name in names if not name.endswith('.tmp'))
 
     def remove(self, folder, names):
-        """Delete objects of a folder; it is no error if another replica has been quicker."""
+        """Delete objects of a folder; objects that another job has deleted already are no error."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._retry('delete', f'{folder}/{name}', lambda name=name: self._remove(f'{folder}/{name}'))
 
     def probe(self):
-        """Raises ValueError for a store that does not keep the promise of create(), or with another time than ours."""
+        """Raise ValueError if the store does not keep create()'s guarantee, or if its clock is too far from ours."""
         folder, racers = f'probe_{uuid.uuid4().hex[:12]}', 4
         contents = [f'{number} {folder}'.encode() for number in range(racers)]
         try:
@@ -118,7 +121,7 @@ class Store:
         for pause in (*PAUSES_S, None):
             try:
                 return action()
-            except Exception as error:  # packages have their own: botocore's are no OSErrors
+            except Exception as error:  # packages raise errors of their own: botocore's are not OSErrors
                 is_an_answer = isinstance(error, FileNotFoundError) and what != 'write'
                 if is_an_answer or isinstance(error, FileExistsError):
                     raise
@@ -155,7 +158,7 @@ class Folder(Store):
         os.fsync(folder)
         os.close(folder)
 
-    def _replace(self, name, data):  # in place: NFS would show a renamed file's predecessor for a while
+    def _replace(self, name, data):  # in place: after a rename, NFS clients would see the old file for a while
         os.makedirs(os.path.dirname(self._path(name)), exist_ok=True)
         with open(self._path(name), 'wb') as file:
             file.write(data)
@@ -174,7 +177,7 @@ class Folder(Store):
         os.remove(self._path(name))
 
     def remove_folder(self, folder):
-        """Delete a folder, with what killed writers have left in it."""
+        """Delete a folder, including temporary files of killed writers."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._path(folder)):
                 os.remove(self._path(f'{folder}/{name}'))
@@ -185,7 +188,7 @@ class Folder(Store):
 
 
 class Bucket(Store):
-    """An object store that fsspec reaches."""
+    """An object store, reached through fsspec."""
 
     def __init__(self, address, files, path):
         self.address, self.files, self.path = address.rstrip('/'), files, path.rstrip('/')

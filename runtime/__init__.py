@@ -1,3 +1,3 @@
-"""Around every training loop, the same for every strategy: processes, errors, checkpoints, health, measurements."""
+"""What every training loop needs, whatever its strategy: processes, errors, checkpoints, health, measurements."""
 
-PHASES = ('data', 'forward', 'backward', 'update', 'outer')  # of a step, as time/data and so on in metrics.jsonl
+PHASES = ('data', 'forward', 'backward', 'update', 'outer')  # of a step; metrics.jsonl has time/data and so on

@@ -1,5 +1,5 @@
 """
-The arithmetic of batches: micro-steps, epochs, and what is legal but hardly meant.
+The arithmetic of batches: micro-steps, epochs, and warnings about settings that are legal but probably a mistake.
 
     batches.accumulation_steps(global_batch_size=512, batch_size=8, world_size=4)  # 16
 
@@ -14,7 +14,7 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
     """
     Micro-steps per optimizer step: global_batch_size = batch_size * world_size * accumulation_steps, in sequences.
 
-    Raises ValueError with the numbers and the nearest global batches that work if that has no solution.
+    Raises ValueError if that has no solution in whole numbers; the message names the nearest global batches that have.
     """
     for name, value in (('global_batch_size', global_batch_size), ('batch_size', batch_size)):
         if value < 1:
@@ -33,8 +33,8 @@ def accumulation_steps(global_batch_size, batch_size, world_size):
 
 def cautions(config, n_windows):
     """
-    Lines for the log where a run is legal, but hardly meant. n_windows: sequences in the training data.
-    Raises ValueError for what can be no run at all.
+    Warnings for the log about settings that are legal but probably a mistake. n_windows: sequences in the training
+    data. Raises ValueError for settings that are not legal.
     """
     if config['eval_iters'] < 0 or (config['eval_only'] and config['eval_iters'] == 0):
         raise ValueError(f'eval_iters={config["eval_iters"]}: expected 1 or more, or 0 = none but with eval_only=False')
@@ -59,14 +59,14 @@ def cautions(config, n_windows):
 
 
 def iterations_of_epochs(num_epochs, n_windows, global_batch_size):
-    """Optimizer steps for num_epochs passes over n_windows sequences. ValueError: num_epochs is not above 0."""
+    """Optimizer steps for num_epochs passes over n_windows sequences. Raises ValueError for num_epochs <= 0."""
     if not 0 < num_epochs < math.inf:
         raise ValueError(f'num_epochs={num_epochs}: expected a number above 0')
     return math.ceil(Fraction(str(num_epochs)) * n_windows / global_batch_size)  # in floats 0.07 * 100 is above 7
 
 
 def batch_line(batch_size, accumulation_steps, world_size, block_size, sharing=1):
-    """The batch arithmetic with its numbers, on one line. sharing: ranks that work on the same sequences."""
+    """The batch arithmetic with its numbers, on one line. sharing: how many ranks work on the same sequences."""
     groups = world_size // sharing
     sequences = batch_size * accumulation_steps * groups
     rank_factor = (groups, 'rank' if sharing == 1 else 'rank group')

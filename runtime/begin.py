@@ -1,12 +1,13 @@
 """
-What comes before the lesson, the same for every strategy: this rank and its device, the configuration filled in, the
-process group, the checkpoint to go on from, the model and its first weights.
+Everything that a training script does before the part it teaches, which is the same for every strategy: find out the
+rank and its device, fill in the configuration, join the process group, find the checkpoint to resume from, and make the
+model with its first weights.
 
-    run = begin(config, explicit, 'fsdp')   # ranks, device, data; every key that was None has a value
-    found = run.join()                      # --dry_run ends here; the process group, and this run's checkpoint
+    run = begin(config, explicit, 'fsdp')   # ranks, device, data; from here on every key that was None has a value
+    found = run.join()                      # the process group, and this run's checkpoint; --dry_run ends here
     raw_model = make_model(run)             # on the meta device
     ...                                     # shard it
-    initialise(raw_model, run)              # weights, where there is no checkpoint
+    initialise(raw_model, run)              # first weights, unless a checkpoint will be loaded
     step, state = run.resume(raw_model, opt, scaler)
 """
 
@@ -37,7 +38,7 @@ from text.tokenizer import as_argument, check_same_tokenizer, same_tokenizer
 
 @dataclass
 class Run:
-    """What a script knows before its lesson begins."""
+    """All that a script knows about its run before it shards the model."""
 
     config: SimpleNamespace  # every key with its final value
     explicit: dict  # {key: the file that set it, or 'command line'}
@@ -46,19 +47,19 @@ class Run:
     world_size: int
     device: torch.device
     compute_dtype: torch.dtype
-    ranks: int  # that share a global batch; more than world_size where other jobs have replicas, too
-    notes: list = field(default_factory=list)  # lines for the log: what was filled in, and what to beware of
-    pretrained: object = None  # finetune.Pretrained of init_from, if that is a model of transformers; also with native
-    start_from: str | None = None  # a checkpoint to take the weights from, if init_from is a run of ours
+    ranks: int  # how many share a global batch: in a pool more than world_size, since other jobs hold replicas, too
+    notes: list = field(default_factory=list)  # lines for the log: which values were filled in, and warnings
+    pretrained: object = None  # finetune.Pretrained if init_from is a Hugging Face folder, with native=True as well
+    start_from: str | None = None  # the checkpoint that gives the first weights, if init_from is a run of this project
     train_data: object = None  # data.Mixture
     val_data: object = None
-    model_config: object = None  # a ModelConfig, or `pretrained`
+    model_config: object = None  # a ModelConfig; without native that of a Hugging Face model is `pretrained` itself
     tasks: object = None  # in_run.Evaluation
     accumulation_steps: int = 0  # micro-steps per optimizer step, on each rank
     tokens_per_step: int = 0
-    identity: dict | None = None  # what a checkpoint must have in common with this run
-    found: str | None = None  # the checkpoint of out_dir that the run goes on from
-    base: dict | None = None  # of LoRA: which weights its checkpoints leave out; None = they hold all of them
+    identity: dict | None = None  # what a checkpoint must have in common with this run to be resumed
+    found: str | None = None  # the checkpoint in out_dir that the run resumes from
+    base: dict | None = None  # LoRA: the weights that checkpoints leave out; None = checkpoints hold all weights
     flops_per_token: float = 0.0
     parameter_counts: dict | None = None
 
@@ -67,9 +68,9 @@ class Run:
         return self.device.type == 'cuda'
 
     def join(self):
-        """Meet the other ranks, and find the checkpoint of this run; or with dry_run print what it would take, and end.
+        """Join the process group and find the checkpoint to resume from. With dry_run, print the plan and exit instead.
 
-        Returns the checkpoint's path, None = start from the beginning. From here on out_dir is this job's alone.
+        Returns the checkpoint's path, or None if the run starts at step 0. From here on out_dir is locked by this job.
         """
         config = self.config
         if config.dry_run:
@@ -89,9 +90,9 @@ class Run:
         return self.found
 
     def resume(self, model, optimizer, scaler):
-        """Load the checkpoint that join() has found. Returns (step, what state.json holds), (0, {}) without one.
+        """Load the checkpoint that join() found. Returns (step, contents of its state.json), or (0, {}) without one.
 
-        Raises ValueError if it is of another run: another model, other data, another optimizer.
+        Raises ValueError if the checkpoint belongs to a different run: another model, other data, another optimizer.
         """
         if self.found is None:
             return 0, {}
@@ -101,40 +102,41 @@ class Run:
         return state['step'], state
 
     def check_resume(self, state):
-        """Refuse to go on as another run; notes what changes from here on."""
+        """Raise ValueError if the checkpoint belongs to a different run; note which keys have changed since then."""
         self.notes += check_resume(state, self.config, self.identity, optim.learning_rate_at)
 
 
 def begin(config, explicit, strategy, ranks=None):
     """
-    Everything before the processes meet: which rank this is, the model and the data that the keys name, and a value for
-    each key that is None or follows from others.
+    Everything that needs no communication: find out which rank this is, open the model and the data that the keys name,
+    and give a value to each key that is None or follows from others.
 
-    config, explicit: of configure(), from which on config's values are final. strategy: of which script this is.
-    ranks: that share a global batch, if that is not the world: in a pool, jobs x ranks of a job.
-    A user's mistake, here and later, ends in one line on every rank; out of memory comes with advice.
+    config, explicit: from configure(); config is changed in place, and its values are final when this returns.
+    strategy: 'ddp', 'fsdp', ...: which script this is. ranks: how many share a global batch, where that is not the
+    world size: in a pool it is jobs x ranks per job.
+    From here on a user's mistake ends the run with one line on every rank, and running out of memory with advice.
     """
     errors.report_errors(lambda: report.out_of_memory_advice(vars(config), run.ranks, planned_as(strategy)))
     rank, world_size, device, compute_dtype = start_process(config)
     run = Run(config, explicit, strategy, rank, world_size, device, compute_dtype, ranks or world_size)
     open_model_and_data(run)
     fill_in(run)
-    run.tasks = in_run.tasks_of(config, run.pretrained, device)  # read now: a mistake in their files ends the run here
+    run.tasks = in_run.tasks_of(config, run.pretrained, device)  # read now, so that a mistake in their files shows here
     return run
 
 
 def start_process(config):
     """
-    Find out which rank this is and choose its device. Fills in device, dtype and compile.
+    Find out which rank this is and choose its device. Fills in the keys device, dtype and compile.
 
-    Returns (rank, world_size, device, compute_dtype), (0, 1, ...) without torchrun. Raises ValueError if the launcher's
-    variables are incomplete, or for a GPU that is not there.
+    Returns (rank, world_size, device, compute_dtype); rank 0 of 1 without torchrun. Raises ValueError if the launcher's
+    environment variables are incomplete, or if the GPU asked for does not exist.
     """
     processes.end_with_parent()
     if not config.eval_only:
-        stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 ask for a checkpoint, as soon as there is one to save
+        stopping.catch_signals()  # SIGTERM, SIGUSR1 and SIGUSR2 only ask to save and stop, as soon as that is possible
     rank, local_rank, world_size = processes.ranks_from_environment()
-    # A login node may plan for GPUs that it does not have.
+    # With dry_run a login node without GPUs may plan for a node that has them.
     device = processes.choose_device(config.device, local_rank, must_exist=not config.dry_run)
     compute_dtype = processes.choose_dtype(config.dtype, device)
     if device.type == 'cuda':
@@ -150,8 +152,11 @@ def start_process(config):
 
 def run_to_start_from(config, explicit):
     """
-    Path of the newest checkpoint of init_from, if that is the out_dir of a run, whose weights a new run begins with;
-    else None. Takes the model's keys from there. Raises ValueError for a run that fine-tunes, which is to be exported.
+    If init_from is the out_dir of an earlier run, the path of its newest checkpoint, whose weights the new run begins
+    with; otherwise None. Also copies the model's keys from that run into config, except those set explicitly.
+
+    Raises ValueError if that run has fine-tuned a Hugging Face model, since it must be exported first, or if it used
+    another tokenizer.
     """
     if not os.path.isdir(os.path.join(config.init_from, 'checkpoints')):
         return None
@@ -170,19 +175,19 @@ def run_to_start_from(config, explicit):
             'tokenizer: prepare it with `python prepare_data.py --dataset=... --name=... '
             f'--tokenizer={as_argument(folder)}`'
         )
-    if 'yarn' in explicit and len(config.yarn) == 1:  # of a context that was extended before, it counts from the first
+    if 'yarn' in explicit and len(config.yarn) == 1:  # relative to the original context, even if extended before
         config.yarn = [*config.yarn, shape['yarn'][1] if shape.get('yarn') else shape['block_size']]
     vars(config).update({key: value for key, value in shape.items() if key not in explicit})
     return path
 
 
 def planned_as(strategy):
-    """The strategy whose memory and traffic a run has: jobs of a pool hold what DiLoCo's replicas do."""
+    """The strategy that the planner should assume: a job in a pool holds and sends what a DiLoCo replica does."""
     return 'diloco' if strategy == 'pool' else strategy
 
 
 def open_model_and_data(run):
-    """Find what init_from and dataset name; no weights are read yet."""
+    """Open the model that init_from names and the data that dataset names. No weights are read yet."""
     config = run.config
     run.start_from = run_to_start_from(config, run.explicit)
     if config.native and (config.init_from == 'scratch' or run.start_from):
@@ -199,11 +204,11 @@ def open_model_and_data(run):
             native.refuse_other_families(config.init_from)
         run.pretrained = finetune.Pretrained.from_keys(vars(config), run.explicit)
         if config.native:
-            native.model_config_of(run.pretrained)  # a property that model.py has not is found before data is opened
+            native.model_config_of(run.pretrained)  # raises for a feature that model.py lacks, before data is opened
         config.vocab_size = run.pretrained.vocab_size
         run.notes += check_same_tokenizer(data.folder_of(vars(config)), run.pretrained.folder)
         if config.dataset != 'synthetic':
-            # prepare_data.py has compared those of the folder that it was given, which may be another one.
+            # prepare_data.py made this comparison for the folder it was given, which may have been another one.
             not_compared = compare_with_transformers(run.pretrained.folder, config.trust_remote_code)
             run.notes += [f'tokenizer: {not_compared}'] if not_compared else []
     if config.native and (config.lora_rank or config.freeze):
@@ -223,15 +228,15 @@ def open_model_and_data(run):
             f'{key}={getattr(config, key)!r} with init_from={config.init_from}: only models of transformers have LoRA '
             f'and frozen parts: {folder}, or leave {key} out'
         )
-    run.train_data = data.open_mixture(vars(config), 'train')  # of one dataset, or of several
+    run.train_data = data.open_mixture(vars(config), 'train')  # a mixture of one or several datasets
     run.val_data = data.open_validation(vars(config), run.train_data)
 
 
 def check_frozen_dtype(run):
-    """Raise ValueError where what is not trained cannot be kept as the key asks, or where nothing is."""
+    """Raise ValueError if frozen weights cannot be kept in frozen_dtype, or if no weights are frozen."""
     config, asked = run.config, run.config.frozen_dtype
     given = f'frozen_dtype={asked}'
-    if run.strategy == 'deepspeed' and (config.lora_rank or config.freeze):  # DeepSpeed has all weights in one dtype
+    if run.strategy == 'deepspeed' and (config.lora_rank or config.freeze):  # DeepSpeed keeps all weights in one dtype
         config.frozen_dtype = 'float32'
         if asked not in (None, 'float32'):
             raise ValueError(f'{given}: DeepSpeed keeps all weights in one dtype: use train_fsdp.py')
@@ -254,9 +259,9 @@ def check_frozen_dtype(run):
 
 def fill_in(run):
     """
-    Fill in every key that is None or follows from others, one subject after the other, and check that all fits.
+    Fill in every key that is None or follows from others, one topic after the other, and check that they fit together.
 
-    Each step adds what it has derived to run.notes. Raises ValueError where keys contradict each other or the data.
+    Each step adds what it derived to run.notes. Raises ValueError if keys contradict each other or the data.
     """
     fill_axes(run)
     fill_batch(run)
@@ -273,7 +278,7 @@ def fill_in(run):
 
 
 def fill_axes(run):
-    """Into how many stages or replicas the ranks are divided, where the keys leave it open."""
+    """Choose the number of pipeline stages or replicas that the ranks are divided into, if the keys leave it open."""
     config = run.config
     if run.strategy == 'pipeline':
         if config.pipeline_stages is None:
@@ -285,10 +290,12 @@ def fill_axes(run):
 
 
 def fill_batch(run):
-    """The global batch is fixed. The ranks only decide how many micro-steps each of them runs per optimizer step."""
+    """The micro-steps per optimizer step. The global batch is fixed; the number of ranks decides only how many
+    micro-steps each of them needs for its share."""
     config, stages = run.config, vars(run.config).get('pipeline_stages', 1)
-    ranks = run.ranks // stages  # by default one micro-step per stage, which fills a pipeline just once
-    reading = meshes.ranks_for_batches(vars(config), ranks)  # different sequences
+    ranks = run.ranks // stages  # in each stage
+    reading = meshes.ranks_for_batches(vars(config), ranks)  # how many of them read different sequences
+    # By default one micro-step per stage, which fills a pipeline just once.
     config.global_batch_size = config.global_batch_size or config.batch_size * stages * reading
     run.accumulation_steps = batches.accumulation_steps(config.global_batch_size, config.batch_size, reading)
     run.tokens_per_step = config.global_batch_size * config.block_size
@@ -306,7 +313,7 @@ def fill_compile(run):
     devices = {config.device}
     offload = vars(config).get('cpu_offload', 'none')
     updates_on_host = offload == 'params' or (offload == 'optimizer' and run.strategy == 'deepspeed')
-    is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # and never compiled
+    is_fused = config.optimizer in ('adamw', 'sgd') and config.optimizer_dtype == 'float32'  # torch's own: not compiled
     if updates_on_host and not is_fused:
         devices.add('cpu')
     if config.compile and not all(map(processes.has_compiler, devices)):
@@ -320,7 +327,7 @@ def fill_compile(run):
 
 
 def fill_data(run):
-    """What the datasets say of the model: its vocabulary, and whether sequences hold several documents."""
+    """Keys that follow from the datasets: the vocabulary, and whether a sequence holds several documents."""
     config, train_data, pretrained = run.config, run.train_data, run.pretrained
     config.vocab_size = config.vocab_size or train_data.vocab_size
     config.packed = train_data.is_packed
@@ -337,7 +344,7 @@ def fill_data(run):
 
 
 def fill_length(run):
-    """max_iters from num_epochs, unless both are given."""
+    """Derive max_iters from num_epochs; a max_iters on the command line wins."""
     config, train_data = run.config, run.train_data
     if config.num_epochs is None:
         return
@@ -356,7 +363,8 @@ def fill_length(run):
 
 
 def fill_rates(run):
-    """wd_ts and the like, and with `heads` the sizes and rates of the published rules; then the schedule's ends."""
+    """Fill in wd_ts and the weight decay that follows from it, and with `heads` the sizes and rates of the published
+    rules; then the end of the learning rate's schedule and its lowest value."""
     config, explicit = run.config, run.explicit
     if config.arch == 'gpt2' and config.rope_theta and 'rope_theta' in explicit and not run.pretrained:
         raise ValueError(f'rope_theta={config.rope_theta:g} with arch=gpt2, whose positions are learned: leave it out')
@@ -369,7 +377,7 @@ def fill_rates(run):
 
 
 def plan_data(run):
-    """Where the stages of a mixture begin; known once the run's length is."""
+    """Compute at which sequence each stage of a mixture begins, which depends on the run's length."""
     config = run.config
     for split in (run.train_data, run.val_data):
         split.plan(config.max_iters, config.global_batch_size)
@@ -377,19 +385,19 @@ def plan_data(run):
 
 
 def fill_model(run):
-    """The architecture's own values for the sizes that are None. The model's keys are in config from here on."""
+    """Replace sizes that are None by the architecture's defaults, and copy all of the model's keys into config."""
     config = run.config
     run.model_config = run.pretrained or ModelConfig.from_keys(vars(config))
     if config.native:
         factors = {'router_aux': config.router_aux, 'router_z': config.router_z}
         run.model_config = replace(native.model_config_of(run.pretrained), **factors)
     vars(config).update(run.model_config.to_dict())
-    if config.native:  # what was asked for, from which all of this follows again: Pretrained.from_run()
+    if config.native:  # keep what the user asked for: Pretrained.from_run() derives the rest from it again
         config.rope_theta, config.yarn = run.pretrained.rope_theta, run.pretrained.yarn
 
 
 def check_optimizer(config):
-    """Raise ValueError where the optimizer has no moments that could rest in optimizer_dtype."""
+    """Raise ValueError if the optimizer has no moments that could be stored in optimizer_dtype."""
     if config.optimizer_dtype != 'float32' and config.optimizer not in optim.UPDATES:
         why = 'has no moments' if config.optimizer == 'sgd' else 'orthogonalises its momentum, which stays float32'
         raise ValueError(
@@ -399,7 +407,7 @@ def check_optimizer(config):
 
 
 def check_experts(run):
-    """Raise ValueError where a mixture of experts cannot be trained as the keys ask; what it is, ModelConfig checks."""
+    """Raise ValueError if a mixture of experts cannot be trained as the keys ask. ModelConfig checks its sizes."""
     config, n_experts = run.config, getattr(run.model_config, 'n_experts', 0)
     if vars(config).get('expert_parallel', 1) != 1:
         meshes.check_expert_parallel(config, run.model_config, run.world_size)
@@ -420,7 +428,7 @@ def check_experts(run):
         raise ValueError(f'{given} with dtype=float16: use --dtype=bfloat16, or float32')
     if config.router_bias and run.strategy in ('diloco', 'pool'):
         raise ValueError(f'router_bias={config.router_bias}: each replica would have its own: use --router_bias=0')
-    is_grouped = on_cuda and config.dtype == 'bfloat16'  # all experts in one kernel, which reads 16 bytes at once
+    is_grouped = on_cuda and config.dtype == 'bfloat16'  # one kernel for all experts; it reads 16 bytes at a time
     for key in ('n_embd', 'expert_hidden_dim') if is_grouped else ():
         size = getattr(config, key)
         if size % 8:
@@ -428,7 +436,7 @@ def check_experts(run):
             raise ValueError(
                 f'{given} with {key}={size}: experts in bfloat16 on a GPU take multiples of 8: use {sizes}'
             )
-    exchanges = vars(config).get('expert_parallel', 1) > 1  # in sizes that no graph knows
+    exchanges = vars(config).get('expert_parallel', 1) > 1  # sizes depend on the routing, so torch.compile cannot know
     if config.compile and (exchanges or not is_grouped):
         config.compile = False
         where = 'without expert_parallel' if exchanges else 'in bfloat16 on a GPU'
@@ -436,7 +444,7 @@ def check_experts(run):
 
 
 def check_layout(run):
-    """Raise ValueError where the model or the ranks cannot be arranged as the keys ask."""
+    """Raise ValueError if the model or the ranks cannot be divided as the keys ask."""
     config = run.config
     if vars(config).get('context_parallel', 1) > 1:
         meshes.check_context_parallel(config, None if config.native else run.pretrained)
@@ -449,22 +457,22 @@ def check_layout(run):
 
 
 def make_process_group(config, device):
-    """Join the other ranks, or be alone without torchrun: NCCL between GPUs, gloo for what ranks exchange on hosts."""
-    checkpoint.prepare(config.out_dir)  # an out_dir that cannot be written is found here, on every rank
+    """Check that out_dir can be written, then join the other ranks; without torchrun, a group of one rank."""
+    checkpoint.prepare(config.out_dir)  # raises on every rank whose machine cannot write there
     if device.type == 'cuda':
         health.record_flights(config.out_dir)
     join_ranks(config.timeout_s, device)
 
 
 def join_ranks(timeout_s, device):
-    """The same for a script that writes no checkpoints."""
+    """The process group alone, for scripts without an out_dir: NCCL for tensors on GPUs, gloo for those on hosts."""
     backend = 'gloo'
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         backend = 'cpu:gloo,cuda:nccl'
     if 'RANK' in os.environ:
         if os.environ['WORLD_SIZE'] != os.environ['LOCAL_WORLD_SIZE']:  # several machines
-            # gloo would take the interface that this machine's own name stands for: 127.0.1.1 on many images.
+            # By itself gloo takes the interface that the machine's own name resolves to: 127.0.1.1 on many images.
             interface = processes.interface_to(os.environ['MASTER_ADDR'])
             if interface not in (None, 'lo'):
                 os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
@@ -475,14 +483,14 @@ def join_ranks(timeout_s, device):
 
 def find_checkpoint(config, pretrained=None):
     """
-    The newest good checkpoint of out_dir, the same on every rank, or None. From here on out_dir is this job's alone.
+    The newest intact checkpoint of out_dir, or None; the same on every rank. Locks out_dir for this job.
 
-    A run that fine-tunes `pretrained` keeps its configuration and tokenizer in out_dir, so that it can go on without
-    init_from. Raises ValueError on every rank if out_dir is in use, or if resume does not allow what is there.
+    A run that fine-tunes `pretrained` copies its configuration and tokenizer into out_dir, so that it needs those of
+    init_from no longer. Raises ValueError on every rank if out_dir is in use, or if `resume` forbids what is there.
     """
     processes.on_rank_0(checkpoint.claim, config.out_dir, patience_s=processes.PATIENCE_S)
     if config.eval_only:
-        # Where there is no checkpoint, init_from has weights that can be evaluated: those of step 0.
+        # Without a checkpoint, the weights of init_from can be evaluated, as those of step 0.
         find = checkpoint.choose_to_read if config.init_from == 'scratch' else checkpoint.choose
         return checkpoint.with_all_ranks(find, config.out_dir)
     found = checkpoint.with_all_ranks(checkpoint.choose, config.out_dir, config.resume)
@@ -493,10 +501,10 @@ def find_checkpoint(config, pretrained=None):
 
 def find_base(config, pretrained, found):
     """
-    Which weights the checkpoints of this run leave out, since LoRA trains none of them: Pretrained.base(). None: they
-    hold all weights, as those of a run that an earlier version began.
+    Which weights this run's checkpoints leave out, because LoRA does not train them and init_from has them; see
+    Pretrained.base(). None means that checkpoints hold all weights, as in runs that an earlier version began.
 
-    Raises ValueError on every rank where the run goes on, and init_from has not the weights that it began with.
+    Raises ValueError on every rank if the run resumes and init_from no longer holds the weights that it began with.
     """
     saved = checkpoint.read_state(found).get('base') if found else None
     if not config.lora_rank or (found and saved is None):
@@ -505,10 +513,10 @@ def find_base(config, pretrained, found):
 
 
 def identity_of(config, model_config, train_data):
-    """What a checkpoint must have in common with the run that resumes from it."""
+    """The settings that must be the same in a checkpoint and in the run that resumes from it."""
     may_change = ('dropout', 'lora_dropout', 'z_loss', 'router_aux', 'router_z')
     shape = {key: value for key, value in model_config.to_dict().items() if key not in may_change}
-    if 'frozen_dtype' in shape:  # bfloat16 may become float32 on the way, if it is as exact
+    if 'frozen_dtype' in shape:  # the dtype may change between bfloat16 and float32 if no weight is rounded by it
         shape['frozen_dtype'] = model_config.frozen_rounding
     return {
         'model': shape,
@@ -520,7 +528,7 @@ def identity_of(config, model_config, train_data):
 
 
 def in_words(keys):
-    """What a run reads, in its keys' words."""
+    """The keys that say which data a run reads, for a message."""
     shown = ['dataset', *(('dataset_stages', 'max_iters') if keys.get('dataset_stages') else ())]
     shown += ['windows'] if keys.get('windows') == 'documents' else []
     return ', '.join(f'{key}={keys[key]}' for key in shown)
@@ -528,13 +536,15 @@ def in_words(keys):
 
 def check_resume(saved, config, identity, learning_rate_at):
     """
-    Refuse to go on as another run. Returns lines for the log: what changes from here on, the learning rate first.
+    Check that a checkpoint belongs to this run. Returns lines for the log: which keys differ from the checkpoint's, and
+    before them a warning if the learning rate jumps.
 
-    saved: the state of the checkpoint. learning_rate_at: optim's. Raises ValueError.
+    saved: the checkpoint's state. learning_rate_at: that of optim.py. Raises ValueError if the checkpoint belongs to a
+    different run, or is beyond max_iters.
     """
     step, before, now = saved['step'], saved['config'], json.loads(json.dumps(vars(config)))  # as state.json has them
     was, now_is = saved['identity'].get('data'), identity.get('data')
-    if isinstance(was, str):  # of versions that knew no mixtures
+    if isinstance(was, str):  # written by a version without mixtures
         was = [[0, {was: '1'}]]
     was, now_is = ([stage for stage in plan or [] if stage[0] < max(step, 1)] for plan in (was, now_is))
     if was != now_is:
@@ -567,9 +577,10 @@ def check_resume(saved, config, identity, learning_rate_at):
 
 
 def make_model(run):
-    """The model of a run on the meta device: shapes only, so no rank ever allocates what it will not keep.
+    """The run's model on the meta device: shapes only, so that no rank ever allocates weights that it will not keep.
 
-    Its activations are checkpointed, and its blocks compiled, as the keys ask: before sharding, as both FSDPs want it.
+    Activation checkpointing and torch.compile are applied here, block by block, since both implementations of FSDP want
+    them before sharding.
     """
     config = run.config
     with torch.device('meta'):
@@ -592,7 +603,7 @@ def make_model(run):
     if config.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)  # one small graph, compiled once and shared by equal blocks
-    if config.compile and run.on_cuda:  # on a CPU the loss is faster as it is
+    if config.compile and run.on_cuda:  # on a CPU the loss is faster uncompiled
         model.cross_entropy = torch.compile(pointwise_cross_entropy, dynamic=False)
     run.flops_per_token, run.parameter_counts = model.flops_per_token(), model.parameter_counts()
     return model
@@ -601,17 +612,18 @@ def make_model(run):
 @torch.no_grad()
 def initialise(model, run, device=None):
     """
-    The first weights of a run without a checkpoint, fp32 where they are trained: those of init_from, or a pure function
-    of (seed, name).
-    GPT.initial_value() says what each begins with; with native it is that of huggingface.native.
+    Allocate the weights and give them their first values: those of init_from, or from scratch a pure function of
+    (seed, name). Weights that are trained are fp32. If resume() will load all of them, they are only allocated.
 
-    model: on the meta device, sharded or not. device: of its parameters; None = where the run computes.
+    GPT.initial_value() defines what each parameter begins with; with native=True, huggingface.native does.
+
+    model: on the meta device, sharded or not. device: where the parameters are kept; None = where the run computes.
     """
     model.to_empty(device=device or run.device)
-    for module in model.modules() if device else ():  # weights may rest on the host, buffers are where it computes
+    for module in model.modules() if device else ():  # weights may be kept on the host, but buffers are used by forward
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         module._buffers.update({name: buffer.to(run.device) for name, buffer in buffers.items()})
-    if run.found and run.base is None:  # resume() will load them
+    if run.found and run.base is None:  # resume() will load all weights
         return
     if run.start_from:
         checkpoint.load(run.start_from, model)
@@ -622,6 +634,6 @@ def initialise(model, run, device=None):
     for name, parameter in model.named_parameters():
         value = model.initial_value(name, parameter, run.config.seed, run.device)
         if isinstance(parameter, DTensor):
-            # Every rank has computed the whole value and keeps its slice: no communication.
+            # Every rank has computed the whole value and keeps only its slice, which needs no communication.
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(value)

@@ -1,20 +1,20 @@
 """
-The best checkpoint of a run, by its loss on the validation text, and when a run ends because it gets no better.
+The best checkpoint of a run, by validation loss, and the early end of a run whose validation loss no longer improves.
 
-    best = Best(config, run.val_data, saved)     # saved: what state.json holds of it, or None
+    best = Best(config, run.val_data, saved)     # saved: its entry in the checkpoint's state.json, or None
     best.note(step, row['val_loss'])             # after each evaluation, on every rank
-    if best.is_now(step): ...                    # it is the lowest so far: save a checkpoint
-    if best.why_end(): ...                       # patience evaluations in a row have not been better
+    if best.is_now(step): ...                    # the lowest loss so far: save a checkpoint
+    if best.why_end(): ...                       # no improvement in `patience` evaluations in a row
 
-It is kept in the state.json of every checkpoint, so that a run goes on with it however it ended. All ranks have the
-same loss, since evaluate() adds up over all of them, and decide alike.
+The state.json of every checkpoint holds this state, so that a resumed run continues with it. All ranks have the same
+loss, since evaluate() sums over all of them, and therefore they decide alike.
 """
 
 import math
 
 
 def check_keys(keys):
-    """Raise ValueError where the keys of a script leave nothing to go by."""
+    """Raise ValueError if keep_best or patience is set and other keys leave no loss to compare or no checkpoint."""
     if keys.get('patience', 0) < 0:
         raise ValueError(f'patience={keys["patience"]}: expected 1 evaluation or more, or 0 = train to the end')
     for key in ('keep_best', 'patience'):
@@ -29,11 +29,12 @@ def check_keys(keys):
 
 
 class Best:
-    """step, val_loss: of the lowest loss so far, None before the first evaluation. worse: evaluations since then."""
+    """step, val_loss: the lowest loss so far and its step, None before the first evaluation. worse: how many
+    evaluations there have been since then."""
 
     def __init__(self, keys, val_data, saved=None):
-        """keys: of a script, which may have no keep_best. saved: state() of the checkpoint that a run goes on from; it
-        does not count where another text, or more or less of it, is evaluated from here on."""
+        """keys: a script's, which may lack keep_best. saved: state() from the checkpoint that the run resumes from; it
+        is ignored if the run now evaluates another text, or more or less of it, since losses would not compare."""
         self.patience, self.step, self.val_loss, self.worse = keys.get('patience', 0), None, None, 0
         self.is_kept = bool(keys['keep_checkpoints'] and (keys.get('keep_best') or self.patience))
         windows = keys['eval_iters'] * keys['global_batch_size']
@@ -46,12 +47,12 @@ class Best:
         return {'step': self.step, 'val_loss': self.val_loss, 'worse': self.worse, 'evaluated': self.evaluated}
 
     def forget_unless(self, is_there):
-        """What counts is a checkpoint that is there: is_there(step) says so."""
+        """Forget the best step if its checkpoint is gone. is_there(step): whether that step has a checkpoint."""
         if self.is_kept and self.step is not None and not is_there(self.step):
             self.step, self.val_loss, self.worse = None, None, 0
 
     def note(self, step, val_loss):
-        """An evaluation after `step` steps. Returns what is to be logged of it."""
+        """Note an evaluation after `step` steps. Returns {key: value} to log."""
         if self.step is None or val_loss < self.val_loss or math.isnan(self.val_loss):
             self.step, self.val_loss, self.worse = step, val_loss, 0
         else:
@@ -73,7 +74,7 @@ class Best:
 
 
 def step_of_best(out_dir, state):
-    """The step of the best checkpoint, by the state.json of the newest one. Raises ValueError where there is none."""
+    """The step of a run's best checkpoint. state: state.json of its newest one. Raises ValueError if none was kept."""
     best, keys = state.get('best') or {}, state['config']
     if best.get('step') is None or not (keys.get('keep_best') or keys.get('patience')):
         raise ValueError(f'step=best: {out_dir} has kept none, as a run with --keep_best does; leave --step out')

@@ -1,15 +1,16 @@
 """
-Checkpoints: save, verify, find, load and retain. One format for every strategy and any number of ranks.
+Checkpoints: saving, verifying, finding, loading and deleting them. All strategies and any number of ranks share one
+format, so a run may resume with another strategy or on other ranks.
 
     out_dir/checkpoints/step_00001000/
         __0_0.distcp, __1_0.distcp, ...: tensors, one file per rank, by torch.distributed.checkpoint (DCP)
         .metadata       DCP's index: which file holds which piece of model.NAME, optim.NAME.exp_avg, ...
-        state.json      step, tokens, config, ...: whatever the script passes
+        state.json      step, tokens, config, ...: what the script passes to save()
         manifest.json   size and sha256 of every other file
 
-A checkpoint is written as step_00001000.tmp, its manifest last, then renamed. So a directory with the final name was
-once complete, whenever the job was killed, and what the disk did to it since shows in the hashes: DCP alone would load
-a flipped bit or a zeroed block without a word. Nothing in a checkpoint is executed when it is read.
+A checkpoint is written as step_00001000.tmp, its manifest last, and then renamed. So a directory with the final name
+was once complete, no matter when the job was killed. Damage that the disk has done since then shows in the hashes; DCP
+alone would load a flipped bit or a zeroed block without noticing. Nothing in a checkpoint is executed when it is read.
 """
 
 import fcntl
@@ -46,14 +47,14 @@ from runtime.checkpoint_parts import (
 )
 from runtime.files import rename_durably, sha256_of, write_file
 
-NFS_LEASE_S = 120  # after which a server has dropped the locks of a client that is gone; Linux's own: 90
-SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is taken for dead by the others
+NFS_LEASE_S = 120  # by then an NFS server has dropped the locks of a client that is gone; Linux's server does at 90
+SLOWEST_SAVE_S = 7200  # a rank that takes longer to write its files is considered dead by the others
 
 # --- the run's directory ----------------------------------------------------------------------------------------------
 
 
 def prepare(out_dir):
-    """Create out_dir and out_dir/checkpoints and prove that this rank can write there. For every rank, before step 0.
+    """Create out_dir and out_dir/checkpoints, and test that this rank can write there. For every rank, before step 0.
 
     Raises OSError (PermissionError, NotADirectoryError, ...) with one line that names out_dir.
     """
@@ -71,20 +72,21 @@ def prepare(out_dir):
 def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
     """Lock out_dir for the life of this process, so that two jobs never write into one directory. For rank 0.
 
-    Waits patience_s, for the last processes of a killed job may still be ending when it is restarted; for one on
-    another machine lease_s, since a server keeps the locks of a machine that died.
-    Raises ValueError naming the process and host that hold the directory.
+    If it is locked, waits for patience_s, because the last processes of a killed job may still be ending when the job
+    is restarted. If the lock belongs to another machine, waits for lease_s: a file server keeps the locks of a machine
+    that died for that long.
+    Raises ValueError that names the process and host that hold the directory.
     """
     path = os.path.join(out_dir, '.lock')
-    # Never closed: the system drops the lock when the process ends, however it ends. A POSIX lock and not flock's,
-    # because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
+    # Never closed: the system releases the lock when the process ends, however it ends. A POSIX lock rather than
+    # flock()'s, because NFS has it, forked children do not inherit it, and this process may claim the directory twice.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     began, waits_for = time.monotonic(), None
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except (BlockingIOError, PermissionError):  # somebody has it; the error depends on the system
+        except (BlockingIOError, PermissionError):  # another process has it; which error depends on the system
             holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'another process'
             is_elsewhere = not holder.endswith(f' on {os.uname().nodename}')
             if is_elsewhere and holder != waits_for:
@@ -106,10 +108,11 @@ def claim(out_dir, patience_s=5, lease_s=NFS_LEASE_S, say=print):
 def choose(out_dir, resume='auto', say=print, compare=None):
     """Path of the newest intact checkpoint of a run, or None for a start from scratch. For one rank: no collectives.
 
-    resume: 'auto' takes what is there, 'must' insists on a checkpoint, 'never' refuses an out_dir that holds a run.
-    A damaged checkpoint that is newer than an intact one is announced and set aside as step_X.damaged.
-    compare: as of find_damage; with_all_ranks() has every rank help.
-    Raises ValueError when 'must' finds none, when 'never' finds a run, and, leaving all as it is, when none is intact.
+    resume: 'auto' takes a checkpoint if there is one, 'must' insists on one, 'never' refuses an out_dir that holds a
+    run. A damaged checkpoint that is newer than an intact one is reported and renamed to step_X.damaged.
+    compare: see find_damage(); with_all_ranks() uses it to let every rank help.
+    Raises ValueError if 'must' finds no checkpoint, if 'never' finds a run, or if there are checkpoints but none is
+    intact; in the last case nothing is renamed.
     """
     folder = os.path.join(out_dir, 'checkpoints')
     candidates, damaged = checkpoints_in(folder), checkpoints_in(folder, r'step_\d{8}\.damaged\+*')
@@ -133,13 +136,13 @@ def choose(out_dir, resume='auto', say=print, compare=None):
 
 
 def choose_to_read(out_dir, step=None, say=print, compare=None):
-    """Path of a run's checkpoint of this step, of the best one ('best'), or of its newest intact one (None). Raises
-    ValueError where there is none."""
+    """Path of one of a run's checkpoints. step: a number, 'best', or None for the newest intact one. Raises ValueError
+    if there is no such checkpoint, or if it is damaged."""
     if step == 'best':
         newest = choose_to_read(out_dir, say=lambda line: None, compare=compare)
         step = step_of_best(out_dir, read_state(newest))
     if step is None:
-        path = choose(out_dir, say=say, compare=compare)  # a damaged one leads to the one before it, and says so
+        path = choose(out_dir, say=say, compare=compare)  # skips a damaged one for the one before it, and says so
         if path is None:
             raise ValueError(
                 f'no checkpoint in {out_dir}: train one with `python train_ddp.py CONFIG --out_dir={out_dir}`'
@@ -157,7 +160,7 @@ def choose_to_read(out_dir, step=None, say=print, compare=None):
 def find_damage(path, say=print, compare=None):
     """What is wrong with the files of a checkpoint, in words; None if all have the size and sha256 of manifest.json.
 
-    compare: takes the place of compare_files.
+    compare: a function to use instead of compare_files.
     """
     began = time.perf_counter()
     try:
@@ -173,7 +176,7 @@ def find_damage(path, say=print, compare=None):
 
 
 def compare_files(path, expected):
-    """A line for each file in a folder that is not as expected, {name: (size, sha256)}."""
+    """A line for each file in a folder that differs from what is expected. expected: {name: (size, sha256)}."""
 
     def damage_of(name):
         size, sha256 = expected[name]
@@ -191,23 +194,25 @@ def compare_files(path, expected):
 
 def with_all_ranks(choose, *arguments):
     """
-    What choose(*arguments) returns or raises on rank 0, on every rank; each has compared its share of the files.
+    Call choose(*arguments) on rank 0 and return its result, or raise its error, on every rank. Each rank hashes a share
+    of the files.
 
-    choose: a function of this module that takes `compare`. Rank 0 alone lists, decides, renames and speaks, so the
-    ranks cannot disagree; the others compare what it sends them. A file system gives each node so many bytes a second:
-    at 0.15 GB/s one node hashes the 96 GB of an 8B model in 11 minutes, eight nodes in 80 seconds.
+    choose: a function of this module that takes `compare`. Only rank 0 lists, decides, renames and speaks, so the ranks
+    cannot disagree; the others compare the files that it tells them to. The work is shared because a network file
+    system limits the bytes per second of each node: at 0.15 GB/s one node hashes the 96 GB of an 8B model in 11
+    minutes, eight nodes in 80 seconds.
     """
     group = dist.new_group(backend='gloo', timeout=timedelta(seconds=processes.PATIENCE_S))
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def compare_together(path, expected):
-        """compare_files() by all ranks, of what rank 0 gives; None once that has given path=None."""
+        """compare_files() on all ranks together, with rank 0's arguments; None if those are path=None, the end."""
         given = [(path, expected)]
         dist.broadcast_object_list(given, group=group, device=torch.device('cpu'))
         path, expected = given[0]
         if path is None:
             return None
-        share = {name: expected[name] for name in sorted(expected)[rank::world_size]}  # a rank's file is as any other's
+        share = {name: expected[name] for name in sorted(expected)[rank::world_size]}  # any rank may read any file
         damage = [None] * world_size
         dist.all_gather_object(damage, compare_files(path, share), group=group)
         return [line for lines in damage for line in lines]
@@ -233,25 +238,25 @@ def checkpoints_in(folder, pattern=r'step_\d{8}'):
 
 
 def is_complete(path):
-    """Whether a checkpoint was written to its end; what happened to its files since then is for find_damage."""
+    """Whether a checkpoint was once complete. find_damage() checks whether its files still are."""
     return os.path.exists(os.path.join(path, 'manifest.json'))
 
 
 def discard(path):
-    """Have a checkpoint deleted after the next save: other ones have taken its place."""
+    """Mark a checkpoint that others have replaced; the next save deletes it."""
     if os.path.exists(path):
         os.rename(path, f'{path}.tmp')
 
 
 def move_aside(path):
-    """Rename a checkpoint so that it is no longer found, and return where it is now."""
+    """Rename a checkpoint so that it is no longer found, and return its new path."""
     aside = f'{path}.damaged'
     while os.path.exists(aside):
         aside += '+'
     try:
         os.rename(path, aside)
         return aside
-    except OSError:  # who may only read, like sample.py in somebody's directory, can still use the older one
+    except OSError:  # without permission, as when sample.py reads another user's run, an older one can still be used
         return path
 
 
@@ -261,13 +266,14 @@ def move_aside(path):
 class Saver:
     """Writes the checkpoints of one run. Every rank makes one; all ranks call each method, in the same order.
 
-    keep: how many complete checkpoints to retain; older ones are deleted after each save. 0: save() writes nothing.
-    async_save: save() returns once this rank's tensors have been copied into host memory; a thread writes these while
-        training goes on. The memory is kept for the next save: what this rank writes of parameters and optimizer state.
+    keep: how many complete checkpoints to retain; older ones are deleted after each save. 0 = save() writes nothing.
+    async_save: save() returns as soon as this rank's tensors have been copied into host memory; a thread writes the
+        copies while training continues. The memory, as large as this rank's share of a checkpoint, is kept for the next
+        save.
     say: function called on rank 0 with one line per checkpoint.
     permanent_interval: checkpoints whose step is a multiple of it are never deleted; 0 = none.
-    save_errors: 'continue' = after a failed save only say so; the next one comes at its time. wait(), at the end of a
-        run, still raises.
+    save_errors: 'continue' = a failed save only logs a warning, and the next one comes at its usual time; wait(), at
+        the end of a run, still raises. 'stop' = a failed save raises.
     """
 
     def __init__(self, out_dir, keep, async_save=False, say=print, permanent_interval=0, save_errors='stop'):
@@ -278,31 +284,32 @@ class Saver:
         self.permanent_interval, self.save_errors, self.failure = permanent_interval, save_errors, None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.say = say if self.rank == 0 else lambda line: None
-        # A group of its own: the thread's collectives run beside those of training, and two threads that share a group
-        # can meet in a different order on different ranks, which deadlocks.
+        # A group of its own: the thread's collectives run beside those of training. If both threads used one group,
+        # ranks could issue their collectives in different orders, which deadlocks.
         self.group = dist.new_group(backend='gloo', timeout=timedelta(seconds=SLOWEST_SAVE_S))
         self.thread = ThreadPoolExecutor(max_workers=1) if async_save else None
         self.pending = None  # Future of the save that the thread is writing
-        self.copies = {}  # key -> host memory, used again: the first touch of fresh memory costs ten times the copy
+        self.copies = {}  # key -> host memory, reused: the first touch of fresh memory costs ten times the copy
 
     def save(self, step, model, optimizer, state, more=None, optimizer_key='optim', best=None):
-        """Save as step_XXXXXXXX; with async_save first wait for the save before it. Collective.
+        """Save as step_XXXXXXXX; with async_save, first wait for the previous save. Collective.
 
         model: the module itself, not its DistributedDataParallel wrapper, whose names begin with 'module.'.
-        optimizer: its state is saved under its parameters' names; before the first step there is none.
+        optimizer: its state is saved under its parameters' names; before the first step it has none.
         state: JSON-able dict; 'step' is added.
-        more: {key: tensor} to save besides, or in place of, model.NAME and optim.NAME.SLOT. Ranks may differ in keys.
-        optimizer_key: stands for 'optim' where ranks have states of their own, as the replicas of DiLoCo.
-        best: the step of a checkpoint that is kept beside the newest ones; it may be this one.
-        Raises on every rank what went wrong on any: OSError for a full or broken disk, RuntimeError for the rest;
-        with async_save the next save() or wait() does. Raises ValueError for weights that are not finite. Older
+        more: {key: tensor} to save in addition to model.NAME and optim.NAME.SLOT, or instead of those that have the
+            same key. Ranks may have different keys.
+        optimizer_key: replaces 'optim' where optimizer states differ between ranks, as between the replicas of DiLoCo.
+        best: the step of a checkpoint to keep beside the newest ones; it may be this one.
+        If a rank fails, all ranks raise: OSError for a full or broken disk, RuntimeError for anything else. With
+        async_save, the next save() or wait() raises it. Raises ValueError for weights that are not finite. Older
         checkpoints survive a failed save.
         """
         if self.keep == 0:
             return
         self._go_on_after(self._finish_pending)
         tensors = self._checked_share(step, tensors_to_save(model, optimizer, optimizer_key) | (more or {}))
-        state = json.dumps({**state, 'step': step}, indent=1)  # now: the caller may change it while the thread writes
+        state = json.dumps({**state, 'step': step}, indent=1)  # now, since the caller may change it during the writing
         if self.thread is None:
             self._go_on_after(lambda: self._write(step, tensors, state, best))
         else:
@@ -311,8 +318,8 @@ class Saver:
             self.pending = self.thread.submit(self._write, step, tensors, state, best, time.perf_counter() - began)
 
     def wait(self):
-        """Return when no save is being written any more. Raises what went wrong with the last one, as save() would,
-        with save_errors='continue' as well: the run ends here, and nothing younger is on the disk."""
+        """Wait until the last save has been written. Raises its error, with save_errors='continue' as well: the run
+        ends here, so no later save will make up for it."""
         self._finish_pending()
         if self.failure is not None:
             raise self.failure
@@ -327,11 +334,11 @@ class Saver:
 
     def _finish_pending(self):
         if self.pending is not None:
-            pending, self.pending, self.failure = self.pending, None, None  # the failure is of the save before it
+            pending, self.pending, self.failure = self.pending, None, None  # self.failure was that of an earlier save
             pending.result()
 
     def _go_on_after(self, action):
-        """Run action(). An OSError is raised, or with save_errors='continue' said, and the run goes on."""
+        """Run action(). With save_errors='continue', an OSError becomes a warning and the run goes on."""
         try:
             action()
             self.failure = None
@@ -342,9 +349,10 @@ class Saver:
             self.say(f'WARNING: {error}; training goes on (save_errors=continue), the last one is {self.last_good()}')
 
     def _checked_share(self, step, tensors):
-        """The tensors that this rank writes: of pieces that several ranks hold, as under DDP and HSDP, only its share.
+        """The tensors that this rank writes. Pieces that several ranks hold, as under DDP and HSDP, are divided among
+        these ranks.
 
-        Raises ValueError on all ranks where a weight is not finite on any: such a checkpoint would be of no use.
+        Raises ValueError on all ranks if a weight is not finite on any of them: such a checkpoint would be useless.
         """
         bad = next((key for key, value in tensors.items() if key.startswith('model.') and not is_finite(value)), None)
         names = {key: name_of_copies(key, tensor) for key, tensor in tensors.items()}
@@ -358,7 +366,7 @@ class Saver:
                     f'checkpoint is {self.last_good()}: go on from it with a lower --learning_rate'
                 )
         sizes = {name: size for _, rank_copies in everybodys for name, size in rank_copies.items()}
-        written, writer_of = [0] * self.world_size, {}  # bytes by rank; the largest pieces are dealt out first
+        written, writer_of = [0] * self.world_size, {}  # bytes of each rank; the largest pieces are assigned first
         for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
             holders = [rank for rank, (_, rank_copies) in enumerate(everybodys) if name in rank_copies]
             writer_of[name] = min(holders, key=written.__getitem__)
@@ -369,14 +377,14 @@ class Saver:
         """Copy this rank's pieces into host memory. When it returns, training may change the tensors again."""
         for key, tensor in tensors.items():
             piece = local_piece(tensor)
-            if key not in self.copies:  # pinned memory, if from a GPU: its copies are faster and need no waiting for
+            if key not in self.copies:  # pinned memory for a GPU's: copies into it are faster and asynchronous
                 self.copies[key] = torch.empty_like(piece, device='cpu', pin_memory=piece.is_cuda)
             self.copies[key].copy_(value_of_piece(tensor), non_blocking=True)
         if any(local_piece(tensor).is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
 
     def _write(self, step, tensors, state, best, staging_s=None):
-        """Write and publish; in the thread if the tensors have been staged."""
+        """Write all files and give the checkpoint its final name; runs in the thread if the tensors were staged."""
         began = time.perf_counter()
         path = os.path.join(self.folder, f'step_{step:08d}')
         try:
@@ -388,14 +396,15 @@ class Saver:
             self._together(path, lambda: self.rank == 0 and self._publish(path, files, best))
         except (OSError, RuntimeError):
             if self.rank == 0:
-                shutil.rmtree(f'{path}.tmp', ignore_errors=True)  # a full disk needs the room
+                shutil.rmtree(f'{path}.tmp', ignore_errors=True)  # the disk may be full
             raise
         gigabytes = sum(entry['size'] for entry in files.values()) / 1e9
         waited = '' if staging_s is None else f', training waited {staging_s:.2f} s'
         self.say(f'checkpoint {path}: {gigabytes:.2f} GB in {time.perf_counter() - began:.2f} s{waited}')
 
     def _together(self, path, action):
-        """[action() of rank 0, of rank 1, ...]. An error on one rank is raised on all: nobody waits for who gave up."""
+        """[result of action() on rank 0, on rank 1, ...]. An error on one rank is raised on all, so that none waits for
+        a rank that has given up."""
         try:
             outcome, cause = (action(), None), None
         except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
@@ -409,7 +418,7 @@ class Saver:
         return [result for result, _ in outcomes]
 
     def _make_room(self, path):
-        """Remove what a killed job left in the way; True if there is a complete checkpoint already."""
+        """Remove what a killed job left at this path. Returns True if there is a complete checkpoint already."""
         if os.path.exists(path) and not is_complete(path):
             move_aside(path)
         if os.path.exists(f'{path}.tmp'):  # DCP would mix its files with the new ones
@@ -417,11 +426,11 @@ class Saver:
         return is_complete(path)
 
     def _write_files(self, folder, tensors, state):
-        """Write this rank's files; {name: {'size', 'sha256'}} of them. DCP shares out what replicas hold (HSDP)."""
+        """Write this rank's files and return their {name: {'size', 'sha256'}}."""
         staged = self.thread is not None
         planner = SavePlanner(self.copies if staged else None)
-        # One writing thread, the default, because DCP loses the errors of others. No copying ahead from the GPU when
-        # staged: in this new thread it would open a context on GPU 0, whatever GPU this rank has.
+        # One writing thread, because DCP loses the errors of additional ones. No copying ahead from the GPU if staged:
+        # in this thread, which has not chosen a GPU, it would open a context on GPU 0.
         writer = FileWriter(folder, thread_count=1, per_thread_copy_ahead=0 if staged else 10_000_000)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         own = [name for name in os.listdir(folder) if name.startswith(f'__{self.rank}_')]
@@ -432,17 +441,18 @@ class Saver:
         return {name: {'size': os.path.getsize(path), 'sha256': sha256_of(path)} for name, path in paths.items()}
 
     def _publish(self, path, files, best):
-        """Write the manifest, give the checkpoint its final name, and then delete what it makes superfluous."""
+        """Write the manifest, give the checkpoint its final name, and delete checkpoints that are no longer needed."""
         manifest = json.dumps({'format_version': 1, 'files': files}, indent=1, sort_keys=True)
         write_file(os.path.join(f'{path}.tmp', 'manifest.json'), manifest)
         rename_durably(f'{path}.tmp', path)
         self._retain(path, best)
 
     def _retain(self, new, best):
-        """Delete all but the `new` complete checkpoint, that of step `best`, permanent ones and the newest others, and
-        leftovers of kills.
+        """Delete complete checkpoints except the `new` one, that of step `best`, permanent ones and the newest others;
+        also delete what killed jobs have left.
 
-        The new one need not be the newest, where a run has gone back. A failure is only said.
+        If a run has gone back to an older checkpoint, the new one need not have the highest step. A failure to delete
+        is only logged.
         """
         try:
             others = [path for path in checkpoints_in(self.folder) if is_complete(path) and path != new]
@@ -459,7 +469,7 @@ class Saver:
 
 
 class FileWriter(dcp.FileSystemWriter):
-    """Tells why a write failed: torch.save reports a full disk as 'unexpected pos 704 vs 598'."""
+    """Raises the cause of a failed write: torch.save itself reports a full disk as 'unexpected pos 704 vs 598'."""
 
     def write_data(self, plan, planner):
         try:
@@ -469,7 +479,7 @@ class FileWriter(dcp.FileSystemWriter):
 
 
 def name_of_copies(key, tensor):
-    """A name that this rank's piece has on every rank that holds the same one; None if no other rank may."""
+    """A name for this rank's piece that is the same on all ranks that hold the same piece; None if no other can."""
     tensor = layout_of(tensor)
     if isinstance(tensor, CutTensor):
         return f'{key} {[tuple(begin) for begin in tensor.rows]}'
@@ -481,25 +491,25 @@ def name_of_copies(key, tensor):
 
 
 def is_finite(tensor):
-    """Whether this rank's part of a tensor or DTensor is."""
+    """Whether all numbers in this rank's part of a tensor or DTensor are finite."""
     piece = local_piece(tensor)
     if not piece.is_floating_point() or not piece.numel():
         return True
-    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN is both; no memory as piece.isfinite() takes
+    return torch.stack(piece.aminmax()).isfinite().all().item()  # NaN gives NaN; saves isfinite()'s memory
 
 
 def describe_failure(error, rank):
-    """(class to raise on all ranks, reason in one line): OSError is for the disk, RuntimeError for a bug."""
+    """(class to raise on all ranks, reason in one line): OSError for a problem of the disk, RuntimeError for a bug."""
     if isinstance(error, CheckpointException):  # DCP has gathered the errors of all ranks
         rank, (error, _) = next(iter(error.failures.items()))
     return OSError if isinstance(error, OSError) else RuntimeError, f'rank {rank}: {type(error).__name__}: {error}'
 
 
 def names_of_tensors(model):
-    """{tensor: name} of a module's parameters and persistent buffers; tied ones under the first of their names.
+    """{tensor: name} of a module's parameters and persistent buffers; a tied one has the first of its names.
 
-    From state_dict(), because a hook of it makes fully_shard put its sharded parameters back: after a forward without
-    gradients named_parameters() shows gathered ones.
+    Uses state_dict() because fully_shard hooks into it and first restores its sharded parameters: after a forward
+    without gradients, named_parameters() would give gathered ones.
     """
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -508,19 +518,20 @@ def names_of_tensors(model):
 
 
 def in_whole(model, name, tensor):
-    """A parameter of this name, or a moment of it: where the model is cut (model.slices), as part of the whole."""
+    """A parameter of this name, or one of its moments. If the model is cut over ranks (model.slices), as the part of
+    the whole tensor that it is."""
     slices = getattr(model, 'slices', {})
     return CutTensor(tensor, slices[name]) if name in slices and tensor.dim() else tensor
 
 
 def as_saved(tensor):
-    """fp32 in place of bfloat16, in which a frozen weight may be kept, so that any run can read it."""
+    """The tensor as a checkpoint holds it, which any run can read: frozen weights kept in bfloat16 become fp32."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def tensors_to_save(model, optimizer, optimizer_key='optim'):
-    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is for example exp_avg. Without the weights that
-    init_from has: model.names_of_base. Moments that rest in fewer bits are made fp32 when they are written."""
+    """{'model.NAME': tensor, 'optim.NAME.SLOT': tensor}, where a slot is exp_avg, for example. Leaves out the weights
+    that init_from has (model.names_of_base). Moments kept in fewer bits are converted to fp32 as they are written."""
     names, base = names_of_tensors(model), getattr(model, 'names_of_base', ())
     tensors = {
         f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
@@ -546,15 +557,15 @@ def tensors_to_save(model, optimizer, optimizer_key='optim'):
 
 
 def read_state(path):
-    """The dict that Saver.save was given."""
+    """The dict that was passed to Saver.save()."""
     return json.loads(Path(path, 'state.json').read_text())
 
 
 def check_identity(saved, current, prefix=''):
-    """Refuse to continue a run as a different one.
+    """Refuse to resume a run as a different one.
 
-    saved, current: nested dicts, as {'model': {'n_layer': 12}, 'seed': 1}; keys in only one of them are ignored.
-    Raises ValueError that names a key that differs, with both values.
+    saved, current: nested dicts, as {'model': {'n_layer': 12}, 'seed': 1}; a key that only one of them has is ignored.
+    Raises ValueError that names the first key that differs, with both values.
     """
     for key in [key for key in current if key in saved]:
         was, now = saved[key], json.loads(json.dumps(current[key]))  # tuples become lists, as in state.json
@@ -568,20 +579,20 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     """Load a checkpoint in place, whatever strategy and number of ranks wrote it, and return its state. Collective.
 
     model: the module itself, of plain tensors or DTensors. optimizer: gets state for exactly those parameters that had
-    some when the checkpoint was written, and keeps its param_groups. optimizer_key: see Saver.save.
-    'step' of what it returns is that of the weights: replicas may have gone on from it by themselves.
-    Raises ValueError when names, shapes or dtypes are not the model's: DCP would ignore a surplus tensor and convert a
-    dtype without a word. Raises OSError when a file cannot be read.
+    some when the checkpoint was written, and keeps its own param_groups. optimizer_key: see Saver.save().
+    The returned state's 'step' is that of the weights; DiLoCo's replicas may have trained beyond it.
+    Raises ValueError if names, shapes or dtypes differ from the model's: DCP would silently ignore a surplus tensor and
+    convert a dtype. Raises OSError if a file cannot be read.
     """
     prefixes = ('model.',) if optimizer is None else ('model.', f'{optimizer_key}.')
-    # Of a stage of a pipeline: parameters that the other stages load.
+    # In a stage of a pipeline: parameters that the other stages load.
     elsewhere = {
         f'{kind}.{name}' for name in getattr(model, 'names_elsewhere', ()) for kind in ('model', optimizer_key)
     }
     saved = {key: tensor for key, tensor in read_index(path).items() if key.startswith(prefixes)}
     saved = {key: saved[key] for key in saved if not elsewhere & {key, key.rpartition('.')[0]}}
     names = names_of_tensors(model)
-    base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # which the model has from init_from
+    base = {f'model.{name}' for name in getattr(model, 'names_of_base', ())}  # already loaded from init_from
     base = base if base.isdisjoint(saved) else ()
     targets = {
         f'model.{name}': in_whole(model, name, as_saved(tensor.detach()))
@@ -593,13 +604,13 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
         parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
         index_of = {f'{optimizer_key}.{names[parameter]}': index for index, parameter in enumerate(parameters)}
         optimizer_state = {}  # index of the parameter -> {slot: tensor}, the form of optimizer.state_dict()
-        in_fewer_bits = {}  # key -> (index, slot) of moments that do not rest in fp32
+        in_fewer_bits = {}  # key -> (index, slot) of moments that this optimizer does not keep in fp32
         for key, tensor in saved.items():
             prefix, _, slot = key.rpartition('.')
             if prefix in index_of:
                 index = index_of[prefix]
                 if tensor.dim() and parameters[index] in getattr(optimizer, 'forms', ()):
-                    value, in_fewer_bits[key] = parameters[index].detach(), (index, slot)  # for its shape
+                    value, in_fewer_bits[key] = parameters[index].detach(), (index, slot)  # only its shape is used
                 elif tensor.dim():
                     value = zeros_like(parameters[index], dtype=tensor.dtype)  # a moment is sharded like its parameter
                 else:
@@ -625,7 +636,7 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
     if optimizer is not None:
         if getattr(optimizer, 'forms', None):
             read_in_fewer_bits(path, model, optimizer, in_fewer_bits, optimizer_state)
-        # load_state_dict also puts each tensor where this optimizer wants it: `step` of fused AdamW lives on the GPU.
+        # load_state_dict also moves each tensor to where this optimizer wants it: fused AdamW has `step` on the GPU.
         optimizer.load_state_dict({'state': optimizer_state, 'param_groups': optimizer.state_dict()['param_groups']})
     state = read_state(path)
     return {**state, 'step': state.get('step_of_weights', state['step'])}
@@ -633,8 +644,8 @@ def load(path, model, optimizer=None, optimizer_key='optim'):
 
 @torch.no_grad()
 def put_back(frozen, saved, path, name):
-    """Copy a frozen weight of a checkpoint, fp32, into its place in bfloat16. Raises ValueError for one that has more
-    digits: the run would go on from other numbers."""
+    """Copy a frozen weight from a checkpoint, where it is fp32, into the model's bfloat16. Raises ValueError if that
+    would round it, because the run would then go on from other weights."""
     frozen, saved = local_piece(frozen.detach()), local_piece(saved)
     frozen.copy_(saved)
     if not torch.equal(frozen.float(), saved):
@@ -642,9 +653,11 @@ def put_back(frozen, saved, path, name):
 
 
 def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes=2**28):
-    """Add to optimizer_state, {index of a parameter: slots}, the moments that keys names, {key: (index, slot)}.
+    """Read the moments that the optimizer keeps in fewer bits than fp32, and add them to optimizer_state, {index of a
+    parameter: slots}. keys: {key: (index, slot)}.
 
-    A checkpoint has them in fp32, for which there is no room at once: so many bytes of a rank are read, then rounded.
+    A checkpoint holds them in fp32, and there may be no memory for all of those at once. So each rank reads part_bytes
+    of them, rounds these, and goes on with the next.
     """
     at_rest = getattr(optimizer, 'at_rest', lambda tensor: tensor)  # offload.StateOnHost: in host memory
     names, parameters = names_of_tensors(model), [p for group in optimizer.param_groups for p in group['params']]
@@ -655,7 +668,7 @@ def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes
         return 4 * parameter.numel() // ranks
 
     parts = [*moments.in_parts(keys, bytes_of, part_bytes)]
-    most = [None] * dist.get_world_size()  # reading is collective, and stages of a pipeline have other parameters
+    most = [None] * dist.get_world_size()  # reading is collective, but stages of a pipeline differ in their parameters
     dist.all_gather_object(most, len(parts))
     for part in parts + [[]] * (max(most) - len(parts)):
         values = {key: torch.zeros_like(parameters[keys[key][0]], requires_grad=False) for key in part}
@@ -671,7 +684,7 @@ def read_in_fewer_bits(path, model, optimizer, keys, optimizer_state, part_bytes
 def load_weights(path, names=None):
     """({name: full tensor on the CPU}, state) of a checkpoint, in one process and without a process group.
 
-    names: read only these. Raises ValueError for a name that the checkpoint lacks.
+    names: read only these; None = all. Raises ValueError for a name that the checkpoint lacks.
     """
     saved = {key.removeprefix('model.'): tensor for key, tensor in read_index(path).items() if key.startswith('model.')}
     for name in names or ():
@@ -683,30 +696,31 @@ def load_weights(path, names=None):
 
 
 def read_index(path):
-    """{key: tensor of that shape and dtype on the meta device} of a checkpoint."""
+    """{key: tensor on the meta device, with the shape and dtype} of everything in a checkpoint."""
     entries = SafeReader(path).read_metadata().state_dict_metadata
     return {key: torch.empty(entry.size, dtype=entry.properties.dtype, device='meta') for key, entry in entries.items()}
 
 
 def read_tensors(path, targets, alone=False, missing_ok=False):
     """
-    Fill the targets, {key: tensor}, on all ranks together or in this process alone; missing_ok: those that are there.
+    Fill the targets, {key: tensor}, from a checkpoint.
 
-    Raises OSError.
+    alone: in this process only; otherwise collective. missing_ok: leave targets alone that the checkpoint lacks. Raises
+    OSError if a file cannot be read.
     """
     if missing_ok:
         there = read_index(path)
         targets = {key: tensor for key, tensor in targets.items() if key in there}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # which is what `alone` asks for
+            warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # as `alone` asks for
             dcp.load(targets, storage_reader=SafeReader(path), planner=LoadPlanner(), no_dist=alone)
     except CheckpointException as error:
         raise OSError(f'cannot read checkpoint {path}: {describe_failure(error, rank=0)[1]}') from error
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, but its index, a pickle, can make nothing except the data classes of an index."""
+    """DCP's reader, made safe: the index is a pickle, and here it can create only the data classes of an index."""
 
     def read_metadata(self):
         with open(os.path.join(self.path, '.metadata'), 'rb') as file:

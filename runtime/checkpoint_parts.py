@@ -1,8 +1,9 @@
 """
-What a rank has of a tensor that is cut over ranks (model.slices), told to torch.distributed.checkpoint (DCP).
+How a rank's part of a tensor that is cut over ranks (model.slices) is described to torch.distributed.checkpoint (DCP).
 
-Of a fused matrix it is several ranges of rows, which no DTensor can express. With these two planners DCP writes them
-where they belong in the whole tensor, and reads them from there: the checkpoint is that of any other layout.
+Tensor parallelism gives a rank several ranges of rows of a fused matrix, which no DTensor can express. With the two
+planners below, DCP writes each range at its place in the whole tensor and reads it from there, so that the checkpoint
+does not depend on the layout.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class CutTensor:
-    """What this rank has of a tensor that is cut over ranks, as DCP asks for it."""
+    """This rank's part of a tensor that is cut over ranks, with the methods that DCP calls on a tensor."""
 
     def __init__(self, tensor, part):
         """tensor: this rank's part, which may be sharded by rows (DTensor). part: the tensor_manual.Slice."""
@@ -25,7 +26,7 @@ class CutTensor:
         if isinstance(tensor, DTensor):
             begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0]
         ranges = part.ranges if part.dim == 0 else [(0, part.shape[0])]
-        before = [part.ranges[0][0]] if part.dim == 1 else [0] * (len(part.shape) - 1)  # of the other dimension
+        before = [part.ranges[0][0]] if part.dim == 1 else [0] * (len(part.shape) - 1)  # offsets in other dimensions
         for first, length in ranges:
             some = slice(max(0, -begin), max(0, min(rows, length - begin)))
             if some.start < some.stop and self.local.numel():
@@ -45,10 +46,11 @@ class CutTensor:
 
 
 class MadeLater:
-    """A tensor that is made when it is copied or written, one after the other: there is no room for all of them."""
+    """A tensor that is made only when it is copied or written, one at a time, as there is no room for all of them."""
 
     def __init__(self, like, make):
-        """like: a tensor, DTensor or CutTensor of the same shape, dtype and layout. make(): this rank's part."""
+        """like: a tensor, DTensor or CutTensor of the same shape, dtype and layout. make(): returns this rank's
+        part."""
         self.like, self.make = like, make
 
     def __create_write_items__(self, key, _):
@@ -56,7 +58,7 @@ class MadeLater:
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Plans with the shapes and placements of the live tensors, but writes `copies` in host memory, if there are."""
+    """Plans with the shapes and placements of the live tensors, but writes their `copies` in host memory, if given."""
 
     def __init__(self, copies=None):
         super().__init__()
@@ -70,12 +72,12 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the parts of a CutTensor, too."""
+    """DCP's planner, which can also read into the parts of a CutTensor."""
 
     def set_up_planner(self, state_dict, *args, **kwargs):
         cut = {key: value for key, value in state_dict.items() if isinstance(value, CutTensor)}
         super().set_up_planner({key: value for key, value in state_dict.items() if key not in cut}, *args, **kwargs)
-        self.state_dict = {**self.state_dict, **cut}  # super() puts None where there is no tensor
+        self.state_dict = {**self.state_dict, **cut}  # super() would put None in their place: they are no tensors
 
     def lookup_tensor(self, index):
         tensor = self.state_dict[index.fqn]
@@ -89,7 +91,7 @@ def layout_of(tensor):
 
 
 def local_piece(tensor):
-    """What this rank has of it; of what is made later, one of the same shape and dtype."""
+    """This rank's part of a tensor; for a MadeLater, a tensor of the same shape and dtype."""
     tensor = layout_of(tensor)
     if isinstance(tensor, CutTensor):
         return tensor.local
@@ -97,5 +99,5 @@ def local_piece(tensor):
 
 
 def value_of_piece(tensor):
-    """What this rank has of it, made now if it is to be made."""
+    """The value of this rank's part; a MadeLater is made now."""
     return tensor.make() if isinstance(tensor, MadeLater) else local_piece(tensor)

@@ -1,7 +1,7 @@
 """
-What ends a run, in one line where it is a user's mistake.
+How the error that ends a run is reported: in one line if it is a user's mistake.
 
-A mistake is raised in this project as ValueError or OSError with a one-line message, and report_errors() prints that
+This project raises ValueError or OSError with a one-line message for a user's mistake, and report_errors() prints that
 line. Anything else is a bug and keeps its traceback.
 """
 
@@ -18,27 +18,29 @@ from runtime.stopping import note_error
 
 
 def report_errors(out_of_memory_advice=None):
-    """Install the hook that prints what ends this process: one line for a user's mistake, a traceback for a bug.
+    """Install the hook that prints the error which ends this process: one line for a user's mistake, otherwise the
+    traceback.
 
-    out_of_memory_advice: function without arguments that returns a line of text: predicted need and the keys to lower.
+    out_of_memory_advice: function without arguments that returns a line with the predicted need and the keys to lower.
     """
 
     def hook(kind, error, trace):
         report(error.with_traceback(trace), out_of_memory_advice)
         sys.stdout.flush()
         if 'torch' in sys.modules and sys.modules['torch'].distributed.is_initialized():
-            # Finalizing Python with collectives in flight can block. A closed socket tells the other ranks at once.
+            # Finalizing Python with collectives in flight can block. Ending at once closes the sockets, by which the
+            # other ranks notice it.
             os._exit(1)
 
     sys.excepthook = hook
     if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='backslashreplace')  # as stderr: names of files may be no UTF-8
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # configure() has left it so
+        sys.stdout.reconfigure(errors='backslashreplace')  # as for stderr: names of files may not be UTF-8
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as configure() leaves it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def report(error, out_of_memory_advice=None):
-    """Print what ended this rank, and leave it for torchrun's summary."""
+    """Print the error that ended this rank, and leave it for torchrun's summary."""
     prefix = f'[{os.environ.get("RANK", "0")}]'
     if is_out_of_memory(error):
         advice = out_of_memory_advice() if out_of_memory_advice else 'lower batch_size or block_size'
@@ -54,7 +56,7 @@ def report(error, out_of_memory_advice=None):
         hint = 'another rank hangs or is that slow: look at its log, or raise --timeout_s'
         line = f'{prefix} error: waited for another rank longer than timeout_s={int(waited[1]) / 1000:g}; {hint}'
     elif is_lost_peer(error):
-        # The rank that failed first has the reason. Give torchrun time to see that one before this one.
+        # The rank that failed first knows the reason: give torchrun time to notice that rank before this one.
         line = f'{prefix} stopped because another rank stopped: look for the first error ({first_line(error)[:200]})'
         time.sleep(1)
     elif isinstance(error, KeyboardInterrupt):
@@ -66,7 +68,7 @@ def report(error, out_of_memory_advice=None):
     if not is_lost_peer(error):
         note_error(line.splitlines()[0] if is_users_mistake(error) else f'{type(error).__name__}: {first_line(error)}')
     # Not sys.stderr: init_process_group() wraps this hook and holds back what is written there until the hook returns.
-    # In one write: print() makes two, and the lines of two ranks that fail together would run into each other.
+    # In one write: print() makes two, and lines of ranks that fail at the same time would mix.
     sys.__stderr__.write(line + '\n')
     sys.__stderr__.flush()
     leave_for_torchrun(line.removeprefix(f'{prefix} '))
@@ -81,7 +83,8 @@ def is_users_mistake(error):
 
 
 def is_out_of_memory(error):
-    """CUDA raises its own class, the CPU's allocator a RuntimeError, NCCL a DistBackendError, Python a MemoryError."""
+    """Whether memory ran out. CUDA raises its own class, the CPU's allocator a RuntimeError, NCCL a DistBackendError,
+    Python a MemoryError."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == 'OutOfMemoryError'
@@ -93,7 +96,7 @@ def is_out_of_memory(error):
 def is_lost_peer(error):
     """Whether a collective failed because its other end went away."""
     if type(error).__name__ in ('DistBackendError', 'DistNetworkError'):
-        # This rank's own: wrong arguments, two ranks on one GPU, CUDA, a full /dev/shm, a port that is taken.
+        # Problems of this rank itself: wrong arguments, two ranks on one GPU, CUDA, a full /dev/shm, a port in use.
         own = 'ncclInvalid|ncclUnhandledCuda|out of memory|No space left|EADDRINUSE'
         return re.search(own, str(error)) is None
     signs = r'Connection (closed by peer|reset by peer|refused)|Broken pipe|Socket closed'
@@ -101,7 +104,7 @@ def is_lost_peer(error):
 
 
 def one_line(error, limit=200):
-    """The message of an error in one line, with an end."""
+    """The message of an error in one line, of at most `limit` characters."""
     return ' '.join(str(error).split())[:limit] or type(error).__name__
 
 
@@ -112,7 +115,7 @@ def first_line(error):
 
 
 def peak_memory():
-    """' (peak 12.3 GB)' on the device that ran out, or '' where nothing counted it."""
+    """The GPU's peak, as in ' (peak 12.3 GB)', or '' without a GPU."""
     torch = sys.modules.get('torch')
     if torch is None or not torch.cuda.is_available():
         return ''

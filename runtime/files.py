@@ -1,6 +1,6 @@
 """
-Files that are there in full or not at all, whenever the process is killed or the power fails; and where this project's
-own code lies.
+Writing files so that they are complete or absent, even if the process is killed or the power fails; and the folders of
+this project's own code.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ ROOMS = (
     'runtime', 'dataset', 'text', 'evaluation', 'planning', 'comparison', 'huggingface', 'exchange', 'pool',
     'benchmarks',
 )  # fmt: skip
-LFS_POINTER = b'version https://git-lfs.github.com/spec/'  # what a clone without git-lfs has in a file's place
-FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code; .venv lies below ROOT, too
+LFS_POINTER = b'version https://git-lfs.github.com/spec/'  # a clone without git-lfs has this instead of the file
+FOLDERS = {ROOT, *(os.path.join(ROOT, room) for room in ROOMS)}  # of our code alone: .venv is below ROOT as well
 
 
 @contextlib.contextmanager
 def replacing(path, mode='w'):
-    """Open a new file that takes the place of `path` once all of it is on disk. An error in between leaves `path`."""
+    """Open a new file that replaces `path` once all of it is on disk. After an error, `path` is as it was."""
     unfinished = f'{path}.tmp'
     with open(unfinished, mode, encoding=None if 'b' in mode else 'utf-8') as file:
         yield file
@@ -29,13 +29,13 @@ def replacing(path, mode='w'):
 
 
 def write_file(path, text):
-    """Write a text file in full or not at all."""
+    """Write a text file completely or not at all."""
     with replacing(path) as file:
         file.write(text)
 
 
 def read_json(path):
-    """What is in a JSON file, a Path. Raises ValueError for a damaged one."""
+    """The content of a JSON file. path: a Path. Raises ValueError if the file is damaged."""
     try:
         return json.loads(path.read_text(encoding='utf-8'))
     except ValueError:
@@ -43,7 +43,7 @@ def read_json(path):
 
 
 def refuse_lfs_pointer(path):
-    """Raise ValueError for a file that a clone without git-lfs has left out: a few lines say where it is to be had."""
+    """Raise ValueError if a file is only the pointer that a clone without git-lfs leaves in its place."""
     with open(path, 'rb') as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     if is_pointer:
@@ -52,7 +52,7 @@ def refuse_lfs_pointer(path):
 
 
 def rename_durably(old, new):
-    """Rename a file or directory, and have its parent directory written to the disk."""
+    """Rename a file or directory, and sync its parent directory to the disk."""
     os.replace(old, new)
     parent = os.open(os.path.dirname(new) or '.', os.O_RDONLY)
     os.fsync(parent)

@@ -1,11 +1,11 @@
 """
-Whether a run is well: losses and gradients that are numbers, weights that are the same on all ranks, ranks that make
-progress.
+Three checks that a run is healthy: losses and gradients are finite, ranks that should hold the same weights do, and
+every rank makes progress.
 
-    health.record_flights(out_dir)  # before the process group
+    health.record_flights(out_dir)  # before the process group is made
     watchdog = health.Watchdog(out_dir, timeout_s)
-    watchdog.at('forward', step)  # whenever something begins: cheap, it only sets a few variables
-    with watchdog.allow('checkpoint', 7200): ...  # a phase of which nobody knows how long it takes
+    watchdog.at('forward', step)  # at the beginning of each phase; cheap, since it only sets a few variables
+    with watchdog.allow('checkpoint', 7200): ...  # a phase that may take this many seconds
 """
 
 import collections
@@ -34,28 +34,28 @@ SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6
 
 
 def runs_ahead(device):
-    """Whether the host only queues work there, and has to wait to know a result."""
+    """Whether work on this device is only queued by the host, which has to wait before it can read a result."""
     return device.type == 'cuda'
 
 
 class Numbers:
-    """One decision of all ranks, for each optimizer step, whether its loss and gradient can be trusted.
+    """Decides for each optimizer step, on all ranks alike, whether to skip it because its loss or gradient is bad.
 
-    On a GPU the decision stays there: the optimizer gets it as a flag and leaves everything as it is where that is set.
-    If the host asked first, the GPU would be idle until the answer has come and the update has been queued. The host
-    reads the decision a step later.
+    On a GPU the decision is never read by the host before the update: the optimizer gets it as a flag in GPU memory and
+    changes nothing if the flag is set. Otherwise the GPU would idle while the host waits for the answer and then queues
+    the update. The host reads the decision one step later, to log and count it.
     """
 
     def __init__(self, max_bad_steps, loss_spike_guard, say, last_good, group=None, state=None):
-        """max_bad_steps: this many steps in a row may be skipped. loss_spike_guard: skip a step, too, whose loss is
-        SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW. say: on rank 0, called with a line.
-        last_good(): where the last good checkpoint is. group: the ranks that train together. state: of state(), from a
-        checkpoint."""
+        """max_bad_steps: how many steps in a row may be skipped. loss_spike_guard: also skip a step whose loss is more
+        than SPIKE_SIGMAS standard deviations above the mean of the last SPIKE_WINDOW steps. say: called on rank 0 with
+        a line. last_good(): returns the path of the last good checkpoint. group: the ranks that train together.
+        state: what state() returned, from a checkpoint."""
         self.max_bad_steps, self.loss_spike_guard, self.say, self.group = max_bad_steps, loss_spike_guard, say, group
         self.last_good = last_good
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.skipped, self.in_a_row, self.losses = 0, 0, collections.deque(maxlen=SPIKE_WINDOW)
-        self.unread = None  # the step that must_skip() saw last, until read()
+        self.unread = None  # must_skip()'s results for the last step, until read() has read them
         self.loss = math.nan
         if state:
             self.skipped, self.in_a_row = state['skipped'], state['in_a_row']
@@ -66,24 +66,25 @@ class Numbers:
         return {'skipped': self.skipped, 'in_a_row': self.in_a_row, 'losses': list(self.losses)}
 
     def mean_loss(self):
-        """Of the last step, over the targets of all ranks. Waits for the device."""
+        """The last step's loss, averaged over the targets of all ranks. Waits for the device."""
         self.read()
         return self.loss
 
     def must_skip(self, step, loss_sum, targets, grad_norm, may_overflow):
-        """Whether the optimizer must skip step `step`; the same on all ranks. Collective.
+        """Whether the optimizer must skip step `step`, for optimizer.step(skip=...); the same on all ranks. Collective.
 
-        A bool, or on a GPU a 0-d float tensor there (1: skip), for optimizer.step(skip=...). With loss_spike_guard it
-        is always a bool, since the host compares the losses.
+        Returns a bool, or on a GPU a 0-d float tensor on that GPU (1 = skip). With loss_spike_guard it is always a
+        bool, because the host has to compare the losses.
 
-        loss_sum: this rank's, 0-d; targets: what it is a sum over, on all ranks. grad_norm: of the gradient, or of this
-        rank's part of it. may_overflow: true in fp16 while the loss scale can still be lowered; then GradScaler deals
-        with gradients that are not finite, and only the loss is looked at here.
-        Raises ValueError, on every rank, after max_bad_steps in a row.
+        loss_sum: 0-d, the sum of this rank's losses. targets: the number of targets on all ranks, by which the sum over
+        ranks is divided. grad_norm: 0-d, of the whole gradient or of this rank's part of it. may_overflow: true in fp16
+        while the loss scale can still be lowered; GradScaler then deals with gradients that are not finite, and only
+        the loss is checked here.
+        Raises ValueError on every rank when more than max_bad_steps in a row are bad.
         """
         self.read()
         gradient_is_bad = torch.zeros_like(loss_sum) if may_overflow else (~grad_norm.isfinite()).to(loss_sum)
-        # The loss, and two flags of each rank: after one all-reduce all have the same numbers.
+        # One all-reduce gives all ranks the loss and two flags for each rank.
         n, own = len(self.ranks), self.ranks.index(dist.get_rank())
         numbers = torch.zeros(1 + 2 * n, dtype=torch.float64, device=loss_sum.device)
         numbers[0], numbers[1 + own], numbers[1 + n + own] = loss_sum.detach(), ~loss_sum.isfinite(), gradient_is_bad
@@ -92,7 +93,7 @@ class Numbers:
         if runs_ahead(grad_norm.device) and not self.loss_spike_guard:
             skip, arrived = (numbers[1:].sum() > 0).float(), None
             if numbers.is_cuda:
-                numbers = numbers.to('cpu', non_blocking=True)  # into page-locked memory, behind what computes it
+                numbers = numbers.to('cpu', non_blocking=True)  # queued behind the kernels that compute them
                 arrived = torch.cuda.current_stream().record_event()
             self.unread = step, targets, numbers, arrived
             return skip
@@ -100,7 +101,8 @@ class Numbers:
         return self.read()
 
     def read(self):
-        """Read the decision about the last step, where that has not been done: whether it is skipped. Waits for it."""
+        """Read the decision about the last step, if that has not been done yet: log it and count it. Waits for the
+        device. Returns whether the step is skipped, or None if there was nothing to read."""
         if self.unread is None:
             return None
         (step, targets, numbers, arrived), self.unread = self.unread, None
@@ -134,7 +136,7 @@ class Numbers:
         line = f'WARNING: {problem} at step {step}: the step is skipped on all ranks ({self.skipped} so far)'
         if dist.get_rank() == 0:
             self.say(line)
-        elif dist.get_rank() == self.ranks[0]:  # of another replica
+        elif dist.get_rank() == self.ranks[0]:  # the first rank of another replica, which has no log
             print(f'[{self.ranks[0]}] {line}', flush=True)
         return True
 
@@ -150,24 +152,26 @@ class Numbers:
 
 
 def resume_loss_scale(scaler, saved):
-    """fp16: go on with the loss scale of a checkpoint. A run in another dtype has saved none, {}: then as a new run."""
+    """fp16: continue with the loss scale of a checkpoint. A checkpoint of a run in another dtype has none ({}); then
+    the scaler starts as in a new run."""
     if saved:
         scaler.load_state_dict(saved)
 
 
 def share_overflow(scaler, optimizer):
-    """fp16, after unscale_(): what overflows on one rank, in its part of the model, makes all of them skip the step."""
+    """fp16, after unscale_(): if any rank's part of the gradient has overflowed, make all ranks skip the step."""
     for found_inf in scaler._found_inf_per_device(optimizer).values():
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
 
 
 def refuse_different_weights(named_parameters, step, last_good):
-    """Compare checksums of what all ranks should hold alike, as under DistributedDataParallel. Collective.
+    """Compare checksums of weights of which all ranks should hold the same copy, as in data parallelism. Collective.
 
-    Raises ValueError on every rank that names the ranks and the first parameter that differ from most.
+    Raises ValueError on every rank if they differ. It names the ranks whose copies differ from those of the majority,
+    and the first parameter that does.
     """
     names, tensors = zip(*named_parameters, strict=True)
-    # Of the bits: two sums of floats may be equal where two numbers are not.
+    # Sums of the bits as integers: sums of floats may agree, by rounding, although the numbers differ.
     bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}
     mine = torch.stack([tensor.detach().view(bits[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors])
     everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -192,14 +196,17 @@ def refuse_different_weights(named_parameters, step, last_good):
 
 class Watchdog:
     """
-    Names the rank that hangs, before the collectives time out, which would name nobody.
+    Ends a job that hangs and names the rank to blame. It acts before the collectives time out, because their error does
+    not say which rank is missing.
 
-    A thread on every rank writes into out_dir/.heartbeat what its rank is doing and how much it has done. A rank that
-    has done nothing new for 0.8 timeout_s reads the others' files, twice. If no rank has moved in between, the one
-    that has done least is the one that the others wait for: every rank prints which that is, and ends. While any rank
-    moves, the job is only slow. A single process is not watched, for nobody waits for it.
+    A thread on every rank keeps a heartbeat file in out_dir/.heartbeat: the current phase, and a count of the phases
+    begun so far. A rank that makes no progress for 0.8 timeout_s reads the files of all ranks twice, after half of that
+    time and at its end. If any count has changed in between, the job is only slow, and the watchdog lets it go on. If
+    none has, the others are waiting for the rank with the lowest count, so every rank prints which rank that is, and
+    exits. A single process is not watched, since no other rank waits for it.
 
-    exchanges(): how many this rank has begun in all. It tells apart ranks that wait for each other within one phase.
+    exchanges(): returns how many exchanges this rank has begun so far. They count as well, because ranks that wait for
+    each other within one phase would otherwise have equal counts.
     """
 
     def __init__(self, out_dir, timeout_s, exchanges=lambda: 0):
@@ -220,14 +227,14 @@ class Watchdog:
             threading.Thread(target=work, name='watchdog', daemon=True).start()
 
     def at(self, phase, step=None):
-        """This rank begins `phase` now, of optimizer step `step` from here on."""
+        """This rank begins `phase` now. step: the optimizer step that it belongs to; None = the same as before."""
         self.count += 1
         self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
         self.first_step = self.step if self.first_step is None else self.first_step
 
     @contextlib.contextmanager
     def allow(self, phase, seconds):
-        """A phase that may take so long."""
+        """A context for a phase that may take this many seconds."""
         self.allowed = max(seconds, self.patience)
         self.at(phase)
         yield
@@ -242,10 +249,11 @@ class Watchdog:
         return {'count': self.count + self.exchanges(), 'phase': self.phase, 'step': self.step}
 
     def _write_heartbeats(self):
-        """A thread of its own: a file system that hangs must not keep the other one from seeing that."""
+        """Runs in a thread of its own, so that a hanging file system blocks this one but not _watch(), which reports
+        it."""
         path = os.path.join(self.folder, f'rank_{self.rank}.json')
         for written in itertools.count(1):
-            # Where no thread can run, since the main one keeps Python's lock, the C library writes the stack.
+            # If the main thread keeps the GIL, so that no Python thread runs, faulthandler writes the stack from C.
             faulthandler.dump_traceback_later(self.patience, file=self.stack)
             with contextlib.suppress(OSError):
                 with open(f'{path}.tmp', 'w') as file:
@@ -263,7 +271,7 @@ class Watchdog:
                 self.baseline = None
             elif self.baseline is None or time.monotonic() > look_at:
                 look_at = time.monotonic() + limit / 2
-                look = threading.Thread(target=self._look, daemon=True)  # files may hang: this one goes on without
+                look = threading.Thread(target=self._look, daemon=True)  # reading files may hang, so not in this thread
                 look.start()
                 look.join(max(5 * self.tick, 1.0))
                 if look.is_alive() and idle > limit:
@@ -276,7 +284,8 @@ class Watchdog:
         return ''.join(traceback.format_stack(sys._current_frames().get(self.main_thread)))
 
     def _beats(self):
-        """{rank: its heartbeat}; this rank's own without a file. Who has no file was stopped before its first."""
+        """{rank: its heartbeat}; this rank's own is not read from its file. A rank without a file counts -1: it was
+        stopped before it could write the first one."""
         beats = {rank: {'count': -1, 'phase': 'start', 'step': 0, 'written': 0} for rank in range(self.world_size)}
         beats[self.rank] = {**self._beat(), 'written': time.time()}
         for rank in set(range(self.world_size)) - {self.rank}:
@@ -286,7 +295,7 @@ class Watchdog:
         return beats
 
     def _look(self):
-        """Compare the ranks with half a patience ago, and end this one if none has moved: somebody holds up the job."""
+        """Compare the ranks' heartbeats with those of half a patience ago, and end this rank if none has moved."""
         with contextlib.suppress(OSError, ValueError):
             self.stack.seek(0)
             self.stack.write(self._now())
@@ -295,7 +304,7 @@ class Watchdog:
         before, beats = self.baseline, self._beats()
         self.baseline = beats
         if before is None or any(before[rank]['count'] != beat['count'] for rank, beat in beats.items()):
-            return  # they are slow, but they move: the collectives' own timeout decides
+            return  # they are slow, but they move; whether that is too slow is for the collectives' own timeout
         if self.closed.is_set():
             return
         frozen = [rank for rank, beat in beats.items() if before[rank]['written'] == beat['written']]
@@ -308,7 +317,7 @@ class Watchdog:
         else:
             line = f'{ranks_in_words(behind)} made no progress for {seconds} in {where}; the others wait'
         stack = ''
-        if self.rank == behind[0] or self.rank == min(set(beats) - {behind[0]}):  # itself may be stopped
+        if self.rank == behind[0] or self.rank == min(set(beats) - {behind[0]}):  # another one, if it cannot itself
             with contextlib.suppress(OSError):
                 with open(os.path.join(self.folder, f'rank_{behind[0]}.stack')) as file:
                     stack = file.read()
@@ -318,10 +327,10 @@ class Watchdog:
 
     def _end(self, line, stack):
         lines = [f'error: {line}', *([stack.rstrip()] if stack else [])]
-        # In one write, since other ranks write there, too.
+        # In one write, so that it does not mix with lines of other ranks.
         sys.__stderr__.write(''.join(f'[{self.rank}] {line}\n' for line in lines))
         sys.__stderr__.flush()
-        with contextlib.suppress(Exception):  # what NCCL has recorded, since its own timeout will not come
+        with contextlib.suppress(Exception):  # NCCL would dump its record at its timeout, which this process won't see
             if torch.cuda.is_available():
                 with open(os.path.join(self.out_dir, f'flight_recorder_{self.rank}'), 'wb') as file:
                     file.write(torch._C._distributed_c10d._dump_nccl_trace())
@@ -330,7 +339,8 @@ class Watchdog:
 
 
 def record_flights(out_dir):
-    """Have NCCL keep its last collectives, and write them into out_dir when one times out. Before the process group."""
+    """Have NCCL record its last collectives, and write the record into out_dir when one of them times out. Call it
+    before the process group is made."""
     os.environ.setdefault('TORCH_NCCL_TRACE_BUFFER_SIZE', '2000')  # torch 2.11
     os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '2000')  # its name from 2.12 on
     os.environ.setdefault('TORCH_NCCL_DUMP_ON_TIMEOUT', '1')

@@ -1,7 +1,7 @@
 """
-What a step costs: time of its phases, communication, memory. Every strategy is measured by the same code.
+Measures what a step costs: the time of its phases, communication, memory. All strategies are measured by this code.
 
-A key of the row whose value is unknown is left out.
+Values that cannot be measured on a machine are left out of its rows.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from runtime import PHASES
 
-# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The slower PCIe and NVL boards of the H100 are not these, hence unknown.
+# Dense bfloat16 FLOP/s (NVIDIA's data sheets). The PCIe and NVL boards of the H100 are slower, so they are not matched.
 PEAK_FLOPS = {r'\bH[12]00\b(?!.*(PCIe|NVL))': 989e12, r'\bA100\b': 312e12}
 
-# Profiling may take this share of the training time. The promise is 1%: the other half is for what it cannot count,
-# such as ranks that wait for one which is still reading its profile.
+# Profiling may take this share of the training time. It is promised to cost at most 1%; the other half is left for
+# costs that are not counted, such as ranks that wait for one which is still reading its profile.
 PROFILING_SHARE = 0.005
 STEPS_BEFORE_PROFILING = 5  # compilation, first allocations, DDP's new buckets after its first step
 PROFILED_STEP = 'telemetry: profiled step'
 
 
 class HostEvent:
-    """What torch.cuda.Event is to a GPU, for a CPU: there, work is done when the call returns."""
+    """Stands in for torch.cuda.Event on a CPU, where work is done when the call returns."""
 
     def record(self):
         self.seconds = time.perf_counter()
@@ -46,7 +46,8 @@ class HostEvent:
         pass
 
 
-# A step, or count=0 a part of one, whose events the device may not have reached; marks: [(phase, event)] in order
+# A step (count=1) or a part of one (count=0), whose events the device may not have reached yet. marks: [(phase, event)]
+# in order
 Step = namedtuple('Step', 'begin marks end profiled count')
 
 
@@ -54,17 +55,18 @@ class Meter:
     """
     Times the phases of a training step and measures throughput, communication and memory, on this rank.
 
-    device: torch.device. world_size: ranks; with more than one, all of them make the same calls, and the default
-    process group has a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
-    tokens_per_step: of the global batch. flops_per_token: forward and backward, for the MFU.
-    group: process group of the ranks that make these calls together, if not all do (the replicas of DiLoCo do not).
+    device: torch.device. world_size: number of ranks; if there are several, all make the same calls, and the default
+    process group needs a backend for CPU tensors ('gloo', or 'cpu:gloo,cuda:nccl').
+    tokens_per_step: of the global batch. flops_per_token: of forward and backward together, for the MFU.
+    group: process group of the ranks that make these calls together; None = all (the replicas of DiLoCo have one each).
     beat: called with the name of each phase as it begins.
-    trace_step: this step, counted from here, is recorded, on every rank, as out_dir/trace_rank0.json and so on, for
-        chrome://tracing or ui.perfetto.dev. Below 1: none is.
+    trace_step: a trace of this step, counted from here, is written on every rank as out_dir/trace_rank0.json and so on,
+        for chrome://tracing or ui.perfetto.dev. Below 1: no step is traced.
 
-    The clock runs from begin_step() to end_step(): evaluations and checkpoints between two steps do not count.
-    Now and then a step is profiled (see communication_milliseconds). It is slower than others, so it is left out of the
-    times and the throughput unless the interval has no other; what it cost adds up in `profiling_seconds`.
+    The clock runs from begin_step() to end_step(), so evaluations and checkpoints between two steps do not count.
+    From time to time a step is profiled (see communication_milliseconds()). Because this makes it slower, it is left
+    out of the times and the throughput, unless the interval has no other step. `profiling_seconds` sums up what
+    profiling has cost.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class Meter:
         self._mfu_per_token = flops_per_token / world_size / peak_flops if peak_flops else None
 
         self._unread = []  # the Steps whose times are not in the sums yet
-        # profiled? -> number of steps, milliseconds in total and of each phase, in this interval
+        # whether profiled -> number of steps, milliseconds in total and of each phase, in this interval
         self._sums = {False: Counter(), True: Counter()}
         self._steps = 0
         self._mean_step = 0.0  # milliseconds of an ordinary step, in the last interval that had one
-        self._next_row = {}  # keys of a profiled step, and of the state once it is measured
+        self._next_row = {}  # values for the next row: of a profiled step, and of the state once it is measured
         self._counts_bytes = world_size > 1 and not self._on_cuda and bytes_sent() is not None
         self._sent = 0  # bytes in this interval
         self._profile_next = False
@@ -99,7 +101,7 @@ class Meter:
         memory_gb(device)  # the first interval's peak begins here
 
     def begin_step(self):
-        """Start the clock of an optimizer step; call mark() right after. On some steps the profiler starts, too."""
+        """Start the clock of an optimizer step, and on some steps the profiler. Call mark() right after this."""
         if self._profile_next or self._steps + 1 == self._trace_step:
             self._start_profiler()
         self._count_sent(-1)
@@ -118,13 +120,13 @@ class Meter:
         self._count_sent(1)
         if self._profiler:
             self._stop_profiler()
-        # Read what the device has finished without waiting for the rest, so that a long interval holds few events.
+        # Read the steps that the device has finished, without waiting for others, so that few events accumulate.
         while self._unread and self._unread[0].end.query():
             self._read(self._unread.pop(0))
 
     @contextlib.contextmanager
     def part(self, phase):
-        """A context whose time counts for the step that has just ended, such as the outer step of DiLoCo."""
+        """A context whose time is added to the step that has just ended, as for DiLoCo's outer step."""
         self._count_sent(-1)
         begin, mark = self._event(), (phase, self._event())
         self._beat(phase)
@@ -134,8 +136,8 @@ class Meter:
 
     def measure_state(self, parameters, optimizer):
         """
-        Measure what this rank holds of weights, gradients and optimizer state, for the next row: between
-        optimizer.step() and zero_grad(). Only the first call that finds a state does something.
+        Measure the memory of this rank's weights, gradients and optimizer state, for the next row. Call it between
+        optimizer.step() and zero_grad(). Only the first call that finds an optimizer state has an effect.
         """
         if self.wants_state(optimizer):
             parameters = list(parameters)
@@ -143,24 +145,26 @@ class Meter:
             self.note_state(parameters, [parameter.grad for parameter in parameters], moments)
 
     def wants_state(self, optimizer):
-        """Whether nothing is known and there is a state: in fp16 the first steps may be skipped. SGD never has one."""
+        """Whether the state has not been measured yet and can be. In fp16 the first steps may be skipped, so that there
+        is none yet; SGD never has one, which counts as 0."""
         return not self._knows_state and bool(optimizer.state or isinstance(optimizer, torch.optim.SGD))
 
     def note_state(self, weights, gradients, optimizer):
-        """The same for an engine that keeps them in places of its own: three lists of tensors (or None, ...)."""
+        """As measure_state(), for an engine that keeps its tensors elsewhere. Three lists of tensors; other items, such
+        as None, count nothing."""
         held = {'weights': weights, 'gradients': gradients, 'optimizer': optimizer}
         self._next_row |= {f'mem/{name}_gb': round(held_gb(tensors), 9) for name, tensors in held.items()}
         self._knows_state = True
 
     def interval(self):
         """
-        Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown ones are left out.
+        Metrics of the steps since the last call, under the keys of metrics.jsonl; unknown values are left out.
 
-        docs/reference/metrics.md says what each is. time/*: means per optimizer step, on CUDA of the GPU's queue.
-        comm/sent_gb: what this rank wrote to sockets in its steps and parts (Linux, gloo). mem/weights_gb and so on
-        come once, in the first row after measure_state(); mem/rank_*: peaks since the last call.
+        docs/reference/metrics.md explains each key. time/*: means per optimizer step, on CUDA of the time in the GPU's
+        queue. comm/sent_gb: what this rank wrote to sockets in its steps and parts (Linux, gloo). mem/weights_gb and
+        the like come once, in the first row after measure_state(). mem/rank_*: peaks since the last call.
 
-        The only call that waits for the device; with several ranks a collective (one small all-gather).
+        This is the only call that waits for the device. With several ranks it is collective (one small all-gather).
         """
         self.read_all()
         ordinary, profiled = self._sums[False], self._sums[True]
@@ -188,13 +192,14 @@ class Meter:
         return row | self._ranks_and_memory()
 
     def read_all(self):
-        """Have all steps so far in training_seconds and seconds. Waits for the device."""
+        """Add all steps so far to training_seconds and seconds. Waits for the device."""
         while self._unread:
             self._unread[0].end.synchronize()
             self._read(self._unread.pop(0))
 
     def _ranks_and_memory(self):
-        """The mem/* keys. The ranks exchange them, and decide on the same numbers whether to profile the next step."""
+        """The mem/* keys. With them the ranks exchange their times, by which all decide alike whether to profile the
+        next step."""
         memory = memory_gb(self._device)
         highest = memory.get('mem/peak_gb', memory.get('mem/current_gb', math.nan))
         peaks = [highest]
@@ -209,7 +214,7 @@ class Meter:
         return {key: round(value, 4) for key, value in memory.items()}
 
     def _event(self):
-        """An event, recorded now: on CUDA in the queue of the current stream, which costs microseconds and no wait."""
+        """An event, recorded now; on CUDA in the current stream, which takes microseconds and does not wait."""
         event = torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent()
         event.record()
         return event
@@ -231,9 +236,9 @@ class Meter:
             self._sent += sign * bytes_sent()
 
     def _start_profiler(self):
-        """Start recording; the ranks begin together, or one that is late here would look like a slow collective."""
+        """Start recording. The ranks begin together: one that starts late would make a collective look slow."""
         self._profile_next = False
-        self._synchronize()  # the GPU runs behind the host: the profile is to hold this step's kernels and no others
+        self._synchronize()  # the GPU runs behind the host, and the profile should hold only this step's kernels
         os.environ.setdefault('KINETO_LOG_LEVEL', '99')  # torch 2.13 writes two lines to stderr per profile otherwise
         start = time.perf_counter()
         # Not torch.profiler: starting that one imports the compiler, 1 to 6 seconds (torch 2.13).
@@ -261,7 +266,7 @@ class Meter:
 
 # --- COMMUNICATION ----------------------------------------------------------------------------------------------------
 
-# What a profile recorded: start and end in nanoseconds; the thread is None for what ran on the GPU
+# Something that a profile recorded: start and end in nanoseconds; thread is None for work on the GPU
 Activity = namedtuple('Activity', 'name start end thread')
 
 
@@ -270,22 +275,23 @@ def recorded_activities(profiler):
     activities = []
     for event in profiler.kineto_results.events():
         on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA
-        if not (on_gpu and event.is_user_annotation()):  # a label of the host, laid over the kernels
+        if not (on_gpu and event.is_user_annotation()):  # those are labels that the host has laid over kernels
             thread = None if on_gpu else event.start_thread_id()
             activities.append(Activity(event.name(), event.start_ns(), event.end_ns(), thread))
     step = next(activity for activity in activities if activity.name == PROFILED_STEP)
-    # Before the step there was a barrier. What goes on after it (an overlapped exchange) counts up to its end.
+    # The step began after a barrier. Work that goes on beyond its end (an overlapped exchange) counts up to that end.
     return [one._replace(end=min(one.end, step.end)) for one in activities if step.start <= one.start <= step.end]
 
 
 def communication_milliseconds(activities):
     """
-    (all, exposed) milliseconds that the collectives among the Activities of a step took.
+    How many milliseconds the collectives among the Activities of a step took: (all, exposed).
 
     A collective is a kernel named nccl* on the GPU, or on the CPU the time that one of gloo's worker threads spends on
-    it (`gloo:all_reduce` and so on; torch 2.11 to 2.15). Either begins when this rank enters it, so waiting for a
-    slower rank counts. What runs at the same time counts once. Exposed is the part during which this rank computed
-    nothing: no other kernel or copy on the GPU; without a GPU no operation outside gloo's threads.
+    it (`gloo:all_reduce` and so on; torch 2.11 to 2.15). Both begin when this rank enters the collective, so waiting
+    for a slower rank is included. Collectives that run at the same time are counted once. Exposed is the time in which
+    this rank computed nothing meanwhile: no other kernel or copy ran on the GPU, or without a GPU no operation outside
+    gloo's threads.
     """
     gpu = [one for one in activities if one.thread is None]
     gloo = [one for one in activities if one.thread is not None and one.name.startswith('gloo:')]
@@ -301,10 +307,10 @@ def communication_milliseconds(activities):
 
 def host_compute(activities):
     """
-    The operations of a CPU that compute, as opposed to those inside which the host waits.
+    The CPU operations that compute, without those in which the host waits.
 
-    That is every ATen operation and every compiled graph, but not a DTensor's operation with a collective in it: it
-    lasts until the collective is done (the ATen operations inside it are in the list on their own).
+    These are all ATen operations and compiled graphs, except for a DTensor's operation that contains a collective: it
+    lasts until the collective is done. (ATen operations inside of it are in the list by themselves.)
     """
     compute = set()
     around = []  # the operations that the current one runs in, outermost first
@@ -330,11 +336,11 @@ def covered(activities):
 
 def bytes_sent():
     """
-    Bytes that gloo and the main thread have written since the process began, or None where Linux does not tell.
+    Bytes that gloo and the main thread have written since the process began, or None if /proc does not tell.
 
-    wchar counts write() and writev() of the whole process (man 5 proc). gloo writes to its sockets with those, from its
-    threads, or in isend() if the receiver waits; what Python's other threads write (checkpoints) is taken off. On 2
-    ranks an all-reduce of S bytes adds 1.000 S. NCCL's traffic does not pass through the process.
+    wchar counts write() and writev() of the whole process (man 5 proc). gloo uses these to write to its sockets, in its
+    own threads or, if the receiver waits already, in isend(). What Python's other threads write (checkpoints) is
+    subtracted. On 2 ranks an all-reduce of S bytes adds 1.000 S. NCCL's traffic does not pass through the process.
     """
     try:
         everything = written(Path('/proc/self/io'))
@@ -354,7 +360,7 @@ def written(path):
 
 
 def memory_gb(device):
-    """mem/current_gb, mem/peak_gb since the last call and, on CUDA, mem/reserved_gb of this rank; what can be known."""
+    """mem/current_gb, mem/peak_gb (since the last call) and, on CUDA, mem/reserved_gb of this rank, if known."""
     if device.type == 'cuda':
         memory = {
             'mem/current_gb': torch.cuda.memory_allocated(device) / 1e9,
@@ -371,15 +377,15 @@ def memory_gb(device):
     try:
         Path('/proc/self/clear_refs').write_text('5')  # man 5 proc: 5 resets the peak resident set size
     except OSError:
-        del memory['mem/peak_gb']  # not permitted: it would be the peak of the whole process
+        del memory['mem/peak_gb']  # no permission to reset it, so it would be the peak since the process began
     return memory
 
 
 def held_gb(tensors):
     """
-    GB (1e9 bytes) of the memory behind these tensors, on the host or the device; of a DTensor what this rank holds.
+    GB (1e9 bytes) of the memory behind these tensors, on the host or the device; of a DTensor this rank's shard.
 
-    What several share, as views of one buffer do, counts once, and in full. None counts nothing.
+    Memory that several tensors share, such as a buffer with views, counts once and in full. None counts nothing.
     """
     storages = {}
     for tensor in tensors:
@@ -390,7 +396,7 @@ def held_gb(tensors):
 
 
 def device_name(device):
-    """'NVIDIA H200', or the CPU's model, its cores and the threads that this process uses."""
+    """A GPU's name, as 'NVIDIA H200', or the CPU's model, its cores and the threads that this process uses."""
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     cpuinfo = Path('/proc/cpuinfo')

@@ -1,4 +1,5 @@
-"""What rests in host memory: the optimizer's state (cpu_offload=optimizer), and activations between both passes."""
+"""What can be kept in host memory to save the GPU's: the optimizer's state (cpu_offload=optimizer), and activations
+between the forward and the backward pass (activation_checkpointing=offload)."""
 
 import contextlib
 import weakref
@@ -12,18 +13,19 @@ from moments import in_parts, local
 
 
 class StateOnHost:
-    """An optimizer whose moments rest in host memory. Use it in place of the optimizer from here on, and before a
-    checkpoint is loaded: that fills the moments where they rest, since the GPU may have no room for all of them.
+    """An optimizer whose moments are kept in host memory. Use it in place of the optimizer that it wraps, and make it
+    before a checkpoint is loaded: the moments then go to host memory, since the GPU may not have room for all of them.
 
-    step() takes part_bytes of them at a time, or those of one parameter: enough for full PCIe speed, little beside the
-    model. They cross PCIe twice: 16 bytes per parameter for Adam, 0.15 s per 1B at 55 GB/s, since a part travels to the
-    host while the next but one comes from it; time runs to the right, each line is a stream of the GPU:
+    step() brings a part of the moments to the GPU at a time: part_bytes of them, or those of one parameter. That is
+    enough for full PCIe speed and little compared to the model. The moments cross PCIe twice, 16 bytes per parameter
+    for Adam, but a part travels to the host while the next but one comes from it, so 1B parameters take 0.15 s at
+    55 GB/s. In this picture time runs to the right, and each line is a stream of the GPU:
 
         to the GPU     part 0 | part 1 | part 2 | part 3 |
         compute               | step 0 | step 1 | step 2 | step 3 |
         to the host                    | part 0 | part 1 | part 2 | part 3 |
 
-    Sharded (DTensor) and plain parameters alike; the state keeps its form, and scalars (`step`) stay where they are.
+    Parameters may be sharded (DTensor) or plain. The state keeps its form, and scalars (`step`) stay where they are.
     """
 
     def __init__(self, optimizer, part_bytes=2**28):
@@ -34,18 +36,18 @@ class StateOnHost:
         self.forms = getattr(optimizer, 'forms', {})
         on_cuda = torch.cuda.is_available()
         self.to_gpu, self.to_host = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
-        self.host = {}  # tensor of the state -> page-locked memory, used again in every step
+        self.host = {}  # tensor of the state -> page-locked memory, reused in every step
         assert not optimizer.state, 'this optimizer has moments on the GPU already'
 
     @property
     def state(self):
-        """The optimizer's, all of it in host memory. Waits for the device."""
+        """The optimizer's state, all of it in host memory. Waits for the device."""
         if self.to_host:
             self.to_host.synchronize()
         return self.optimizer.state
 
     def zeros_like(self, parameter, dtype):
-        """A moment in host memory, for a checkpoint to fill and load_state_dict() to take."""
+        """A moment in host memory, to be filled from a checkpoint and passed to load_state_dict()."""
         part = local(parameter)
         host = torch.zeros_like(part, dtype=dtype, device='cpu', pin_memory=part.is_cuda)
         moment = DTensor(host, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else host
@@ -53,21 +55,22 @@ class StateOnHost:
         return moment
 
     def at_rest(self, tensor):
-        """The same in host memory, of a moment in fewer bits that a checkpoint had."""
+        """A copy in host memory of a moment in fewer bits, which has been read from a checkpoint."""
         host = self.zeros_like(tensor, tensor.dtype)
         local(host).copy_(local(tensor))
         return host
 
     def load_state_dict(self, saved):
-        """As that of an optimizer before its first step, which would move the moments to their parameters."""
+        """As an optimizer's load_state_dict() before its first step, except that the moments stay in host memory."""
         parameters = [parameter for group in self.param_groups for parameter in group['params']]
         self.optimizer.state.update({parameters[index]: slots for index, slots in saved['state'].items()})
 
     def step(self, skip=False):
-        """One step of the optimizer for each part of the parameters: it leaves alone what has no gradient.
+        """One step of the optimizer for each part of the parameters; parameters of other parts have no gradient then,
+        so that the optimizer leaves them alone.
 
-        If `skip` is true, nothing moves. The host waits for a flag of the device, since all moments would make their
-        way over PCIe for a step that may be none.
+        If `skip` is true, nothing is done. If it is a flag on the device, the host waits for it here: otherwise all
+        moments would cross PCIe for a step that may be skipped.
         """
         if skip:
             return
@@ -76,7 +79,7 @@ class StateOnHost:
         parts = [*in_parts(gradients, bytes_of_moments, self.part_bytes)]
         arrived, left = self.fetch(parts[0]) if parts else None, None
         for part, following in zip(parts, [*parts[1:], []], strict=True):
-            wait_for(left)  # its memory on the GPU is free, for the part that is fetched now
+            wait_for(left)  # its memory on the GPU is free from here on, for the part that is fetched next
             arriving = self.fetch(following)
             wait_for(arrived)
             for parameter in part:
@@ -90,14 +93,14 @@ class StateOnHost:
             parameter.grad = gradient
 
     def fetch(self, part):
-        """Start to copy the moments of these parameters to their device; wait_for() what this returns."""
+        """Start to copy the moments of these parameters to their device. Returns an event for wait_for()."""
         tensors = [tensor for parameter in part for tensor in self.moments(parameter)]
         devices = [local(parameter).device for parameter in part for _ in self.moments(parameter)]
         copies = [torch.empty_like(tensor, device=device) for tensor, device in zip(tensors, devices, strict=True)]
         return self.copy(self.to_gpu, tensors, copies)
 
     def leave(self, part):
-        """Start to copy the moments of these parameters to the host; wait_for() what this returns."""
+        """Start to copy the moments of these parameters to the host. Returns an event for wait_for()."""
         tensors = [tensor for parameter in part for tensor in self.moments(parameter)]
         for tensor in tensors:
             if tensor not in self.host:
@@ -105,7 +108,8 @@ class StateOnHost:
         return self.copy(self.to_host, tensors, [self.host[tensor] for tensor in tensors])
 
     def copy(self, stream, tensors, copies):
-        """Put the copies in place of the tensors. Nothing may be allocated before wait_for(what this returns)."""
+        """Fill the copies in this stream and put them in place of the tensors. Returns an event; nothing may be
+        allocated before wait_for(event)."""
         if stream:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
@@ -120,7 +124,8 @@ class StateOnHost:
 
 
 def checkpoint_activations(model, mode):
-    """As model.GPT.checkpoint_activations, or 'offload': 'full', and what that keeps rests in host memory."""
+    """As model.GPT.checkpoint_activations(), with one more mode: 'offload' is 'full' with the kept inputs of blocks in
+    host memory."""
     model.checkpoint_activations('full' if mode == 'offload' else mode)
     if mode == 'offload':
         host = InputsOnHost()
@@ -129,11 +134,13 @@ def checkpoint_activations(model, mode):
 
 
 class InputsOnHost:
-    """Has the inputs of blocks, all that 'full' keeps, rest in page-locked host memory; on a CPU they stay.
+    """Moves the inputs of blocks, which are all that 'full' checkpointing keeps, to page-locked host memory until the
+    backward pass. On a CPU they stay where they are.
 
-    An input is 2 T C bytes in bf16, and a block takes 24 T C^2 FLOPs and more in forward. With C = 4096 that is T C
-    times 0.08 ns at 25 GB/s, beside 0.25 ns at 400 TFLOP/s. At most three are on the GPU, whatever the depth.
-    (save_on_cpu of torch copies in the stream that computes, which has to wait. 0.33 of forward here.)
+    An input is 2 T C bytes in bf16, and a block takes 24 T C^2 FLOPs or more in forward. With C = 4096, the copy takes
+    T C times 0.08 ns at 25 GB/s and the computation T C times 0.25 ns at 400 TFLOP/s, so the copy is hidden. At most
+    three inputs are on the GPU, whatever the depth. (torch's save_on_cpu copies in the stream that computes, which has
+    to wait for the copies: 0.33 of forward here.)
 
         compute        block 0 | block 1 | block 2 | block 2 again, backward | block 1 again, backward | block 0 ...
         to the host            | input 0 | input 1 |  (that of the last block stays: it is needed at once)
@@ -144,17 +151,18 @@ class InputsOnHost:
         on_cuda = torch.cuda.is_available()
         self.to_gpu, self.to_host = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
         self.latest = None  # weak reference to the Input that was saved last
-        self.leaving = None  # (a tensor, the event behind its copy): only then may others have its memory
+        self.leaving = None  # (a tensor, the event after its copy): until then its memory must not be reused
 
     @torch.compiler.disable(recursive=False)  # forward itself is compiled
     def run(self, forward, x, *args, **kwargs):
-        """forward(x, ...) of a block; x (B, T, C) is moved if autograd saves it."""
-        # What autograd saves keeps these functions alive, and they would keep x.
+        """Call a block's forward(x, ...); x (B, T, C) is moved if autograd saves it."""
+        # A weak reference to x, because what autograd saves keeps these functions alive, and they would keep x.
         with saved_tensors_hooks(partial(self.save, weakref.ref(x)), self.restore):
             return forward(x, *args, **kwargs)
 
     def save(self, x, tensor):
-        """What autograd keeps in place of a tensor. x(), a weak reference, leaves when the next block saves its own."""
+        """Returns what autograd keeps in place of a tensor: for x(), the block's input, an Input that leaves the GPU
+        when the next block saves its own; any other tensor as it is."""
         if not (tensor.is_cuda and tensor.is_set_to(x())):
             return tensor
         before = self.latest and self.latest()
@@ -166,7 +174,7 @@ class InputsOnHost:
         return saved
 
     def restore(self, saved):
-        """The tensor again. Backward asks next for the one that was saved before this one: that sets out now."""
+        """Returns the saved tensor. Backward will ask next for the one saved before it, so that one is fetched now."""
         if not isinstance(saved, Input):
             return saved
         self.let_go()
@@ -187,11 +195,11 @@ class Input:
     """The input of one block: on the GPU (tensor), or in host memory (host)."""
 
     def __init__(self, tensor, before):
-        self.tensor, self.before = tensor, before  # a weak reference: after its backward it is gone
+        self.tensor, self.before = tensor, before  # before: a weak reference to the Input of the block before
         self.host = self.arrived = None
 
     def leave(self, stream):
-        """Start to copy it to the host; returns the event behind that."""
+        """Start to copy it to the host. Returns an event that is reached when the copy is done."""
         self.host = torch.empty_like(self.tensor, device='cpu', pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -200,7 +208,7 @@ class Input:
         return stream.record_event()
 
     def fetch(self, stream):
-        """Start to copy it to the GPU, unless it is there or on its way."""
+        """Start to copy it to the GPU, unless it is there or under way."""
         if self.tensor is None:
             self.tensor = torch.empty_like(self.host, device='cuda', pin_memory=False)
             stream.wait_stream(torch.cuda.current_stream())
@@ -216,6 +224,7 @@ def wait_for(event):
 
 
 def bytes_of_moments(parameter):
-    """Of Adam: 8 bytes per number. The same on every rank, whatever its shard holds: a step() may communicate."""
+    """The size of a parameter's moments on one rank with Adam, 8 bytes per number. It is the same on every rank,
+    whatever its shard holds, so that all form the same parts: the step() of a part may communicate."""
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return 8 * parameter.numel() // (mesh.size(mesh.ndim - 1) if mesh else 1)

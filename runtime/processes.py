@@ -1,5 +1,5 @@
 """
-The processes of a run: which rank this is, on which device, in which dtype; decisions of rank 0; how a process ends.
+The processes of a run: finding out the rank, choosing the device and the dtype, sharing decisions of rank 0, ending.
 """
 
 import contextlib
@@ -14,17 +14,18 @@ import struct
 import sys
 from datetime import timedelta
 
-PATIENCE_S = 7200  # of ranks that wait while others hash a checkpoint, or rank 0 reads a model: hours for TBs over NFS
-# How many copies of a command a launcher has started, where that is not torchrun: srun, Open MPI, MPICH and Intel MPI.
+PATIENCE_S = 7200  # for ranks that wait while others hash a checkpoint or rank 0 reads a model: TBs over NFS take hours
+# Variables in which launchers other than torchrun say how many copies of a command they have started: srun, Open MPI,
+# MPICH and Intel MPI.
 COPIES = {'srun': 'SLURM_STEP_NUM_TASKS', 'mpirun': 'OMPI_COMM_WORLD_SIZE', 'mpiexec': 'PMI_SIZE'}
 TORCHRUN_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def ranks_from_environment():
-    """(rank, local_rank, world_size) as torchrun set them; (0, 0, 1) when none of its variables is set.
+    """(rank, local_rank, world_size) as torchrun has set them; (0, 0, 1) if none of its variables is set.
 
-    Raises ValueError when only some are set: a leftover `export RANK=0` would otherwise hang at the rendezvous. And
-    where another launcher has started this script several times: each copy would take itself for the whole run.
+    Raises ValueError if only some are set, because a leftover `export RANK=0` would hang at the rendezvous. Also raises
+    it if another launcher has started several copies of this script, since each would take itself for the whole run.
     """
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if len(missing) == len(TORCHRUN_VARIABLES):
@@ -51,28 +52,29 @@ def local_world_size():
 
 
 def signal_when_parent_dies(number):
-    """Have Linux send this signal to this process."""
+    """Have Linux send this signal to this process when its parent dies."""
     if sys.platform == 'linux':
         PR_SET_PDEATHSIG = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def end_with_parent():
-    """Ask Linux to kill this worker when torchrun dies: a killed torchrun would leave its workers on the GPUs."""
+    """Have Linux kill this worker when torchrun dies; otherwise a killed torchrun leaves its workers on the GPUs."""
     if 'TORCHELASTIC_RUN_ID' in os.environ and sys.platform == 'linux':
         signal_when_parent_dies(signal.SIGKILL)
-        if os.getppid() == 1:  # it died before, or it is the first process of a container
+        if os.getppid() == 1:  # torchrun has died already, or is itself the first process of a container
             with open('/proc/1/cmdline', 'rb') as file:
                 if b'torch' not in file.read():
                     os._exit(1)
 
 
 def leave(code=0):
-    """Leave the process group and end this process, without the interpreter's own finalization. The caller has closed
+    """Leave the process group and end this process, without the interpreter's finalization. The caller must have closed
     its files.
 
-    2 of 30 finished runs on 2 ranks ended in SIGABRT there, on the rank that does least after its last collective. The
-    cause is probably a thread of gloo's that drops a tensor: asking for the GIL then ends it in the middle of C++.
+    In that finalization, 2 of 30 finished runs on 2 ranks ended with SIGABRT, on the rank that does least after its
+    last collective. Probably one of gloo's threads drops a tensor there: it asks for the GIL, and the finalizing
+    interpreter ends the thread in the middle of C++.
     """
     import torch.distributed as dist
 
@@ -84,7 +86,7 @@ def leave(code=0):
 
 
 def reshard(model):
-    """Have a model that is sharded, by either implementation, free the weights that forward has gathered."""
+    """Free the weights that a forward pass has gathered, in a model sharded by either implementation of FSDP."""
     for module in model.modules():
         if hasattr(module, 'reshard'):
             module.reshard()
@@ -94,8 +96,8 @@ def on_rank_0(decide, *arguments, patience_s=None):
     """
     Call decide(*arguments) on rank 0 and return its result, or raise its error, on every rank (one broadcast).
 
-    patience_s: for how long the others wait; None = as for any collective (timeout_s), too short for rank 0 to read
-    many gigabytes.
+    patience_s: how long the other ranks wait; None = timeout_s, as for any collective, which is too short if rank 0
+    reads many gigabytes.
     """
     import torch
     import torch.distributed as dist
@@ -105,7 +107,7 @@ def on_rank_0(decide, *arguments, patience_s=None):
     if dist.get_rank() == 0:
         try:
             outcome[0] = decide(*arguments)
-        except Exception as raised:  # a bug, too: the others would wait for the answer
+        except Exception as raised:  # bugs as well, since the other ranks are waiting for an answer
             error, outcome[1] = raised, for_other_ranks(raised)
     dist.broadcast_object_list(outcome, group=group, device=torch.device('cpu'))
     if group is not None:
@@ -116,9 +118,10 @@ def on_rank_0(decide, *arguments, patience_s=None):
 
 
 def for_other_ranks(error):
-    """A user's mistake as it is, if it can travel; of anything else its name, for the traceback is on rank 0."""
+    """The error to raise on other ranks: a user's mistake itself, if it can be pickled; for a bug only its name and
+    message, since rank 0 prints the traceback."""
     if isinstance(error, (ValueError, OSError)):
-        with contextlib.suppress(Exception):  # some classes of libraries cannot be made again from what pickle keeps
+        with contextlib.suppress(Exception):  # some libraries' errors cannot be unpickled
             return pickle.loads(pickle.dumps(error))
         return (ValueError if isinstance(error, ValueError) else OSError)(str(error))
     return RuntimeError(f'rank 0 has stopped: {type(error).__name__}: {error}')
@@ -131,8 +134,8 @@ def ranks_in_words(ranks):
 def choose_device(device, local_rank, must_exist=True):
     """torch.device for this rank from the key `device` ('auto', 'cpu', 'cuda', 'cuda:1').
 
-    Raises ValueError when there is no such GPU, more processes on this node than GPUs, or a driver too old for this
-    torch, with which it would train on the CPU; not without must_exist.
+    With must_exist, raises ValueError if there is no such GPU, if this node runs more processes than it has GPUs, or if
+    the driver is too old for this torch, since 'auto' would then silently train on the CPU.
     """
     import torch
 
@@ -165,7 +168,7 @@ def refuse_old_driver():
     if torch.version.cuda and not torch.cuda.is_available():
         try:
             torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:  # also where there is no driver at all
+        except (RuntimeError, AssertionError) as error:  # also raised if there is no driver at all
             if 'too old' in str(error):
                 raise ValueError(
                     f'torch {torch.__version__} is built for CUDA {torch.version.cuda}, and the NVIDIA driver is too '
@@ -174,13 +177,14 @@ def refuse_old_driver():
 
 
 def choose_dtype(dtype, device):
-    """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 where the device has it in hardware.
+    """torch dtype of the computation from the key `dtype`; 'auto' is bfloat16 if the device has it in hardware,
+    otherwise float32.
 
-    Raises ValueError for bfloat16 on a GPU without it, which would emulate it.
+    Raises ValueError for bfloat16 on a GPU that would only emulate it.
     """
     import torch
 
-    if device.type == 'cuda':  # planning for a GPU that is not here: every one since 2020 has it
+    if device.type == 'cuda':  # if planning for a GPU that is not here, assume bfloat16: every one since 2020 has it
         has_bfloat16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         if dtype == 'bfloat16' and not has_bfloat16:
             raise ValueError(f'{torch.cuda.get_device_name(device)} has no bfloat16: --dtype=float16, or float32')
@@ -192,20 +196,22 @@ def choose_dtype(dtype, device):
 
 
 def has_compiler(device):
-    """Whether torch.compile can work: its kernels for CPUs are C++, those for GPUs are launched by code in C."""
+    """Whether torch.compile finds the compiler it needs: its CPU kernels are C++, and its GPU kernels are launched by
+    code in C."""
     return shutil.which(os.environ.get('CXX', 'g++') if device == 'cpu' else os.environ.get('CC', 'gcc')) is not None
 
 
 def configure_allocator():
-    """For a GPU, unless the user has: segments that grow, so that less memory is lost between tensors, and where torch
-    can, page-locked memory that is not rounded up to a power of two, which takes up to twice as much."""
+    """Configure the GPU's memory allocator, unless the user has: segments that can grow, so that fragmentation wastes
+    less memory. If torch supports it, also page-locked memory without rounding up to a power of two, which takes up to
+    twice as much."""
     import torch
 
     settings = 'expandable_segments:True'
     if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
         settings += ',pinned_max_round_threshold_mb:16'
     if 'PYTORCH_CUDA_ALLOC_CONF' not in os.environ:
-        os.environ.setdefault('PYTORCH_ALLOC_CONF', settings)  # read when the first tensor is made there
+        os.environ.setdefault('PYTORCH_ALLOC_CONF', settings)  # torch reads it when the first GPU tensor is made
 
 
 def interface_to(host):
@@ -214,7 +220,7 @@ def interface_to(host):
         probe.connect((host, 1))  # sends nothing: only asks for the route
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # this interface has no address
                 SIOCGIFADDR = 0x8915  # linux/sockios.h
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack('256s', name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
@@ -223,7 +229,7 @@ def interface_to(host):
 
 
 def make_deterministic():
-    """Bit-equal repetitions: deterministic kernels only; an operation without one raises."""
+    """Make repeated runs bit-equal: allow only deterministic kernels. An operation without such a kernel raises."""
     import torch
 
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # cuBLAS: fixed workspaces, or results vary by stream

@@ -1,6 +1,6 @@
 """
-When a run stops before its last step: signals, a file STOP, the end of a Slurm job's time; and whether it starts again,
-after failures that repeat.
+How a run stops before its last step: by a signal, a file STOP, or the end of a Slurm job's time. And how it refuses to
+start again after it has failed repeatedly at the same step.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from runtime.files import remove_if_there, write_file
 from runtime.processes import on_rank_0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-STOP_FILE, END_OF_JOB = 65, 66  # what is no signal, told apart from signals by numbers above theirs
-received = []  # signals, in the order in which this process got them
+STOP_FILE, END_OF_JOB = 65, 66  # reasons other than a signal; signals have smaller numbers
+received = []  # the signals that this process has received, in order
 
 
 def catch_signals(signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
-    """From here on these signals ask this rank to stop at a step boundary; a second one changes nothing.
+    """From here on these signals only ask this rank to stop at a step boundary; a second signal changes nothing.
 
-    Without SIGINT: until there is something to save, Ctrl-C ends the process.
+    By default without SIGINT: until there is something to save, Ctrl-C ends the process.
     """
     for number in signals:
         signal.signal(number, lambda number, frame: received.append(number))
 
 
 def end_of_slurm_job():
-    """When Slurm will end this job, in seconds of time.time(); infinity outside of a job, or where nobody says."""
+    """When Slurm will end this job, in seconds of time.time(); infinity outside of a job or if it is unknown."""
     if 'SLURM_JOB_END_TIME' in os.environ:
         return float(os.environ['SLURM_JOB_END_TIME'])
-    if 'SLURM_JOB_ID' in os.environ:  # Slurm before 23.02 sets no such variable, but tells what is left: D-HH:MM:SS
+    if 'SLURM_JOB_ID' in os.environ:  # Slurm before 23.02 lacks that variable; squeue prints the time left: D-HH:MM:SS
         command = ['squeue', '-h', '-j', os.environ['SLURM_JOB_ID'], '-o', '%L']
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             left = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -48,12 +48,13 @@ def end_of_slurm_job():
 class StopRequest:
     """A request to stop early: a signal to any rank, the file STOP in out_dir, or the end of the Slurm job's time.
 
-    All ranks make one and call agreed() at the same step boundaries. Leaves PREEMPTED, with the step, when it is over.
+    All ranks make one and call agreed() at the same step boundaries. A run that stops early leaves the file PREEMPTED,
+    which holds the step.
     """
 
     def __init__(self, out_dir, stop_before_end_s=0, say=print):
-        """stop_before_end_s: seconds that a job needs to save and to end; 0 = do not look at the job's time. say: on
-        rank 0, called with a line on when that will be."""
+        """stop_before_end_s: how many seconds before the end of the job's time to stop, in order to save; 0 = ignore
+        the job's time. say: called on rank 0 with a line that says when that will be."""
         import torch.distributed as dist
 
         catch_signals(SIGNALS)
@@ -62,22 +63,22 @@ class StopRequest:
         self.stops_at, self.met_at, self.between = math.inf, time.monotonic(), 0.0
         if self.rank == 0:
             left = end_of_slurm_job() - time.time() if stop_before_end_s else math.inf
-            if left < math.inf:  # a job that is short for it keeps 3/4 of its time
+            if left < math.inf:  # but a short job trains for 3/4 of its time
                 self.stops_at = time.time() + max(left - stop_before_end_s, 0.75 * left)
                 at = time.strftime('%H:%M:%S', time.localtime(self.stops_at))
                 say(f'the job has {left:.0f} s left: saving at {at}')
-            for marker in ('PREEMPTED', 'DONE'):  # of an earlier, shorter run: this one is under way
+            for marker in ('PREEMPTED', 'DONE'):  # left by an earlier start; now the run is under way again
                 remove_if_there(os.path.join(out_dir, marker))
         self._send()
 
     def agreed(self, now=False):
         """Whether any rank had seen a request one step ago: the same answer on every rank, and no rank waits for it.
 
-        now: ask all ranks now, and wait for them: for ranks that rarely meet. They also have to stop if the job's time
-        would be over before they meet again.
+        now: ask all ranks now and wait for their answers, for ranks that meet rarely. These also have to stop if the
+        job's time would be over before they meet again.
         """
         flag, work = self.exchange
-        work.wait()  # of the step before, so it has long arrived
+        work.wait()  # it was sent one step ago, so it has long arrived
         if now and not flag.item():
             self.between, self.met_at = time.monotonic() - self.met_at, time.monotonic()
             self._send()
@@ -92,7 +93,7 @@ class StopRequest:
         return bool(cause)
 
     def _send(self):
-        """Start an exchange of what the ranks have seen."""
+        """Start an all-reduce of what the ranks have seen."""
         import torch
         import torch.distributed as dist
 
@@ -101,10 +102,10 @@ class StopRequest:
         self.exchange = flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)  # on the host, over gloo
 
     def seen(self):
-        """What asks this rank to stop: the number of a signal, STOP_FILE or END_OF_JOB; 0 = nothing."""
+        """The request that this rank has seen: the number of a signal, STOP_FILE or END_OF_JOB; 0 = none."""
         if received:
             return int(received[0])
-        if self.rank != 0 or time.monotonic() - self.looked_at < 0.5:  # a shared file system need not be asked more
+        if self.rank != 0 or time.monotonic() - self.looked_at < 0.5:  # spares a shared file system
             return 0
         self.looked_at = time.monotonic()
         if time.time() + self.between > self.stops_at:
@@ -113,9 +114,10 @@ class StopRequest:
 
     def end(self, step, max_iters, early=''):
         """
-        The run ends here, saved at `step`. Rank 0 leaves DONE, or after a request PREEMPTED in place of STOP.
+        The run ends here, saved at `step`. Rank 0 writes the file DONE, or after a request PREEMPTED and removes STOP.
 
-        early: why it ends before max_iters, if that is not asked for. Returns a line that says why it ended.
+        early: why it ends before max_iters although nobody asked for it; '' = it does not. Returns a line that says why
+        it ended.
         """
         is_done = step == max_iters or early
         if self.rank == 0:
@@ -134,16 +136,16 @@ class StopRequest:
 
 # --- repeated failures ------------------------------------------------------------------------------------------------
 
-STARTS = '.starts.json'  # from which step, with which command the run was started, and how often in a row
+STARTS = '.starts.json'  # from which step and with which command the run was started, and how many times in a row
 starts_file = None
 
 
 def count_start(out_dir, step, max_failures):
-    """Note that training starts at `step`. For every rank. A checkpoint in between, an orderly end or another command
-    begins a new count.
+    """Count a start of training at `step`. For every rank. The count begins anew after a checkpoint, after an orderly
+    end, and with another command.
 
-    Raises ValueError when the same command has been started max_failures times from there and has come no further:
-    another repetition would fail as well. 0 = never.
+    Raises ValueError if the same command has already been started max_failures times from this step without getting
+    further, since it would fail again. max_failures=0: never.
     """
     global starts_file
     starts_file = os.path.join(out_dir, STARTS)
@@ -164,14 +166,14 @@ def _count_start(out_dir, step, max_failures):
 
 
 def read_starts():
-    """What is noted, {} where that is nothing or damaged."""
+    """The content of STARTS, {} if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(Path(starts_file).read_text()))
     return {}
 
 
 def note_error(line):
-    """Keep the error that ends this run, for the message of count_start(). The first rank's stays."""
+    """Keep the error that ends this run for count_start()'s message. The first rank to fail is kept."""
     starts = read_starts() if starts_file else {}
     if starts and not starts['error']:
         with contextlib.suppress(OSError):

@@ -1,18 +1,20 @@
 """
-Everything that watches a training run, as one object with a handful of calls. One of them decides something: whether a
-step must be skipped because its loss or gradient is not finite (health.py). The others change no number.
+Everything that watches a training run, behind one object: the log, the clock, checkpoints, signals, the watchdog. Only
+one of its calls influences training: must_skip() decides whether to skip a step because its loss or gradient is not
+finite (health.py). All others leave the weights and the optimizer as they are.
 
-    watch = Watch(run, step, state)              # train.log and metrics.jsonl; a watchdog that names a rank that hangs
-    watch.begin_training(model, save, evaluate)  # from here on: signals, a meter, checkpoints
+    watch = Watch(run, step, state)              # opens train.log and metrics.jsonl, starts the watchdog against hangs
+    watch.begin_training(model, save, evaluate)  # from here on signals, the meter and checkpoints are active
     while step < config.max_iters and not watch.must_stop:
         watch.begin_step(step)
-        watch.mark('forward')                    # the phases of a step, for its times
+        watch.mark('forward')                    # a phase begins; each phase of a step is timed
         skip = watch.numbers.must_skip(...)
         ...
-        watch.after_step(step, {'lr': lr})       # logs, evaluates, scores and saves what is due
+        watch.after_step(step, {'lr': lr})       # logs, evaluates, scores and saves whatever is due
     watch.end(step)
 
-train_diloco.py and train_pool.py, whose replicas only sometimes meet, call the parts of after_step() by themselves.
+In train_diloco.py and train_pool.py the replicas meet only once in a while, so these scripts call the parts of
+after_step() themselves.
 """
 
 import contextlib
@@ -45,15 +47,15 @@ NOTHING_DUE = Due(last=False, log=False, evaluate=False, score=False, save=False
 
 
 class Watch:
-    """All ranks make one and call its methods at the same places."""
+    """Every rank makes one, and all ranks call its methods at the same points, because some of them are collective."""
 
     def __init__(self, run, step, state):
-        """run: of begin(), whose notes are the first lines of the log. step: of the checkpoint that the run goes on
-        from, or 0. state: what that checkpoint's state.json holds, or {}."""
+        """run: from begin(); its notes become the first lines of the log. step: that of the checkpoint from which the
+        run resumes, or 0. state: the contents of that checkpoint's state.json, or {}."""
         config = run.config
         self.run, self.config, self.state = run, config, state
         flops = run.flops_per_token
-        log_from = step if run.found or step else -1  # without a checkpoint, the row of step 0 is written anew
+        log_from = step if run.found or step else -1  # without a checkpoint, the row of step 0 is written again
         self.log = Log(config.out_dir, run.rank, log_from, config.max_iters, vars(config), run.explicit, flops)
         self.say = self.log.say
         self.say('\n'.join(run.notes))
@@ -63,12 +65,12 @@ class Watch:
         self.say(f'resuming {run.found} at step {step}' if run.found else f'starting from {config.init_from}')
         self.watchdog = health.Watchdog(config.out_dir, config.timeout_s, lambda: expert_manual.begun)
         self.first_step, self.raw_model = step, None
-        self.also_log = dict  # a function of the script's own that returns more numbers for a row
+        self.also_log = dict  # a script may put a function here that returns more numbers for a row
 
     def self_test(self, model, raw_model, as_loaded=None):
-        """Compare a model of transformers, sharded as it is now, with what transformers itself computes.
+        """Compare the outputs of a Hugging Face model, sharded as it is now, with those of transformers itself.
 
-        as_loaded: whether its weights are still those of its folder; None = if no checkpoint has been loaded.
+        as_loaded: whether its weights are still those of its folder; None = yes, unless a checkpoint has been loaded.
         """
         run = self.run
         if run.config.native:
@@ -87,7 +89,7 @@ class Watch:
     # --- before the loop ----------------------------------------------------------------------------------------------
 
     def evaluate_only(self, model, step, evaluate):
-        """eval_only: log what the checkpoint's evaluation and tasks give, and end the process."""
+        """With eval_only: log the checkpoint's validation loss and its scores on tasks, and end the process."""
         self.log.row(step, evaluate() | self.run.tasks.scores(model, step, self.say, self.watchdog.at))
         self.log.close()
         self.watchdog.close()
@@ -95,12 +97,13 @@ class Watch:
 
     def begin_training(self, model, save, evaluate, group=None, numbers=None, tokens_per_step=None):
         """
-        Count this start (a run that fails again and again at the same step is refused), listen for signals, and make
-        what measures steps and writes checkpoints. Then evaluate the weights of init_from, if the run begins with such.
+        Count this start (a run that fails again and again at the same step is refused), listen for signals, and set up
+        the meter and the saver of checkpoints. If the run begins with the weights of init_from, evaluate those first.
 
-        model: that is called, to score tasks. save(step): writes a checkpoint with self.save(). evaluate(): returns
-        {'val_loss': ...}. group: the ranks that train together, if that is not all of them; then numbers: their state
-        of health.Numbers, and tokens_per_step: those of this job's ranks.
+        model: the module whose forward scores tasks. save(step): a function that writes a checkpoint with self.save().
+        evaluate(): returns {'val_loss': ...}. group: the ranks that train together, None = all. numbers: the saved
+        state of their health.Numbers, None = that of the checkpoint. tokens_per_step: of the ranks that are measured
+        here, None = those of the global batch.
         """
         config, run, say = self.config, self.run, self.say
         self.model, self.save_run, self.evaluate = model, save, evaluate
@@ -119,12 +122,12 @@ class Watch:
             group, self.state.get('numbers') if numbers is None else numbers,
         )  # fmt: skip
         gc.collect()
-        gc.freeze()  # what start-up left lives as long as the run: a later collection need not walk it, 0.5 s in a step
-        self.must_stop = self.stop_request.agreed()  # of all ranks: a signal that came before there was a step
+        gc.freeze()  # objects of the start-up stay to the end: without this, a collection that walks them takes 0.5 s
+        self.must_stop = self.stop_request.agreed()  # whether any rank got a signal before the first step
         self.best = Best(vars(config), run.val_data, self.state.get('best'))
         self.best.forget_unless(lambda step: step <= self.first_step and processes.on_rank_0(self.saver.has, step))
-        self.must_stop = self.must_stop or bool(self.best.why_end())  # it had ended, and is started again
-        # What was there before the first step, to compare with. Of a model from scratch it is known: ln(vocab_size).
+        self.must_stop = self.must_stop or bool(self.best.why_end())  # patience had ended this run before
+        # The loss before the first step, to compare with. From scratch it needs no evaluation: it is ln(vocab_size).
         if self.first_step == 0 and not run.found and config.init_from != 'scratch' and config.eval_iters:
             self.log.row(0, self.with_totals(0, self.evaluated(0)))
             if self.best.is_now(0):
@@ -133,20 +136,21 @@ class Watch:
     # --- in a step ----------------------------------------------------------------------------------------------------
 
     def at(self, phase, step):
-        """This rank begins a phase; one that takes far too long is named by the watchdog."""
+        """Tell the watchdog that this rank begins a phase; if the rank hangs in it, the watchdog names both."""
         self.watchdog.at(phase, step)
 
     def begin_step(self, step):
-        """Start the clock of the step behind `step` steps done. The clock stands still between steps."""
+        """Start the clock of the next step; `step` optimizer steps are done. Between steps the clock stands still."""
         self.watchdog.at('data', step + 1)
         self.meter.begin_step()
 
     def mark(self, phase):
-        """A phase of the step begins: data, forward, backward or update."""
+        """Note that a phase of the step begins: data, forward, backward or update."""
         self.meter.mark(phase)
 
     def measure_state(self, model, optimizer):
-        """Measure once what this rank holds of weights, gradients and moments: between opt.step() and zero_grad()."""
+        """Measure, once per run, the memory of this rank's weights, gradients and moments. Call it between opt.step()
+        and zero_grad(), when all three exist."""
         self.raw_model = model
         self.meter.measure_state(model.parameters(), optimizer)
 
@@ -156,14 +160,16 @@ class Watch:
 
     @contextlib.contextmanager
     def part(self, phase, seconds):
-        """Work that counts for the step that has just ended, such as DiLoCo's outer step, and may take so long."""
+        """A context for work whose time belongs to the step that has just ended, such as DiLoCo's outer step. The
+        watchdog lets it take this many seconds."""
         with self.meter.part(phase), self.watchdog.allow(phase, seconds):
             yield
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def due(self, step, since=None):
-        """What is due after step `step`, or has become due after step `since` where a script looks less often."""
+        """A Due: what is to be done after step `step`. since: the step at which the script last asked; what has become
+        due since then counts, too. None = it asks after each step."""
         config, last = self.config, step == self.config.max_iters
         since = step - 1 if since is None else since
 
@@ -180,14 +186,15 @@ class Watch:
 
     def after_step(self, step, values):
         """
-        The step is done: log, evaluate, score and save what is due, and learn whether the run is asked to stop.
+        End a step: log, evaluate, score and save what is due, and set must_stop if the run has been asked to stop.
 
-        step: optimizer steps done. values: {name: number or tensor of one element} for the row of metrics.jsonl, beside
-        what is measured here; a tensor is read only when a row is written.
+        step: optimizer steps done. values: {name: number or tensor of one element}, which the row of metrics.jsonl gets
+        in addition to what is measured here. A tensor is read only when a row is written, so that other steps need not
+        wait for the GPU.
         """
         self.end_step()
         due = self.due(step)
-        self.must_stop = self.stop_request.agreed()  # a signal or a file STOP, seen one step ago on any rank
+        self.must_stop = self.stop_request.agreed()  # any rank saw a signal or a file STOP by the step before
         row = {}
         if due.log:
             row = self.measured(values)
@@ -201,33 +208,33 @@ class Watch:
             self.save_run(step)
 
     def measured(self, values):
-        """The row of a step: its loss, the values, and what the meter has measured since the row before."""
+        """The row of a step: its loss, `values`, and what the meter has measured since the last row."""
         row = {'loss': self.numbers.mean_loss()}
         for name, value in values.items():
             row[name] = value.item() if isinstance(value, torch.Tensor) else value
         return row | self.meter.interval() | router_metrics(self.raw_model) | self.also_log()
 
     def evaluated(self, step):
-        """What evaluate() returns, with the best step until here."""
+        """What evaluate() returns, with the best step and loss so far."""
         row = self.evaluate()
         return row | self.best.note(step, row['val_loss'])
 
     def scores(self, step):
-        """{'task/score': value} of the run's tasks, with a line of each in the log."""
+        """{'task/score': value} of the run's tasks; each task also writes a line into the log."""
         return self.run.tasks.scores(self.model, step, self.say, self.watchdog.at)
 
     def with_totals(self, step, row):
-        """The row, behind what the run has read until here, and with the steps that it has skipped."""
+        """The row with the run's totals: tokens and epochs read so far in front, steps skipped at the end."""
         samples = step * self.config.global_batch_size
         read = {'tokens': step * self.run.tokens_per_step, **self.run.train_data.epochs(samples)}
         return read | row | ({'skipped': self.numbers.skipped} if self.numbers.skipped else {})
 
     def save(self, step, raw_model, opt, scaler, more=None, more_tensors=None, optimizer_key='optim'):
         """
-        Write a checkpoint: weights, optimizer state, and in state.json all else that the run needs to go on from here.
+        Write a checkpoint: weights, optimizer state, and in state.json everything else that a resumed run needs.
 
-        scaler: state_dict() of the loss scaler. more: what a script adds to state.json. more_tensors, optimizer_key: of
-        checkpoint.Saver.save().
+        scaler: state_dict() of the loss scaler. more: what the script adds to state.json. more_tensors, optimizer_key:
+        see checkpoint.Saver.save().
         """
         state = {'tokens': step * self.run.tokens_per_step, 'scaler': scaler, 'numbers': self.numbers.state()}
         state |= {'identity': self.run.identity, 'config': vars(self.config), 'best': self.best.state(), **(more or {})}
@@ -239,7 +246,8 @@ class Watch:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def end(self, step):
-        """Wait for the last checkpoint, leave DONE, or PREEMPTED in its place, and end the process."""
+        """Wait for the last checkpoint, write the file DONE (or PREEMPTED, after a request to stop), and end the
+        process."""
         with self.watchdog.allow('checkpoint', checkpoint.SLOWEST_SAVE_S):
             self.saver.wait()
         self.watchdog.close()

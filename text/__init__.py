@@ -1,1 +1,1 @@
-"""What prepare_data.py needs: sources of text, documents, conversations, tokenizers, shards on disk."""
+"""The parts of prepare_data.py: sources of text, documents, conversations, tokenizers, encoding."""

@@ -1,21 +1,21 @@
 """
-Rows of instruction data as conversations, whatever their fields are called.
+Turns rows of instruction data into conversations, whatever their fields are called.
 
     conversation = conversation_of(row)                                # a row of any known shape, checked: JSON text
-    conversation = conversation_of(row, ('problem', 'solution'))       # where the fields have other names
-    holds_conversation(row)                                            # would it be read as one?
+    conversation = conversation_of(row, ('problem', 'solution'))       # if the fields have other names
+    holds_conversation(row)                                            # would it be read as a conversation?
     reason_against_text(row)                                           # why it should not be learned as plain text
 
-A row is read as it is meant, or refused with a ValueError that says why. The reasons do not name the row, so that
-prepare_data.py can count how many each of them left out.
+A row is either read as it is meant or refused with a ValueError that says why. The reasons do not name the row, so that
+prepare_data.py can count how many rows were left out for each reason.
 """
 
 import json
 
-# Fields that hold a list of messages. conversations: ShareGPT's, with from and value; or LIMA's, plain strings.
+# Fields that hold a list of messages. `conversations` is ShareGPT's, with `from` and `value`, or LIMA's, plain strings.
 LISTS = ('messages', 'conversations', 'conversation', 'dialog', 'dialogue')
-# Fields of a question and its answer: of Alpaca, Dolly, GSM8K, OpenOrca, SQuAD, MetaMath, xLAM, MATH, FLAN and others.
-# source and target, input and output are not among them: they may be anything, and --chat_fields reads them.
+# Fields of a question and its answer in Alpaca, Dolly, GSM8K, OpenOrca, SQuAD, MetaMath, xLAM, MATH, FLAN and others.
+# (source, target) and (input, output) are left out because they may be anything; --chat_fields reads them.
 PAIRS = (
     ('prompt', 'completion'),
     ('prompt', 'response'),
@@ -30,14 +30,14 @@ PAIRS = (
     ('problem', 'solution'),
     ('inputs', 'targets'),
 )
-TURNS = (('input', 'output'), ('human', 'assistant'), ('user', 'assistant'))  # in place of two messages, as Capybara's
-CONTEXTS = ('input', 'context')  # beside a question, what it is about
-SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list, the system message
-CHOICES = ('choices', 'options')  # beside a question: without them it cannot be answered
+TURNS = (('input', 'output'), ('human', 'assistant'), ('user', 'assistant'))  # one element for two messages: Capybara
+CONTEXTS = ('input', 'context')  # beside a question: the text that it is about
+SYSTEMS = ('system', 'system_prompt')  # beside a pair or a list: the system message
+CHOICES = ('choices', 'options')  # beside a question that cannot be answered without them
 PREFERENCES = ('chosen', 'rejected')
-TREE = ('parent_id', 'role')  # of a message that is a row by itself (OpenAssistant)
+TREE = ('parent_id', 'role')  # in rows that are single messages (OpenAssistant)
 BESIDE = (*CONTEXTS, *SYSTEMS, *CHOICES, *PREFERENCES, 'history', 'label', 'tools', 'functions', 'chat_template_kwargs')
-CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that is read
+CHAT_FIELDS = tuple(dict.fromkeys([*LISTS, *(name for pair in PAIRS for name in pair), *BESIDE]))  # all that are read
 
 OTHER_FIELDS = '--chat_fields=QUESTION,ANSWER or --chat_fields=LIST_OF_MESSAGES'
 FORMATS_IN_WORDS = (
@@ -58,28 +58,29 @@ PARTS_OF_TREES = (
 )
 
 INSTRUCTIONS = ('system', 'developer')
-QA_ROLES = ('user', 'assistant')  # of those who take turns
+QA_ROLES = ('user', 'assistant')  # of alternating messages
 ROLES = {name: name for name in (*INSTRUCTIONS, 'user', 'assistant', 'tool')}
 ROLES |= dict.fromkeys(('human', 'prompter'), 'user')
 ROLES |= dict.fromkeys(('gpt', 'chatgpt', 'bing', 'bard', 'bot', 'model'), 'assistant')
 ROLES |= dict.fromkeys(('function', 'ipython', 'observation', 'tool_response', 'function_response'), 'tool')
-CALLS = ('function_call', 'tool_call')  # roles of an assistant's message whose text is a tool call in JSON
+CALLS = ('function_call', 'tool_call')  # roles that mark an assistant's message whose text is a tool call in JSON
 ROLES |= dict.fromkeys(CALLS, 'assistant')
-TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of parts of a content
+TEXT_PARTS = ('text', 'input_text', 'output_text')  # types of a content's parts that are text
 
 
 def conversation_of(row, fields=()):
     """
-    A row of instruction data as JSON text of {'messages': [...]}, with 'tools' and 'chat_template_kwargs' where it has
-    them, and without what follows the last answer that is learned.
+    A row of instruction data as the JSON text of {'messages': [...]}, with 'tools' and 'chat_template_kwargs' if it has
+    them. Messages after the last answer that is learned are left out.
 
-    A message has 'role', one of ROLES' values; 'content', text, which only a message with tool calls may lack; and what
-    else the row's message has, but no nulls. 'weight' 0 says that an answer is not learned: that of a message in
-    OpenAI's format, and those of the prompt where a row has prompt and completion. A tool call has the arguments as an
-    object.
+    Each message has 'role', one of ROLES' values; 'content', a text that only messages with tool calls may lack; and
+    whatever else the row's message has, except nulls. 'weight' 0 marks an answer that is not learned: either the row's
+    message says so, as in OpenAI's format, or it is part of the prompt of a row with prompt and completion. A tool
+    call's arguments are an object.
 
-    fields: those to read in place of the known ones: one with a list of messages, or the parts of the question, joined
-    by an empty line, and last the answer. Raises ValueError with the reason why the row cannot be learned.
+    fields: the fields to read instead of the known ones: either one with a list of messages, or the parts of the
+    question, which are joined by an empty line, and as the last one the answer. Raises ValueError with the reason if
+    the row cannot be learned.
     """
     if not isinstance(row, dict):
         raise ValueError('rows that are no JSON objects')
@@ -106,37 +107,36 @@ def conversation_of(row, fields=()):
 
 
 def row_of(value):
-    """A row as an object, where it is a list of messages by itself, as in [[question, answer], [question, answer]];
-    any other value as it is."""
+    """A row that is itself a list of messages, as {'messages': that list}; any other value unchanged."""
     return {'messages': value} if _are_messages(value) else value
 
 
 def _are_messages(value):
-    """Whether that is a list of messages, by their keys."""
+    """Whether a value is a list of messages, by their keys."""
     is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
     return bool(is_list) and all({'content', 'value'} & set(message) for message in value)
 
 
 def fields_read(names, fields=()):
-    """Of a row's field names those that are read: the names of a conversation, in the order of the row."""
+    """The field names of a row that belong to a conversation and are read, in the row's order."""
     wanted = {*fields, *SYSTEMS, 'tools', 'functions', 'chat_template_kwargs'} if fields else {*CHAT_FIELDS}
     return [name for name in names if name in wanted]
 
 
 def has_chat_fields(names, fields=()):
-    """Whether these are the names of a conversation's fields."""
+    """Whether these field names include those of a conversation."""
     if fields:
         return {*fields} <= {*names}
     return any(name in names for name in LISTS) or any(all(name in names for name in pair) for pair in PAIRS)
 
 
 def holds_conversation(row):
-    """Whether a row would be read as a conversation where the user says nothing of it."""
+    """Whether a row would be read as a conversation if the user has not said how to read it."""
     return any(isinstance(_parsed(row.get(name)), list) for name in LISTS) or _pair_in(row) is not None
 
 
 def reason_against_text(row):
-    """Why a row should not be learned as plain text without a word of the user's; None where nothing is against it."""
+    """Why a row should not be learned as plain text unless the user asks for it; None if there is no reason."""
     if not isinstance(row, dict):
         return None
     if holds_conversation(row):
@@ -152,7 +152,7 @@ def reason_against_text(row):
 
 
 def _pair_in(row):
-    """The names of the question and the answer of a row; None where it has none, or has choices beside them."""
+    """The names of the fields of a row's question and answer; None if it has none, or if it also has choices."""
     if any(row.get(name) is not None for name in CHOICES):
         return None
     for question, answer in PAIRS:
@@ -162,7 +162,7 @@ def _pair_in(row):
 
 
 def _messages_of(row, fields):
-    """The messages of a row as they are, whatever its fields are called. Raises ValueError where there are none."""
+    """The messages of a row, unchanged, whatever its fields are called. Raises ValueError if there are none."""
     if fields:
         missing = [name for name in fields if name not in row]
         if missing:
@@ -199,9 +199,9 @@ def _list_of(value):
 
 
 def _turns_of(row, questions, answer):
-    """The messages of a row with these fields: texts, or lists of messages, of which the last field's are learned."""
+    """The messages of a row with these fields, which hold texts or lists of messages; the last field is learned."""
     messages = []
-    for turn in row.get('history') or []:  # Alpaca's: pairs that came before
+    for turn in row.get('history') or []:  # as in Alpaca's format: earlier questions and answers
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError('rows whose history is no list of questions and answers')
         messages += [{'role': role, 'content': text} for role, text in zip(QA_ROLES, turn, strict=True)]
@@ -218,10 +218,10 @@ def _turns_of(row, questions, answer):
         return messages + completion
     calls = _parsed(row[answer])
     if 'tools' in row and isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
-        return [*messages, {'role': 'assistant', 'tool_calls': calls}]  # as xLAM's answers
+        return [*messages, {'role': 'assistant', 'tool_calls': calls}]  # as in xLAM
     text = row[answer]
-    text = text.get('text', []) if isinstance(text, dict) else text  # as SQuAD's answers
-    if isinstance(text, list) and all(isinstance(one, str) for one in text):  # several ways to say it
+    text = text.get('text', []) if isinstance(text, dict) else text  # as in SQuAD
+    if isinstance(text, list) and all(isinstance(one, str) for one in text):  # several right answers: take the first
         if not text:
             raise ValueError("rows without an assistant's answer")
         text = text[0]
@@ -231,20 +231,20 @@ def _turns_of(row, questions, answer):
 
 
 def _as_messages(value):
-    """A list of messages, also one in JSON; None for any other value."""
+    """The value if it is a list of messages, which may be given as JSON; else None."""
     value = _parsed(value)
     is_list = isinstance(value, list) and value and all(_role_of(message) is not None for message in value)
     return value if is_list else None
 
 
 def _role_of(message):
-    """The role that a message of a row gives, in our words; None where it gives none that is known."""
+    """The role of a row's message, translated by ROLES; an unknown role as it is; None if the message has none."""
     role = message.get('role', message.get('from')) if isinstance(message, dict) else None
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
 
 
 def _message_of(message, number):
-    """A message as conversation_of() describes it. number: its place, which gives plain strings a role."""
+    """A message as conversation_of() describes it. number: its place, from which a plain string gets its role."""
     if isinstance(message, str):
         return {'role': QA_ROLES[number % 2], 'content': message}
     message = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
@@ -261,7 +261,7 @@ def _message_of(message, number):
     if isinstance(content, list):
         content = _joined(content)
     others = []
-    if 'function_call' in message:  # OpenAI's, before there were tool_calls
+    if 'function_call' in message:  # OpenAI's format before there were tool_calls
         others = [message.pop('function_call')]
     elif name.lower() in CALLS and isinstance(_parsed(content), (dict, list)):
         others, content = _parsed(content), None
@@ -275,14 +275,14 @@ def _message_of(message, number):
         raise ValueError(f'rows with a message that has no content (it has: {fields}): {KEYS_OF_MESSAGES}')
     if message.get('weight', 1) not in (0, 1):
         raise ValueError('rows with a weight that is neither 0 nor 1')
-    # In the order of OpenAI's format: the hash of a conversation chooses its split.
+    # Keys in the order of OpenAI's format, always, because the hash of a conversation chooses its split.
     others = {key: value for key, value in message.items() if key != 'role'}
     message = {'role': role} | ({} if content is None else {'content': content})
     return message | ({'tool_calls': calls} if calls else {}) | others
 
 
 def _joined(parts):
-    """The text of a content that is given in parts."""
+    """The text of a content that consists of parts."""
     texts = []
     for part in parts:
         part = {'type': 'text', 'text': part} if isinstance(part, str) else part
@@ -294,7 +294,7 @@ def _joined(parts):
 
 
 def _call_of(call):
-    """A tool call in OpenAI's format, with its arguments as an object: templates write them as JSON."""
+    """A tool call in OpenAI's format, but with its arguments as an object, since templates write them as JSON."""
     call = _parsed(call)
     function = _parsed(call.get('function', call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get('name'), str):
@@ -319,8 +319,8 @@ def _tools_of(row):
 
 
 def _parsed(value):
-    """What a string of JSON stands for, if that is a list or an object: columnar files hold so what differs from row to
-    row. Any other value as it is."""
+    """The list or object that a string of JSON holds; columnar files store in this way what differs from row to row.
+    Any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ('[', '{'):
         try:
             return json.loads(value)

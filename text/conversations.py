@@ -2,16 +2,20 @@
 Conversations as training examples: written by the tokenizer's own chat template, with the assistant's tokens marked.
 
     encoder = ChatEncoder('models/some_model', eot)     # a Hugging Face folder with a chat template
-    for ids, flags, text in encoder.examples(conversation): ...       # of chat_rows.conversation_of(row)
+    for ids, flags, text in encoder.examples(conversation): ...       # from chat_rows.conversation_of(row)
     marked_text(ids, flags, decode, '[', ']')           # for people to read
 
-What is learned of an assistant's message is what the template adds to the prompt that it writes for generation: that
-very prompt stands before the model when it is to answer. The end-of-turn token is learned, too, or it would never stop.
-So is an empty <think> block, where the template begins an answer with one that its prompt does not have.
-A template may drop what it does not know: a role, a tool call, a thought. So each text is looked for in what it has
-written, and the answer's in what is learned of it; a conversation that lacks one is refused.
-Control tokens are those that the template writes. A message that spells one, as <|im_end|>, gets the tokens of its
-letters: it cannot end its turn.
+The learned part of an assistant's message is what the template adds to the prompt that it writes for generation,
+because exactly that prompt is in front of the model when it has to answer. The end-of-turn token is learned as well, or
+the model would never stop. So is an empty <think> block, if the template begins an answer with one that is not in its
+prompt.
+
+A template may silently drop what it does not know: a role, a tool call, a thought. Therefore each message is searched
+for in the text that the template has written, and each answer in the learned part of it. A conversation of which
+something is missing is refused.
+
+Only the template writes control tokens. A message that spells one, such as <|im_end|>, gets the tokens of its letters,
+so that it cannot end its turn.
 """
 
 import itertools
@@ -26,16 +30,16 @@ from dataset.shards import FIRST, LEARNED
 from runtime.errors import one_line
 from text.chat_rows import INSTRUCTIONS
 
-# Stands between the letters of a control token that a message spells, so that the tokenizer does not take it for one;
-# its normalizer removes it. Unicode's noncharacters are for such uses: no text has them.
+# Put between the letters of a control token that a message spells, so that the tokenizer does not take it for one; the
+# tokenizer's normalizer removes it again. Unicode's noncharacters are meant for such uses: no text has them.
 MARK = '\ufdd0'
 
-# Names of what an assistant has thought before it answers. A template knows one of them.
+# Keys under which a message may hold what the assistant thought before its answer. A template knows one of them.
 THOUGHTS = ('reasoning_content', 'thinking', 'reasoning')
 THINK_TAG = re.compile('</?think>')
 
-# Templates that write today's date, as Llama 3.2's, would give other tokens tomorrow. They get the date that stands in
-# Llama 3.1's template: as a variable, and from the function that transformers offers them.
+# Templates that write today's date, such as Llama 3.2's, would give other tokens tomorrow. So they get the date that is
+# written in Llama 3.1's template, both as a variable and from the function that transformers offers to templates.
 DATE = '26 Jul 2024'
 DATE_FUNCTION = (
     "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
@@ -45,7 +49,7 @@ DATE_FUNCTION = (
 
 
 def fold_system_messages(messages):
-    """The same without system messages: each begins the message of the user that follows it."""
+    """The messages, with the text of each system message moved to the front of the user's message after it."""
     folded = []
     for message in messages:
         before = folded[-1] if folded else {}
@@ -59,7 +63,7 @@ def fold_system_messages(messages):
 
 
 def template_of(folder):
-    """The chat template of a Hugging Face folder as text; None where it has none."""
+    """The chat template of a Hugging Face folder as text; None if it has none."""
     path = Path(folder) / 'chat_template.jinja'
     if path.exists():
         return path.read_text(encoding='utf-8')
@@ -79,51 +83,52 @@ class ChatEncoder:
         self.tokenizer = Tokenizer.from_file(str(Path(folder) / 'tokenizer.json'))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        # In place of the one of the file: it adds special tokens, which the template writes, and may trim spaces off
-        # the offsets.
+        # Replaces the file's own, which adds special tokens (here the template writes them) and may trim spaces off the
+        # offsets.
         self.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        # Runs behind the search for special tokens, so that those with marks are not found.
+        # The normalizer runs after the search for special tokens, which therefore does not find those with marks.
         steps = [normalizers.Replace(MARK, ''), self.tokenizer.normalizer]
         self.tokenizer.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         added = self.tokenizer.get_added_tokens_decoder().items()
         special = {number: token.content for number, token in added if token.special or number == eot}
         self.special_ids, self.special_tokens = list(special), tuple(special.values())
-        # A thought that a message spells is one, and templates look for its tags.
+        # Think tags that a message spells stay what they are, since templates look for them.
         controls = [token for token in self.special_tokens if not THINK_TAG.fullmatch(token)]
         self.spelled = re.compile('|'.join(map(re.escape, controls)) or '(?!)')
         self.eot = eot
-        # Not AutoTokenizer: it imports torch, 190 MB per worker. What renders is the same, here without the method
-        # around it, apply_chat_template(), which drops the nulls that some templates ask for.
+        # Not AutoTokenizer, which imports torch: 190 MB per worker. The template is rendered by the same function, but
+        # without the method around it, apply_chat_template(), which drops the nulls that some templates ask for.
         self.render = render_jinja_template
-        transformers.logging.set_verbosity_error()  # it warns that the folder names another class
+        transformers.logging.set_verbosity_error()  # else it warns that the folder names another class
         try:
             self.renderer = transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             self.render([[{'role': 'user', 'content': 'x'}]], chat_template=self.renderer.get_chat_template())
-        except Exception as error:  # that this message is refused says nothing of other messages
+        except Exception as error:  # a template that refuses this message may take others
             is_broken = isinstance(error, ImportError) or type(error).__name__ == 'TemplateSyntaxError'  # no jinja2
             if is_broken or not hasattr(self, 'renderer'):
                 raise ValueError(f'tokenizer={folder}: its chat template cannot be used: {one_line(error)}') from error
         template = template_of(folder) or ''
         self.knows_developers = re.search(r"""['"]developer\\?['"]""", template) is not None
         self.thoughts = [name for name in THOUGHTS if re.search(rf'\b{name}\b', template)]
-        # Some ask for null where a message is nothing but a tool call. Others would write 'None'.
+        # Some templates want null as the content of a message that is only a tool call. Others would write 'None'.
         asks_for_null = re.search(r'\bcontent\W*(is|==|!=)\s+(not\s+)?none\b', template, re.IGNORECASE)
         self.no_content = None if asks_for_null else ''
-        # DeepSeek's joins them with + to other text, as no other does.
+        # DeepSeek's template joins the arguments to other text with +, so there they must be text.
         self.arguments_as_text = not self._writes_a_call({}) and self._writes_a_call('{}')
 
     def examples(self, conversation, fold_system=False):
-        """Yield (ids, flags, text) of what there is to learn in a conversation, which conversation_of() returned.
+        """Yield the training examples, (ids, flags, text), of a conversation that conversation_of() returned.
 
-        fold_system: system messages become part of the user's, for templates that refuse them.
+        fold_system: make system messages part of the user's, for templates that refuse them.
 
-        ids: uint32 array; flags: uint8, as many, FIRST at the beginning and LEARNED where a token belongs to an answer.
-        It is one example, if the template writes every answer in the whole conversation as when it came last. If not,
-        as Qwen3's, which leaves out the thoughts of earlier answers, it is one per answer. So it is, with end-of-text
-        behind each answer, if the template writes no end-of-turn token.
-        Raises ValueError with the reason for what the template cannot write.
+        ids: uint32 array. flags: uint8, one per token: FIRST at the beginning, LEARNED for the tokens of an answer.
+        A conversation is one example if the template writes each answer in the whole conversation in the same way as
+        when it came last. Otherwise there is one example per answer: Qwen3's template, for instance, leaves out the
+        thoughts of earlier answers. If the template writes no end-of-turn token, there is also one example per answer,
+        each with end-of-text after it.
+        Raises ValueError with the reason if the template cannot write the conversation.
         """
-        if MARK in conversation:  # the tokenizer would leave it out
+        if MARK in conversation:  # the normalizer would remove it
             raise ValueError('rows with the noncharacter U+FDD0, which marks other text here')
         conversation = self._with_marks(json.loads(conversation))
         messages, tools = conversation['messages'], conversation.get('tools')
@@ -149,7 +154,7 @@ class ChatEncoder:
                 yield self._encode(text, [span], not ends)
 
     def _as_the_template_has_it(self, message):
-        """The same message in the words that the template knows."""
+        """The message with the role, keys and form of tool calls that the template knows."""
         message = {key: value for key, value in message.items() if key != 'weight'}
         if message['role'] == 'developer' and not self.knows_developers:
             message['role'] = 'system'
@@ -165,7 +170,7 @@ class ChatEncoder:
         return message
 
     def _writes_a_call(self, arguments):
-        """Whether the template takes a tool call with these arguments."""
+        """Whether the template accepts a tool call with these arguments."""
         call = {'id': 'call_0001', 'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}
         turns = [{'role': 'user', 'content': 'x'}]
         turns.append({'role': 'assistant', 'content': self.no_content, 'tool_calls': [call]})
@@ -176,7 +181,7 @@ class ChatEncoder:
         return True
 
     def _with_marks(self, value):
-        """The same with MARK between the letters of each special token that its texts spell."""
+        """The value with MARK between the letters of each special token that its texts spell."""
         if isinstance(value, str):
             return self.spelled.sub(lambda found: MARK.join(found[0]), value)
         if isinstance(value, dict):
@@ -184,18 +189,18 @@ class ChatEncoder:
         return [self._with_marks(part) for part in value] if isinstance(value, list) else value
 
     def _answer(self, messages, options):
-        """(text up to the end of the last message, where that begins, whether an end-of-turn token ends it)."""
+        """(text up to the end of the last message, where that message begins, whether an end-of-turn token ends it)."""
         prompt, shown = self._render(messages[:-1], options, True), self._render(messages, options)
         if not shown.startswith(prompt):
             before = self._render(messages[:-1], options)
             if prompt.startswith(before) and shown.startswith(before):
-                # A prompt that opens the answer, as with <think>, where the answer was given without it.
-                # Both may go on with the same letters, as with < where the answer is HTML: those are the answer's.
+                # The prompt already opens the answer, for example with <think>, but this answer was given without it.
+                # Both may go on with the same letters, such as < if the answer is HTML; these belong to the answer.
                 content = (messages[-1]['content'] or '').strip()
                 begin = shown.find(content, len(before)) if content else -1
                 prompt = os.path.commonprefix([prompt, shown, shown[:begin] if begin >= 0 else shown])
             else:
-                # A system message that is written only before the last message of the user, as by Mistral 7B v0.3.
+                # The template writes the system message only before the user's last message, as Mistral 7B v0.3's does.
                 others = [message for message in messages if message['role'] not in INSTRUCTIONS]
                 short_prompt = self._render(others[:-1], options, True)
                 shown = self._render(others, options)
@@ -206,20 +211,20 @@ class ChatEncoder:
         return text, len(prompt), text.endswith(self.special_tokens) and len(text) > len(prompt)
 
     def _render(self, messages, options, add_generation_prompt=False):
-        """The text that the template writes."""
+        """The text that the template writes for these messages."""
         options = {'date_string': DATE, **options, 'add_generation_prompt': add_generation_prompt}
         try:
             template = self.renderer.get_chat_template(None, options.get('tools'))
             options['chat_template'] = DATE_FUNCTION + template if 'strftime_now' in template else template
             return self.render([messages], **{**self.renderer.special_tokens_map, **options})[0][0]
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             has_system = any(message['role'] in INSTRUCTIONS for message in messages)
             mend = '; --fold_system gives system messages to the user' if has_system else ''
             raise ValueError(f'rows that the chat template refuses ({one_line(error, 100)}{mend})') from error
 
     def _encode(self, text, spans, add_end):
-        """(ids, flags, text): learned are the tokens that lie in the spans, also in part. But not the prompt's last
-        special token, which may take in the spaces behind it (rstrip, as Phi-3's <|assistant|>)."""
+        """(ids, flags, text). Tokens that overlap a span are learned, except the prompt's last special token, which may
+        include the spaces after it (rstrip, as in Phi-3's <|assistant|>)."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.uint32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -236,17 +241,18 @@ class ChatEncoder:
 
 
 def _check_written(text, spans, messages, tools):
-    """Raise ValueError with a reason if a template has not written all that these messages say, in their order.
+    """Raise ValueError with a reason if a template has not written all contents of these messages, in their order.
 
-    text: what it wrote. spans: {number of a message: (start, end) in it where it is learned}. Thoughts are asked for
-    only there: before later turns a template may drop them. Spaces at both ends it may drop, too.
+    text: what the template wrote. spans: {number of a message: (start, end) of its learned part in the text}. Thoughts
+    are required only in learned parts, because a template may drop those of earlier turns. It may also drop spaces at
+    both ends of a content.
     """
     position = 0
     for number, message in enumerate(messages):
         role, content = message['role'], message['content'] or ''
         start, end = spans.get(number, (position, len(text)))
         if role in INSTRUCTIONS:
-            start = 0  # some templates write it before the last question
+            start = 0  # some templates write the system message just before the last question
         parts = [content]
         if role == 'assistant':
             parts = THINK_TAG.split(content)
@@ -271,7 +277,7 @@ def _check_written(text, spans, messages, tools):
 
 
 def _find(text, part, start, end):
-    """Where a part of a message stands in a text; -1 = nowhere. Some templates write what a tool returns as JSON."""
+    """Where a part of a message is in a text; -1 = nowhere. Some templates write a tool's result as JSON."""
     found = text.find(part, start, end)
     return found if found >= 0 else text.find(_as_json(part)[1:-1], start, end)
 
@@ -281,14 +287,14 @@ def _as_json(value):
 
 
 def marked_text(tokens, flags, decode, left, right):
-    """The first conversation of tokens with flags as text, what is learned between `left` and `right`. Long parts of it
-    are shortened. decode: from ids to text."""
+    """The first conversation of tokens with flags as text, with `left` and `right` around what is learned. Long parts
+    are shortened. decode: a function from ids to text."""
     next_ones = np.flatnonzero(flags[1:] & FIRST) + 1
     end = next_ones[0] if len(next_ones) else len(tokens)
     changes = np.flatnonzero(np.diff(flags[:end] & LEARNED)) + 1
     parts = []
     for start, stop in itertools.pairwise([0, *changes, end]):
-        # From two texts of the whole: some tokenizers drop the space with which a part begins.
+        # As the difference of two decoded beginnings, since some tokenizers drop the space at the start of a part.
         text = decode(tokens[:stop])[len(decode(tokens[:start])) :]
         text = text if len(text) <= 600 else f'{text[:400]} [...] {text[-200:]}'
         parts.append(f'{left}{text}{right}' if flags[start] & LEARNED else text)

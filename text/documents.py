@@ -1,12 +1,12 @@
 """
-The documents of a source that sources.py has found, a unit at a time.
+Reads the documents of a source that sources.py has found, one unit at a time.
 
-    for unit in units_of(source): ...                      # a MB of it, in order, for one worker
-    for unit in units_of(source, start=unit.next): ...     # go on behind a unit
-    for document in documents_of(piece, ...): ...       # of one of a unit's pieces, in a worker: bytes
+    for unit in units_of(source): ...                      # about a MB each, in order, every unit for one worker
+    for unit in units_of(source, start=unit.next): ...     # continue after a unit
+    for document in documents_of(piece, ...): ...       # in a worker, for each of a unit's pieces: bytes
 
-A text file is one document; so is each row of a .jsonl, .csv, .parquet or .arrow file, and each .json or .yaml file or,
-where that is a list, each element. Units are stretches of files, or a few rows: documents_of() reads and parses them.
+A text file is one document. So is each row of a .jsonl, .csv, .parquet or .arrow file, and each .json or .yaml file or,
+if the file is a list, each of its elements. A unit is a stretch of a file or a few rows; documents_of() parses it.
 """
 
 import collections
@@ -21,15 +21,15 @@ from runtime.errors import one_line
 from text.chat_rows import reason_against_text, row_of
 from text.sources import COMPRESSED, fields_of, open_file, reason_of, rows_of_content, table_rows, yaml_contents
 
-UNIT_BYTES = 1 << 20  # what a worker gets at a time: 10 ms to tokenize
-PIECE_BYTES = 1 << 19  # what is read at a time; text is cut there, so this decides where stretches begin
-HEAD_BYTES = 1 << 16  # the start of a document, by which a hash chooses its split; no piece of a text is shorter
-ROWS_AT_ONCE = 128  # of columnar files: half a MB where a document has 4 kB
-JSON_BYTES = 1 << 24  # .json files up to here are parsed in one go, longer lists element by element
+UNIT_BYTES = 1 << 20  # the work that a worker gets at a time; tokenizing it takes 10 ms
+PIECE_BYTES = 1 << 19  # read at a time; long texts are cut after about so much, so it decides where stretches begin
+HEAD_BYTES = 1 << 16  # the start of a document, whose hash chooses the split; a text's pieces are never shorter
+ROWS_AT_ONCE = 128  # of columnar files: half a MB if documents have 4 kB
+JSON_BYTES = 1 << 24  # .json files up to this size are parsed as a whole, longer lists element by element
 
 
 class Piece(NamedTuple):
-    """A document, a stretch of a long one, or rows to be parsed: bytes, or where they lie in a file."""
+    """A document, a stretch of a long document, or rows to be parsed: its bytes, or where they are in a file."""
 
     origin: str  # the file, also for messages
     length: int
@@ -41,25 +41,26 @@ class Piece(NamedTuple):
     kind: str = 'text'  # 'text', 'jsonl', 'json', 'yaml', 'csv', 'row' (of a columnar file, as JSON)
 
     def head_of(self, document=None):
-        """The first bytes of the document that `document` is a stretch of; without it, of a stretch of a file."""
+        """The first bytes of the whole document to which this piece belongs. document: one of the piece's documents;
+        None = the piece is a stretch of a text file."""
         if document is None or (self.kind == 'text' and self.start != self.document_start):
             end = self.start + self.length - self.document_start
-            # 3 bytes more, for a character that is cut off would be mended to another.
+            # 3 bytes more, because a character that is cut off would be replaced by another.
             document = _mended(_read_stretch(self.origin, self.document_start, min(HEAD_BYTES + 3, end)))
         return document[:HEAD_BYTES]
 
 
 class TextUnit(NamedTuple):
     pieces: list
-    work: int  # bytes read, rows for a stream: the progress bar adds them up to source.total
-    next: tuple  # (part, offset) at which the next unit starts
+    work: int  # bytes read, or rows of a stream; the progress bar sums them up to source.total
+    next: tuple  # (part, offset) where the next unit starts
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def units_of(source, start=(0, 0)):
-    """Yield the TextUnits of a source in order, from the position `start`: a TextUnit's `next`. Memory: a few MB."""
+    """Yield the TextUnits of a source in order. start: a TextUnit's `next`, to continue after it. Takes a few MB."""
     pieces, size, work = [], 0, 0
     for number in range(start[0], len(source.parts)):
         part = source.parts[number]
@@ -77,20 +78,20 @@ def units_of(source, start=(0, 0)):
         yield TextUnit(pieces, work, (len(source.parts), 0))
 
 
-# A reader yields (pieces, offset behind them, work done). It starts at an offset that it once yielded, or at 0.
+# A reader yields (pieces, the offset after them, work done). It starts at 0 or at an offset that it once yielded.
 
 
 def _read_stretch(path, start, length):
     with open_file(path) as file:
         if start and Path(path).suffix.lower() not in COMPRESSED:
             file.seek(start)
-        elif start:  # of compressed files only beginnings are asked for: this is a BOM
+        elif start:  # from compressed files only beginnings are read, so this only skips a BOM
             file.read(start)
         return file.read(length)
 
 
 def _read_text(source, part, offset):
-    """A text file, in pieces that end where words do. Offset: bytes from part.start."""
+    """A text file, in pieces that end at the ends of words. Offset: bytes from part.start."""
     position = part.start + offset
     while position < part.end:
         length = part.end - position
@@ -104,7 +105,7 @@ def _read_text(source, part, offset):
 
 
 def _read_jsonl(source, part, offset):
-    """Whole lines, about a piece of them at a time. Offset: bytes."""
+    """Whole lines, about PIECE_BYTES of them at a time. Offset: bytes."""
     with open(part.path, 'rb') as file:
         while offset < part.end:
             file.seek(offset + PIECE_BYTES)
@@ -115,7 +116,7 @@ def _read_jsonl(source, part, offset):
 
 
 def _read_compressed(source, part, offset):
-    """What _read_text and _read_jsonl yield of the file without its compression. Offset: bytes, uncompressed."""
+    """As _read_text and _read_jsonl, for a compressed file. Offset: bytes, uncompressed."""
     import pyarrow
 
     raw = pyarrow.OSFile(part.path)
@@ -143,13 +144,13 @@ def _read_compressed(source, part, offset):
 
 
 def _read_whole(source, part, offset):
-    """A file in one piece. Offset: 0, or all of it."""
+    """A file in one piece. Offset: 0 or the whole size."""
     if not offset:
         yield [Piece(part.path, part.end, kind=part.kind)], part.end, part.end
 
 
 def _read_json(source, part, offset):
-    """A file in one piece; of a long list, element by element. Offset: 0 or all of it, or elements."""
+    """A file in one piece, or a long list element by element. Offset: 0 or the whole size, or number of elements."""
     with open(part.path, encoding='utf-8-sig', errors='replace') as file:
         if part.end <= JSON_BYTES or file.read(HEAD_BYTES).lstrip()[:1] != '[':
             yield from _read_whole(source, part, offset)
@@ -162,7 +163,7 @@ def _read_json(source, part, offset):
 
 
 def _elements(file):
-    """The text of each element of the list in a JSON file; what is broken comes last, as an element that is no JSON."""
+    """The text of each element of the list in a JSON file. A broken rest comes last, as an element that is not JSON."""
     text, at_end, decoder = file.read(PIECE_BYTES).lstrip().removeprefix('['), False, json.JSONDecoder()
     while True:
         text = text.lstrip(' \t\r\n,')
@@ -170,13 +171,13 @@ def _elements(file):
             return
         try:
             end = decoder.raw_decode(text)[1]
-        except (ValueError, RecursionError):  # cut off, or no JSON
+        except (ValueError, RecursionError):  # incomplete, or not JSON
             end = len(text)
-        if end < len(text):  # at the end of what was read a number may go on
+        if end < len(text):  # not at the very end of what was read, where a number might continue
             yield text[:end]
             text = text[end:]
         elif not at_end:
-            more = file.read(max(PIECE_BYTES, len(text)))  # twice as much each time: what is parsed again stays bounded
+            more = file.read(max(PIECE_BYTES, len(text)))  # doubling bounds what is parsed repeatedly
             text += more
             at_end = not more
         else:
@@ -185,7 +186,7 @@ def _elements(file):
 
 
 def _read_csv(source, part, offset):
-    """Rows of a table, about a piece of them at a time. Offset: rows."""
+    """Rows of a table, about PIECE_BYTES of them at a time. Offset: rows."""
     is_packed = Path(part.path).suffix.lower() in COMPRESSED
     with open_file(part.path) if is_packed else open(part.path, 'rb', buffering=0) as file:
         rows = table_rows(file if is_packed else io.BufferedReader(file), part.path)
@@ -211,10 +212,10 @@ def _read_csv(source, part, offset):
 
 
 def _read_parquet(source, part, offset):
-    """Rows, streamed: a row group can be the whole file. Offset: rows."""
+    """Rows, streamed, since one row group may be the whole file. Offset: rows."""
     import pyarrow.parquet
 
-    # pre_buffer=False: else the column of a whole row group is read at once, whatever buffer_size says.
+    # Without pre_buffer=False, a column of a whole row group is read at once, whatever buffer_size says.
     with pyarrow.parquet.ParquetFile(part.path, buffer_size=PIECE_BYTES, pre_buffer=False) as file:
         n_rows = file.metadata.num_rows
         n_bytes = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
@@ -224,7 +225,8 @@ def _read_parquet(source, part, offset):
 
 
 def _read_arrow(source, part, offset):
-    """Rows of a stream of Arrow record batches, read rather than mapped: mapped pages count as memory. Offset: rows."""
+    """Rows of a stream of Arrow record batches. It is read and not mapped, as mapped pages count as memory. Offset:
+    rows."""
     import pyarrow
 
     with pyarrow.OSFile(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
@@ -256,26 +258,26 @@ READERS = {
 
 
 def _rows_per_piece(n_rows, n_bytes):
-    """How many rows are about a piece; no more than ROWS_AT_ONCE, for equal texts take no bytes in a parquet file."""
+    """How many rows have about PIECE_BYTES; at most ROWS_AT_ONCE, since equal texts take no bytes in a parquet file."""
     return max(1, min(ROWS_AT_ONCE, PIECE_BYTES * n_rows // max(1, n_bytes)))
 
 
 def _slices(batch):
-    """A record batch in slices of about a piece."""
+    """A record batch in slices of about PIECE_BYTES."""
     step = _rows_per_piece(len(batch), batch.nbytes)
     return (batch.slice(row, step) for row in range(0, len(batch), step))
 
 
 def _rows(source, batches, offset, origin, work_per_row):
-    """What a reader yields, from row `offset` on, of record batches."""
+    """What a reader yields for record batches, from row `offset` on."""
     batches, row = iter(batches), 0
     while True:
         try:
             batch = next(batches, None)
             if batch is not None:
-                batch.validate(full=True)  # else a damaged file shows in what is read of it, or not at all
+                batch.validate(full=True)  # else damage shows only in the values that are read, or not at all
         except (ValueError, OSError, MemoryError) as error:
-            # pyarrow's and the network's errors are among them, and what the sizes in a damaged file ask for.
+            # These include errors of pyarrow and the network; a damaged file may ask for absurd amounts of memory.
             raise OSError(f'{origin}: cannot be read behind row {row}: {one_line(error, 300)}') from error
         if batch is None:
             return
@@ -288,12 +290,12 @@ def _rows(source, batches, offset, origin, work_per_row):
 
 
 def _as_json_lines(batch):
-    """Each row of a record batch as JSON, in bytes."""
+    """Each row of a record batch as JSON, encoded as bytes."""
     return [json.dumps(row, ensure_ascii=False, default=str).encode('utf-8', 'replace') for row in batch.to_pylist()]
 
 
 def _as_texts(batch, origin):
-    """The text in each row of a record batch with one column, in bytes. Raises ValueError where it holds no text."""
+    """The text in each row of a record batch with one column, as bytes. Raises ValueError if the column is not text."""
     import pyarrow
 
     column = batch.column(0)
@@ -301,7 +303,7 @@ def _as_texts(batch, origin):
         column = column.dictionary_decode()
     if column.type not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise ValueError(f'{origin}: the field {batch.schema.names[0]!r} holds {column.type}, not text')
-    rows = column.cast(pyarrow.large_binary()).to_pylist()  # without decoding here what the workers decode
+    rows = column.cast(pyarrow.large_binary()).to_pylist()  # bytes, since the workers decode them
     return [data or b'' for data in rows]
 
 
@@ -312,9 +314,10 @@ LAST_WORD_END = re.compile(rb'.*[A-Za-z0-9](?=[ \n])', re.DOTALL)
 
 
 def cut_point(data):
-    """Where to cut a text that goes on behind `data`, so that both sides give the tokens of the whole: behind the last
-    letter or digit that a space or line break follows, where each of tiktoken's patterns begins a new word. If the last
-    4 kB have no such place, behind their last line break, or else before the last character."""
+    """Where to cut `data`, the beginning of a longer text, so that both sides together give the same tokens as the
+    whole. That is after the last letter or digit that is followed by a space or line break, where all of tiktoken's
+    patterns begin a new word. If the last 4 kB have no such place, after their last line break, or else before the last
+    character."""
     window = max(0, len(data) - CUT_WINDOW)
     word = LAST_WORD_END.match(data, window)
     if word:
@@ -323,7 +326,7 @@ def cut_point(data):
     if line_end:
         return line_end
     cut = len(data) - 1
-    while cut > max(1, len(data) - 4) and data[cut] & 0xC0 == 0x80:  # a byte inside a character
+    while cut > max(1, len(data) - 4) and data[cut] & 0xC0 == 0x80:  # inside of a character
         cut -= 1
     return max(1, cut)
 
@@ -339,12 +342,12 @@ def cut_up(data, limit):
 
 
 def documents_of(piece, text_field, notes, conversation_of=None, any_row=False):
-    """Yield the documents that a Piece holds, or the stretch of one: bytes, not empty, valid UTF-8.
+    """Yield the documents in a Piece, or the stretch of a document that it is: bytes, not empty, valid UTF-8.
 
-    notes: a Counter; what had to be mended or left out is counted in it, under 'file: what'. conversation_of: for a
-    source of conversations; from a row to the document, with a ValueError for rows that are left out, which says why.
-    any_row: rows without a field 'text' are learned as text even where they look like something else.
-    Raises OSError for a file that has become shorter.
+    notes: a Counter, in which anything mended or left out is counted under 'file: what'. conversation_of: for a source
+    of conversations, a function from a row to the document; it raises ValueError with the reason for rows that are to
+    be left out. any_row: learn rows without a field 'text' as text even if they look like something else.
+    Raises OSError if the file has become shorter.
     """
     bytes_read = _read_stretch(piece.origin, piece.start, piece.length) if piece.data is None else piece.data
     if len(bytes_read) != piece.length:
@@ -368,7 +371,7 @@ UNKNOWN = '\ufffd'.encode()
 
 
 def _mended(data):
-    """UTF-8, with U+FFFD for what is no character; `data` itself where it is that already."""
+    """The data as valid UTF-8, with U+FFFD for bytes that are not; `data` itself if it is valid."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -377,7 +380,7 @@ def _mended(data):
 
 
 def _texts(piece, data, text_field, notes, conversation_of, any_row):
-    """The text of each row of a piece in UTF-8; b'' where it has none."""
+    """The text of each row of a piece, in UTF-8; b'' for a row without text."""
     for row in PARSERS[piece.kind](data, notes, piece.origin):
         try:
             if conversation_of:
@@ -407,9 +410,9 @@ def _rows_of_jsonl(data, notes, origin):
 
 
 def _rows_of_csv(data, notes, origin):
-    """The row of a table that a piece is: an object, or a list where it has more or fewer values than the header."""
+    """The row of a table in a piece: an object, or a list if it has more or fewer values than the header."""
     try:
-        row = json.loads(data.decode())  # json.loads() itself takes surrogates for UTF-8
+        row = json.loads(data.decode())  # given bytes, json.loads() would accept surrogates as UTF-8
     except UnicodeDecodeError:
         notes[f'{origin}: rows that are not UTF-8, left out'] += 1
         return
@@ -420,7 +423,7 @@ def _rows_of_csv(data, notes, origin):
 
 
 def _row_of_columns(data, notes, origin):
-    """The row of a columnar file that a piece is, without nulls: there each row has the keys of all."""
+    """The row of a columnar file in a piece, without nulls, since in such files each row has the keys of all rows."""
     yield _without_nulls(json.loads(data))
 
 
@@ -431,7 +434,7 @@ def _without_nulls(value):
 
 
 def _rows_of_json(data, notes, origin):
-    """The elements of a list, or what else the file is: an object, or one after another."""
+    """The elements of the list in a file, or if it is no list, its object or objects, one after another."""
     contents, position, decoder = [], 0, json.JSONDecoder()
     try:
         text = data.decode('utf-8-sig').strip()
@@ -447,10 +450,10 @@ def _rows_of_json(data, notes, origin):
 
 
 def _rows_of_yaml(data, notes, origin):
-    """Of each of the file's YAML documents, the elements of a list, or what else it is."""
+    """For each of the file's YAML documents, the elements of its list, or if it is no list, the document itself."""
     try:
         contents = yaml_contents(data)
-    except Exception as error:  # besides YAMLError, what int(), datetime() and deep nesting raise
+    except Exception as error:  # besides YAMLError, also what int(), datetime() and deep nesting raise
         notes[f'{origin}: not YAML, left out: {one_line(error, 100)}'] += 1
         return
     for content in contents:
@@ -458,10 +461,10 @@ def _rows_of_yaml(data, notes, origin):
 
 
 def _as_json_has_it(row):
-    """A row of YAML with what JSON has not, as dates, in words."""
+    """A row of YAML with only JSON's types; others, such as dates, become text."""
     try:
         return json.loads(json.dumps(row, default=str))
-    except (TypeError, ValueError, RecursionError) as error:  # keys that are lists, an alias of what it stands in
+    except (TypeError, ValueError, RecursionError) as error:  # keys that are lists, or an alias within its own anchor
         raise ValueError('rows that JSON could not hold') from error
 
 
@@ -475,8 +478,8 @@ PARSERS = {
 
 
 def _text_of(row, text_field, kind, any_row):
-    """The text of a row: its field, what a template makes of it, or else all its strings; '' where it has none. Raises
-    ValueError for a row that is something else than text, unless any_row."""
+    """The text of a row: one of its fields, what a template makes of the row, or all its strings; '' if it has no text.
+    Raises ValueError for a row that looks like something other than text, unless any_row."""
     if not isinstance(row, dict):
         return '' if text_field or kind == 'jsonl' else all_strings(row)
     if text_field and '{' in text_field:
@@ -491,20 +494,20 @@ def _text_of(row, text_field, kind, any_row):
 
 
 def all_strings(value):
-    """All strings in nested lists and dicts, in order, joined by line breaks; keys are none of them."""
+    """All strings in nested lists and dicts, in order, joined by line breaks; dicts' keys are not included."""
     strings, left, seen = [], [value], set()
     while left:
         value = left.pop()
         if isinstance(value, str) and value:
             strings.append(value)
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))  # YAML's aliases: each is read once, so that a loop or a tower of them ends
+            seen.add(id(value))  # YAML's aliases are read once each, so that loops and towers of them end
             left += reversed([*value.values()] if isinstance(value, dict) else value)
     return '\n'.join(strings)
 
 
 def left_out_of(notes):
-    """{reason: rows} of what the notes say was left out, of all files together."""
+    """{reason: number of rows} that were left out according to the notes, over all files."""
     reasons = collections.Counter()
     for note, count in notes.items():
         if ', left out' in note:

@@ -1,11 +1,11 @@
 """
-Units of text to tokens, in worker processes.
+Encodes units of text as tokens, in worker processes.
 
     workers = ProcessPoolExecutor(num_proc, multiprocessing.get_context('fork'), start_worker)
     rules = Rules('gpt2', folder, None, chat=False, fold_system=False, seed=1337, val_hashes=(0, 2**60), engine='auto')
     {'train': encoded, 'val': encoded}, notes = workers.submit(encode_unit, unit.pieces, rules).result()
 
-The tokens of a document do not depend on the unit, the worker, or what was encoded before it.
+The tokens of a document depend on nothing else: not on its unit, the worker, or what was encoded before it.
 """
 
 import bisect
@@ -28,43 +28,43 @@ from text.documents import cut_up, documents_of
 from text.engine import faster
 from text.tokenizer import check_against_file, load_tokenizer, load_transformers_tokenizer
 
-CONVERSATIONS = 'conversations'  # the note that counts those that are not left out
-MANY_NEW = 1 << 20  # hashes in a set, of 100 bytes each, before they join those in an array
-STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches: tiktoken's regex fails on a MB of spaces
+CONVERSATIONS = 'conversations'  # the note under which conversations that are kept are counted
+MANY_NEW = 1 << 20  # hashes are collected in a set, 100 bytes each, and so many of them are moved to a sorted array
+STRETCH_BYTES = 1 << 16  # longer documents are encoded in stretches, because tiktoken's regex fails on a MB of spaces
 
 
 class Rules(NamedTuple):
     """How documents are encoded, and which of them are for validation."""
 
-    tokenizer: str  # a name or folder that load_tokenizer takes
+    tokenizer: str  # a name or folder, as for load_tokenizer()
     folder: Path  # of the dataset
     text_field: str | None
-    chat: bool | None  # the documents are conversations; None = not, by the look of them, False = by the user's word
-    fold_system: bool  # their system messages become part of the user's
+    chat: bool | None  # the documents are conversations; None = they do not look like it, False = the user said no
+    fold_system: bool  # system messages become part of the user's messages
     seed: int  # of the hash
-    val_hashes: tuple  # (first, end): documents with a hash from first on and below end are for validation
-    engine: str  # 'auto': gigatoken, where it gives the same tokens; 'reference'
-    dedup: bool = False  # hash every document
-    chat_fields: tuple = ()  # fields of a conversation, where they have other names than conversation_of() knows
+    val_hashes: tuple  # (first, end): documents with first <= hash < end are for validation
+    engine: str  # 'auto' = gigatoken if it gives the same tokens; 'reference'
+    dedup: bool = False  # hash every document, so that repeated ones can be left out
+    chat_fields: tuple = ()  # fields of a conversation, if conversation_of() does not know their names
 
 
 class Encoded(NamedTuple):
-    """What a unit gives to a split."""
+    """What a unit contributes to a split."""
 
     tokens: np.ndarray  # uint16 or uint32
-    documents: int  # that end in it; of conversations, the examples
+    documents: int  # how many end in this unit; for conversations, the number of examples
     text_bytes: int
-    flags: np.ndarray | None = None  # of conversations: uint8, LEARNED and FIRST
+    flags: np.ndarray | None = None  # for conversations: uint8, LEARNED and FIRST
     longest: int = 0  # tokens of the longest conversation
-    hashes: np.ndarray | None = None  # with dedup: uint64, of each document that is not part of a longer one
-    sizes: np.ndarray | None = None  # int64 (documents, 2), the tokens and bytes of each
+    hashes: np.ndarray | None = None  # with dedup: uint64 of each document, 0 for a stretch of a longer one
+    sizes: np.ndarray | None = None  # with dedup: int64 (documents, 2), tokens and bytes of each
 
 
 def start_worker():
-    """Ctrl-C is for the parent; when that ends, however it ends, so does the worker."""
+    """Set up a worker process: leave Ctrl-C to the parent, and end when the parent ends, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # there is a process per core
-    os.environ['HF_HUB_OFFLINE'] = '1'  # a worker reads files; what streams from the hub is the parent
+    os.environ['HF_HUB_OFFLINE'] = '1'  # workers read only files; the parent streams from the hub
 
     def follow_parent():
         multiprocessing.parent_process().join()
@@ -75,32 +75,32 @@ def start_worker():
 
 @functools.cache
 def worker_tokenizer(name, folder, engine):
-    """(tokenizer, a line that says what encodes), loaded once per worker."""
+    """(tokenizer, a line that says which library encodes), loaded once per worker."""
     reference = load_tokenizer(name, folder)
     return faster(reference, name, folder) if engine == 'auto' else (reference, 'encoded by the reference, as asked')
 
 
 @functools.cache
 def worker_chat_encoder(name, folder):
-    """The chat template with its tokenizer, likewise."""
+    """The ChatEncoder, loaded once per worker."""
     return ChatEncoder(name, worker_tokenizer(name, folder, 'reference')[0].eot)
 
 
 def warm_up(tokenizer, folder, chat, engine):
-    """Load the tokenizer before the first unit comes; returns what encodes. Raises what load_tokenizer and ChatEncoder
-    raise."""
+    """Load the tokenizer before the first unit comes. Returns the line that says which library encodes; None for
+    conversations. Raises what load_tokenizer() and ChatEncoder raise."""
     if not chat:
         return worker_tokenizer(tokenizer, folder, engine)[1]
     worker_chat_encoder(tokenizer, folder)
 
 
 def compare_with_transformers(folder, trust_remote_code=False):
-    """Raise ValueError where transformers gives other ids than the tokenizer.json of a Hugging Face folder, of which a
-    dataset's are. Returns None, or a line that says why they could not be compared. transformers imports torch for
-    that: of prepare_data.py's workers one does it."""
+    """Raise ValueError if transformers gives other ids than the tokenizer.json of a Hugging Face folder, which datasets
+    are encoded with. Returns None, or a line that says why the two could not be compared. This makes transformers
+    import torch, so only one of prepare_data.py's workers does it."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # what has to be said is said here
+    transformers.logging.set_verbosity_error()  # problems are reported here
     try:
         tokenizer = load_transformers_tokenizer(folder, trust_remote_code, check=False)
     except ValueError as error:
@@ -109,23 +109,24 @@ def compare_with_transformers(folder, trust_remote_code=False):
 
 
 def hash_of(piece, document, seed):
-    """A number below 2^64 from the first bytes of the document that `document` is all of, or a stretch: it decides the
-    split."""
+    """A hash below 2^64 of the first bytes of a document, by which its split is chosen. document: the whole document or
+    a stretch of it."""
     digest = hashlib.blake2b(piece.head_of(document), digest_size=8, salt=seed.to_bytes(16, 'little', signed=True))
     return int.from_bytes(digest.digest(), 'little')
 
 
 def split_of(piece, document, seed, val_hashes):
-    """'train' or 'val': as the source has settled, else by the hash of the document that the piece belongs to."""
+    """'train' or 'val': what the source prescribes, else by the hash of the document to which the piece belongs."""
     first, end = val_hashes
     return piece.split or ('val' if first <= hash_of(piece, document, seed) < end else 'train')
 
 
 def choose_by_size(sizes, fraction):
-    """(first, end), the hashes of the validation documents, from the {hash: bytes} of two or more documents.
+    """(first, end): the range of hashes that makes a document one for validation. sizes: {hash: bytes} of two or more
+    documents.
 
-    (0, fraction * 2^64), if that takes the fraction of the bytes, give or take a fifth of it: chance misses it where
-    documents are few. Then, in the order of the hashes, those neighbours whose sizes come nearest to it.
+    This is (0, fraction * 2^64) if the documents in it have that fraction of all bytes, give or take a fifth of it.
+    With few documents chance may miss it. Then it is the range of consecutive hashes whose documents come closest.
     """
     hashes = sorted(sizes)
     borders = list(itertools.accumulate((sizes[number] for number in hashes), initial=0))  # bytes before each
@@ -137,20 +138,20 @@ def choose_by_size(sizes, fraction):
     for first in range(len(hashes)):
         enough = bisect.bisect_left(borders, borders[first] + wanted)
         for behind in (enough - 1, enough):
-            if first < behind <= len(hashes) and behind - first < len(hashes):  # a document here, and one for training
+            if first < behind <= len(hashes) and behind - first < len(hashes):  # at least one document in each split
                 choices.append((abs(borders[behind] - borders[first] - wanted), first, behind))
     _, first, behind = min(choices)
     return hashes[first], hashes[behind] if behind < len(hashes) else 2**64
 
 
 def dtype_for(vocab_size):
-    """The smallest dtype of a shard that holds every id."""
+    """The smallest dtype of shards that can hold every id."""
     return np.dtype('uint16' if vocab_size <= 1 << 16 else 'uint32')
 
 
 def encode_unit(pieces, rules):
-    """The tokens of a unit's pieces, with end-of-text behind each document and bos before it: ({split: Encoded},
-    Counter of what was mended or left out)."""
+    """Encode a unit's pieces, with the tokenizer's bos before each document and end-of-text after it. Returns ({split:
+    Encoded}, Counter of what was mended or left out)."""
     notes = collections.Counter()
     encode = _encode_conversations if rules.chat else _encode_texts
     return encode(pieces, rules, notes), notes
@@ -159,10 +160,10 @@ def encode_unit(pieces, rules):
 def _encode_texts(pieces, rules, notes):
     tokenizer = worker_tokenizer(rules.tokenizer, rules.folder, rules.engine)[0]
     stretches = collections.defaultdict(list)
-    begins_document = collections.defaultdict(list)  # whether each stretch does
-    ends_document = collections.defaultdict(list)  # likewise
+    begins_document = collections.defaultdict(list)  # whether each stretch begins a document
+    ends_document = collections.defaultdict(list)  # whether each stretch ends one
     text_bytes = collections.Counter()
-    documents = collections.defaultdict(list)  # (hash, bytes, number of the first stretch) of each, with dedup
+    documents = collections.defaultdict(list)  # with dedup: (hash, bytes, number of the first stretch) of each
     for piece in pieces:
         begins = piece.kind != 'text' or piece.start == piece.document_start
         is_whole = piece.ends_document and begins
@@ -182,7 +183,7 @@ def _encode_texts(pieces, rules, notes):
         tokens, ends = tokenizer.encode_flat(texts)
         is_begin, is_end = np.array(begins_document[split]), np.array(ends_document[split])
         first, n_bos = np.concatenate(([0], ends[:-1]))[is_begin], len(tokenizer.bos)
-        # At one place they are inserted in the order of these lists: eot, then bos of the next document.
+        # Tokens for the same place are inserted in the order of these lists: eot, then the next document's bos.
         places = np.concatenate((ends[is_end], np.repeat(first, n_bos)))
         added = np.array([tokenizer.eot] * int(is_end.sum()) + [*tokenizer.bos] * len(first))
         tokens = np.insert(_as_shards_hold_it(tokens, tokenizer), places, added)
@@ -225,22 +226,22 @@ def _encode_conversations(pieces, rules, notes):
 
 
 class Seen:
-    """Which documents have been there, 8 bytes each, in memory and in a file that a resumed run goes on with."""
+    """The hashes of all documents seen so far, 8 bytes each, in memory and in a file from which a later run resumes."""
 
     def __init__(self, path, count):
-        """count: how many of the file's count; those behind were written after the state was saved."""
+        """count: how many hashes of the file are valid; later ones were written after the state had been saved."""
         self._file = open(path, 'a+b')
         self._file.truncate(8 * count)
         self._file.seek(0)
         self._sorted, self._new = np.sort(np.frombuffer(self._file.read(), dtype=np.uint64)), set()
 
     def without_repeats(self, part):
-        """(an Encoded without the documents that have been there, how many those are)"""
+        """(the Encoded without documents that were seen before, how many of these it had)."""
         places = np.searchsorted(self._sorted, part.hashes)
         known = np.append(self._sorted, np.uint64(0))[places] == part.hashes
         keep = np.zeros(len(known), dtype=bool)
         for number, digest in enumerate(part.hashes.tolist()):
-            keep[number] = digest == 0 or not (known[number] or digest in self._new)  # 0: a stretch of a longer one
+            keep[number] = digest == 0 or not (known[number] or digest in self._new)  # 0: part of a longer one
             if digest and keep[number]:
                 self._new.add(digest)
         self._file.write(part.hashes[keep & (part.hashes != 0)].tobytes())
@@ -254,14 +255,14 @@ class Seen:
         return part._replace(tokens=tokens, documents=part.documents - n_repeats, text_bytes=text_bytes), n_repeats
 
     def sync(self):
-        """Bring the file to disk; returns how many are in it."""
+        """Bring the file to disk. Returns how many hashes are in it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell() // 8
 
 
 def _as_shards_hold_it(tokens, tokenizer):
-    """The tokens in the dtype of the shards; checked, because astype() turns 128,000 into the uint16 62,464."""
+    """The tokens in the dtype of the shards, after a check: astype() would turn 128,000 into the uint16 62,464."""
     largest = tokens.max(initial=0)
     assert largest < tokenizer.vocab_size, f'{tokenizer.name}: id {largest} of {tokenizer.vocab_size}'
     return tokens.astype(dtype_for(tokenizer.vocab_size))

@@ -1,11 +1,12 @@
 """
-gigatoken in place of tiktoken and `tokenizers`: the same tokens, ten times as fast.
+Encodes text with gigatoken instead of tiktoken or `tokenizers`: the same tokens, ten times as fast.
 
-    tokenizer, line = faster(load_tokenizer('gpt2'), 'gpt2', folder)  # an Engine, or what it was given; and why
+    tokenizer, line = faster(load_tokenizer('gpt2'), 'gpt2', folder)  # an Engine, or the tokenizer itself; and why
     tokens, ends = tokenizer.encode_flat([b'some text', b'more'])
 
-It is used where it computes exactly what the reference does. Where it is known not to, the reference does the work. Of
-the rest one byte in a hundred is encoded by both: a difference raises Mismatch.
+The original tokenizer is called the reference. gigatoken is used only if it computes exactly the same; text for which
+it is known to differ is encoded by the reference. Of the other text, one byte in a hundred is encoded by both, and a
+difference raises Mismatch.
 """
 
 import base64
@@ -22,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
-TRIED = '0.10.'  # versions of gigatoken that are known to compute the same
-SCHEMES = {'gpt2': 'gpt2', 'r50k_base': 'gpt2', 'cl100k_base': 'cl100k', 'o200k_base': 'o200k'}  # tiktoken's: its own
-CHECKED_SHARE = 0.01  # of the bytes; the reference takes 15 times as long: a sixth of the time
-CACHE_BYTES = 100 << 20  # it remembers all words: when this process has grown by so much, it is loaded anew, in 40 ms
-# The letters, digits and marks of Unicode 17, which gigatoken has. To tiktoken 0.14 and tokenizers 0.23, which have
-# Unicode 16, they are none, so that words end elsewhere. Found by comparing every code point.
+TRIED = '0.10.'  # the versions of gigatoken that are known to compute the same
+SCHEMES = {'gpt2': 'gpt2', 'r50k_base': 'gpt2', 'cl100k_base': 'cl100k', 'o200k_base': 'o200k'}  # tiktoken: gigatoken
+CHECKED_SHARE = 0.01  # of the bytes; as the reference takes 15 times as long, this is a sixth of the time
+CACHE_BYTES = 100 << 20  # gigatoken caches all words; when this process has grown so much, it is reloaded, in 40 ms
+# The letters, digits and marks that are new in Unicode 17. gigatoken knows them, but tiktoken 0.14 and tokenizers 0.23
+# have Unicode 16, so there words end at other places. Found by comparing every code point.
 NEWER = (
     '88F C5C CDC 1ACF-1ADD 1AE0-1AEB A7CE-A7CF A7D2 A7D4 A7F1 10940-10959 10EC5-10EC7 10EFA-10EFB '
     '11B60-11B67 11DB0-11DDB 11DE0-11DE9 16EA0-16EB8 16EBB-16ED3 16FF2-16FF6 187F8-187FF 18D09-18D1E '
@@ -35,12 +36,12 @@ NEWER = (
 )
 NEWER = [[int(number, 16) for number in (part.split('-') * 2)[:2]] for part in NEWER.split()]
 NEWER = {chr(number) for first, last in NEWER for number in range(first, last + 1)}
-# How these begin in UTF-8, {first byte: pattern of the first two}: to look for that takes a hundredth of the time.
+# How these begin in UTF-8, {first byte: pattern of the first two}. Searching for that takes a hundredth of the time.
 BEGINNINGS = {
     first: re.compile(b'|'.join(sorted({re.escape(two[:2]) for two in map(str.encode, NEWER) if two[:1] == first})))
     for first in {character.encode()[:1] for character in NEWER}
 }
-# What tokenizers treat differently, to be encoded by both before any work is done.
+# Texts that tokenizers treat differently; both encode these before any work is done.
 SAMPLES = [
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 e\u0301 \u4f60\u597d \U0001f642 <|x|> we'LL\n",
     ' ' * 300 + '\n' * 7 + '\t \t\x00\x1f\x7f\u00a0\u2003\u3000x\u200b\ufeff',
@@ -50,24 +51,25 @@ SAMPLES = [
 
 
 class Mismatch(Exception):
-    """The engine gives other tokens than the reference."""
+    """gigatoken gives other tokens than the reference."""
 
 
 class Engine:
-    """A tokenizer that does not differ from `reference`, its attributes included, but in speed."""
+    """A tokenizer with the same tokens and attributes as `reference`, only faster."""
 
     def __init__(self, reference, load, lacking=b''):
-        """load(): a new gigatoken.Tokenizer. lacking: bytes for which the reference has no token. Raises Mismatch."""
+        """load(): returns a new gigatoken.Tokenizer. lacking: bytes for which the reference has no token. Raises
+        Mismatch."""
         self._reference, self._load, self._lacking = reference, load, lacking
         self.name, self.vocab_size = reference.name, reference.vocab_size
         self.eot, self.bos = reference.eot, reference.bos
         self._tokenizer, self._size, self._unchecked = load(), resident_bytes(), 0.0
-        self._random = np.random.default_rng()  # which text is checked decides nothing, unless something is wrong
+        self._random = np.random.default_rng()  # unseeded: which text is checked does not change the result
         samples = [sample for sample in map(str.encode, SAMPLES) if not self._lacks(sample)]
         self._compare(samples, *self._encode(samples))
 
     def encode_flat(self, texts):
-        """Of texts in UTF-8, as a list of bytes: all their tokens, uint32, and where those of each end, int64."""
+        """(tokens of all texts, uint32; where the tokens of each text end, int64). texts: a list of bytes in UTF-8."""
         known = [text if knows(text) and not self._lacks(text) else b'' for text in texts]
         tokens, ends = self._encode(known)
         self._check(known, tokens, ends)
@@ -81,22 +83,22 @@ class Engine:
 
     def _encode(self, texts):
         if resident_bytes() > self._size + CACHE_BYTES:
-            self._tokenizer = None  # before there is another
-            with contextlib.suppress(AttributeError):  # of other C libraries than GNU's
+            self._tokenizer = None  # freed before the next one is loaded
+            with contextlib.suppress(AttributeError):  # C libraries other than GNU's lack it
                 ctypes.CDLL(None).malloc_trim(0)
             self._tokenizer = self._load()
             self._size = resident_bytes()
-        # This process's own thread: there is a process per core.
+        # Only this process's own thread, since there is a process per core.
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], (offsets[1:] - offsets[0]).astype(np.int64)
 
     def _lacks(self, text):
-        """Whether a text holds a byte without a token."""
+        """Whether a text contains a byte without a token."""
         return bool(self._lacking) and len(text.translate(None, self._lacking)) < len(text)
 
     def _check(self, texts, tokens, ends):
-        """Have some texts encoded by the reference, too: as many bytes as are due by now."""
+        """Compare some random texts with the reference, until CHECKED_SHARE of all bytes so far has been compared."""
         self._unchecked += CHECKED_SHARE * sum(map(len, texts))
         numbers = self._random.permutation(len(texts)) if self._unchecked > 0 else []
         for number in numbers:
@@ -115,7 +117,7 @@ class Engine:
 
 
 def knows(text):
-    """Whether a text in UTF-8 has none of the newer characters."""
+    """Whether a text in UTF-8 has none of the characters in NEWER."""
     if text.isascii():
         return True
     found = any(first in text and pattern.search(text) for first, pattern in BEGINNINGS.items())
@@ -123,8 +125,8 @@ def knows(text):
 
 
 def merges_of(texts, vocab_size, special_token):
-    """What `tokenizers` finds in a sixth of the time: the merges [(bytes, bytes)] of a BPE with GPT-2's word pattern,
-    trained on a list of texts in UTF-8. None where gigatoken is not installed, or would find others."""
+    """The merges [(bytes, bytes)] of a BPE with GPT-2's word pattern, trained on a list of texts in UTF-8: the same as
+    `tokenizers` finds, in a sixth of its time. None if gigatoken is not installed, or might find others."""
     if not (version() or '').startswith(TRIED) or not all(map(knows, texts)):
         return None
     import gigatoken
@@ -135,7 +137,7 @@ def merges_of(texts, vocab_size, special_token):
 
 @contextlib.contextmanager
 def silence():
-    """A context in which nothing is printed, not by libraries either."""
+    """A context in which nothing is printed, not even by libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(number) for number in (1, 2)]
@@ -157,7 +159,7 @@ def resident_bytes():
 
 
 def version():
-    """That of gigatoken, None where it is not installed."""
+    """gigatoken's version, None if it is not installed."""
     try:
         return metadata.version('gigatoken')
     except metadata.PackageNotFoundError:
@@ -165,9 +167,10 @@ def version():
 
 
 def faster(reference, name, folder):
-    """(tokenizer, line): an Engine if gigatoken computes what `reference` does, else `reference`; line: which, and why.
+    """(tokenizer, line): an Engine if gigatoken computes the same as `reference`, else `reference` itself; and a line
+    that says which, and why.
 
-    name, folder: as load_tokenizer() was given them.
+    name, folder: the arguments that load_tokenizer() had.
     """
     by_reference = f'{type(reference).__name__.removesuffix("Tokenizer").lower()}'
     by_reference = {'file': 'tokenizers', 'byte': 'numpy'}.get(by_reference, by_reference)
@@ -180,14 +183,14 @@ def faster(reference, name, folder):
         return reference, f'encoded by {by_reference}: {known}'
     try:
         return Engine(reference, *_loader(name, folder)), f'encoded by gigatoken {version()}, 1% also by {by_reference}'
-    except Exception as error:  # of a beta: whatever it is, the reference can do it
+    except Exception as error:  # gigatoken is a beta: whatever goes wrong, the reference can do it
         why = ' '.join(str(error).split())[:120]
         return reference, f'encoded by {by_reference}, for gigatoken {version()} cannot: {why}'
 
 
 def _loader(name, folder):
-    """(a function that makes a gigatoken.Tokenizer, the bytes that the tokenizer lacks). Raises ValueError for what it
-    would load and compute otherwise."""
+    """(a function that makes a gigatoken.Tokenizer, the bytes for which the tokenizer has no token). Raises ValueError
+    for tokenizers that gigatoken would load but compute differently."""
     import gigatoken
 
     if name in SCHEMES:
@@ -199,12 +202,12 @@ def _loader(name, folder):
     steps = steps.get('pretokenizers', [steps])
     byte_level = [step for step in steps if step.get('type') == 'ByteLevel']
     if not byte_level or (len(steps) == 1 and not byte_level[0].get('use_regex', True)):
-        raise ValueError('words of bytes are not cut as it does that')  # it loads these, and gives other tokens
+        raise ValueError('words of bytes are not cut as it does that')  # loading works, but the tokens differ
     odd = ('dropout', 'byte_fallback', 'continuing_subword_prefix', 'end_of_word_suffix')
     if found := [key for key in odd if content['model'].get(key)]:
         raise ValueError(f'model.{found[0]}')
     added = [token['id'] for token in content.get('added_tokens', [])]
-    # What looks like a special token in a text is text.
+    # Without special tokens, because what looks like one in a text is only text.
     content['added_tokens'] = [token for token in content.get('added_tokens', []) if not token['special']]
     if any(token.get('single_word') for token in content['added_tokens']):
         raise ValueError('an added token that is a single_word')
@@ -216,10 +219,11 @@ def _loader(name, folder):
 
 
 def _add_lacking_bytes(vocab, reserved):
-    """Give each byte without a token an id above all others, and return these bytes: gigatoken wants all 256. A BPE
-    has none for a byte that its training text lacked, as SmolLM2's for 0x04, and `tokenizers` leaves such bytes out."""
+    """Give each byte without a token an id above all others, since gigatoken requires all 256, and return these bytes.
+    A BPE has no token for a byte that its training text lacked, such as 0x04 for SmolLM2's; `tokenizers` leaves such
+    bytes out."""
     kept = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that GPT-2 writes as the letter of that number
-    others = [byte for byte in range(256) if byte not in kept]  # and these as the letters from 256 on
+    others = [byte for byte in range(256) if byte not in kept]  # bytes that it writes as the letters from 256 on
     letters = {byte: chr(byte) for byte in kept} | {byte: chr(256 + place) for place, byte in enumerate(others)}
     lacking = bytes(byte for byte in range(256) if letters[byte] not in vocab)
     above = max([*vocab.values(), *reserved]) + 1

@@ -1,11 +1,12 @@
 """
-Where text comes from: the standard library, files and folders, datasets saved to disk, or the Hugging Face hub.
+Finds the text to prepare: Python's standard library, files and folders, datasets saved to disk, the Hugging Face hub.
 
     source = find_source('my_texts/')                                 # its parts, their sizes, a fingerprint
     source = stream_source(*open_stream('fineweb-10BT', None, 'train', 'data/hub'))
     download('fineweb-10BT', None, 'data/hub')                        # from here on, open_stream reads these files
 
-documents.py reads what is found here. A source of conversations (source.chat) has rows for conversations.py.
+documents.py reads the sources that are found here. The rows of a source of conversations (source.chat) go to
+conversations.py.
 """
 
 import csv
@@ -39,11 +40,11 @@ from text.chat_rows import (
     row_of,
 )
 
-FIRST_BYTES = 1 << 19  # of a file with rows, in which the first are looked for
-ROWS_LOOKED_AT = 100  # of each file: they decide what it holds; the first alone may be an exception
-SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file's content for the fingerprint; files up to 1 MB are covered entirely
+FIRST_BYTES = 1 << 19  # the part of a file in which its first rows are looked for
+ROWS_LOOKED_AT = 100  # rows of each file that decide what it holds, since the very first may be an exception
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # parts of a file that its fingerprint covers; files up to 1 MB are covered whole
 
-FILE_KINDS = {  # how a file is read, by the ending of its name; any other is text
+FILE_KINDS = {  # how a file is read, by the ending of its name; any other ending is text
     '.jsonl': 'jsonl',
     '.ndjson': 'jsonl',
     '.json': 'json',  # or lines of JSON, by their first bytes
@@ -55,14 +56,14 @@ FILE_KINDS = {  # how a file is read, by the ending of its name; any other is te
     '.arrow': 'arrow',
 }
 
-COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # around text, tables, and lines of JSON, which .json.gz holds as a rule
-MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # with which such files begin
-MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and others, which are not read
-BOM = b'\xef\xbb\xbf'  # with which Windows begins a text in UTF-8; it is no part of it
+COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}  # of text, tables and lines of JSON (.json.gz usually holds lines)
+MAGIC = {'gzip': b'\x1f\x8b', 'zstd': b'\x28\xb5\x2f\xfd'}  # first bytes of such files
+MAGIC |= {'bzip2': b'BZh91AY&SY', 'xz': b'\xfd7zXZ', 'zip': b'PK\x03\x04'}  # and of others, which are not read
+BOM = b'\xef\xbb\xbf'  # Windows puts it before a text in UTF-8; it does not belong to the text
 ROW_KINDS = ('jsonl', 'json', 'csv', 'parquet', 'arrow')
 
-# Left out of the standard library: tests, demonstrations, other people's packages, tables that scripts wrote, and what
-# not every Python from 3.10 to 3.13 has.
+# Parts of the standard library that are left out: tests, demonstrations, installed packages, generated tables, and
+# modules that not every Python from 3.10 to 3.13 has.
 STDLIB_SKIPPED_FOLDERS = {'test', 'tests', 'idlelib', 'turtledemo', 'site-packages', 'dist-packages', '__pycache__'}
 STDLIB_SKIPPED_FOLDERS |= {'encodings', 'pydoc_data', 'lib2to3', 'distutils', 'ensurepip'}
 STDLIB_SKIPPED_FILES = re.compile(r'_sysconfigdata.*|(site|user)customize\.py')  # written for one machine
@@ -77,29 +78,29 @@ HUB_NAMES = {  # short name -> (repository, configuration)
 class Part(NamedTuple):
     """A stretch of a source that is read in one go."""
 
-    path: str  # of a stream: the number of its shard
+    path: str  # for a stream, the number of its shard
     kind: str  # 'text', 'jsonl', 'json', 'yaml', 'csv', 'parquet', 'arrow', 'stream'
-    start: int = 0  # of a text file: first byte, behind a BOM, and the one behind the last
-    end: int = 0
-    split: str | None = None  # where it is settled beforehand
+    start: int = 0  # first byte of a text file, after a BOM
+    end: int = 0  # the byte after the last
+    split: str | None = None  # 'train' or 'val' if it is fixed beforehand; None = the hash of each document decides
 
 
 @dataclass
 class Source:
-    """What find_source found. `description` goes into meta.json; its 'sha256' changes when the source does."""
+    """What find_source() has found. `description` goes into meta.json; its 'sha256' changes if the source changes."""
 
     description: dict
     parts: list
-    total: int | None  # bytes, rows for a stream; None = not known
+    total: int | None  # bytes, or rows of a stream; None = unknown
     text_field: str | None = None
     chat: bool = False  # its rows are conversations
-    chat_fields: tuple = ()  # fields of a conversation that have other names than the known ones
-    line: str | None = None  # how its rows are read
-    skipped: list = field(default_factory=list)  # 'file: reason', and first how many are hidden or empty
+    chat_fields: tuple = ()  # the fields of a conversation, if the user has named them
+    line: str | None = None  # a line that says how its rows are read
+    skipped: list = field(default_factory=list)  # lines 'file: reason'; before them, how many are hidden or empty
     stream: object = None  # datasets.IterableDataset
 
     def columns(self, names):
-        """Those of a columnar file's or stream's columns that are read."""
+        """Which of a columnar file's or stream's columns are read."""
         return fields_read(names, self.chat_fields) if self.chat else fields_of(self.text_field or 'text')
 
 
@@ -109,12 +110,14 @@ class Source:
 def find_source(dataset, text_field=None, split='train', tail_fraction=None, chat=None, dedup=False, chat_fields=()):
     """The Source that `dataset` names: 'stdlib', or the path of a file, a folder, or a folder written by save_to_disk.
 
-    text_field: of rows, or a template of fields_of(); None = 'text', and all strings of a row of .jsonl without one.
-    split: which one of the saved folder. tail_fraction: cut a text file in two, so that its end is the split 'val'.
-    chat: whether rows are read as conversations; None = if the first ROWS_LOOKED_AT rows of a file have some, and
-    neither text_field nor a field 'text' says otherwise. chat_fields: see chat_rows.conversation_of(); they need
-    chat=True. dedup: leave out text files that are the same as one before.
-    Raises FileNotFoundError, and ValueError when there is nothing to read in it, or when rows lack the field.
+    text_field: the field of a row that holds its text, or a template, see fields_of(). None = 'text'; rows of .jsonl
+    without such a field give all their strings.
+    split: which split of a folder written by save_to_disk. tail_fraction: cut a text file in two, so that its end is
+    the split 'val'. chat: whether rows are read as conversations; None = yes if there are some among the first
+    ROWS_LOOKED_AT rows of a file, unless text_field or a field 'text' says otherwise. chat_fields: see
+    chat_rows.conversation_of(); they need chat=True. dedup: leave out text files that repeat an earlier one.
+    Raises FileNotFoundError if there is no such source, and ValueError if there is nothing to read in it, or if rows
+    lack the field.
     """
     name, path = dataset, Path(dataset)
     n_hidden = 0
@@ -142,7 +145,7 @@ def find_source(dataset, text_field=None, split='train', tail_fraction=None, cha
 
 
 def stdlib_files(root):
-    """Python's own modules under the folder `root`, sorted, without tests and generated tables."""
+    """Python's own modules in the folder `root`, sorted, without tests and generated tables."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in STDLIB_SKIPPED_FOLDERS]
@@ -153,7 +156,7 @@ def stdlib_files(root):
 
 
 def _files_below(folder):
-    """(the files in a folder and below, sorted, without hidden ones; how many of those there are)."""
+    """(the files in a folder and its subfolders, sorted, without hidden ones; the number of hidden ones)."""
     found = sorted(file for file in folder.rglob('*') if not file.is_dir())
     files = [file for file in found if not any(name.startswith('.') for name in file.relative_to(folder).parts)]
     if not files:
@@ -162,7 +165,7 @@ def _files_below(folder):
 
 
 def kind_of(path):
-    """How a file is read: a kind of Part, by the file's name."""
+    """How a file is read, by its name: the kind of a Part."""
     path = Path(path)
     if path.suffix.lower() in COMPRESSED:
         kind = kind_of(path.with_suffix(''))
@@ -171,7 +174,7 @@ def kind_of(path):
 
 
 def open_file(path):
-    """A file to be read as bytes, uncompressed. Reading a damaged one raises OSError."""
+    """Open a file to read its bytes, uncompressed. Reading a damaged file raises OSError."""
     codec = COMPRESSED.get(Path(path).suffix.lower())
     if codec is None:
         return open(path, 'rb')
@@ -193,7 +196,7 @@ def fields_of(text_field):
 
 
 def _is_saved(folder):
-    """Whether datasets' save_to_disk has written a folder, be it that a file of it is gone."""
+    """Whether a folder was written by datasets' save_to_disk, even if one of its files is missing now."""
     if (folder / 'dataset_info.json').exists() and any(folder.glob('*.arrow')):
         return True
     return (folder / 'dataset_dict.json').exists() or (folder / 'state.json').exists()
@@ -217,7 +220,7 @@ def _saved_files(folder, split):
 
 
 def _json_of(path):
-    """The object in a JSON file that save_to_disk has written."""
+    """The object in a JSON file written by save_to_disk."""
     try:
         return dict(json.loads(path.read_text(encoding='utf-8')))
     except (ValueError, TypeError) as error:
@@ -226,7 +229,7 @@ def _json_of(path):
 
 
 def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, chat_fields):
-    """A Source of local files; those that cannot be read are left out, and named."""
+    """A Source of local files. Files that cannot be read are left out, and listed in its `skipped`."""
     found, skipped = [], []
     for path in paths:
         try:
@@ -252,10 +255,10 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
         if chat and (part.kind == 'text' or (part.kind == 'yaml' and not rows) or not may_be_chat):
             skipped.append(f'{part.path}: {_no_conversations(fields, chat_fields)}')
             continue
-        # Rows of .json and .jsonl may lack the field 'text': all their strings are read then.
+        # Rows of .json and .jsonl may lack the field 'text'; then all their strings are read.
         wanted = text_field or (None if part.kind in ('json', 'jsonl') else 'text')
         lack = _lack_of(wanted, fields) if wanted and not chat and part.kind in ROW_KINDS else None
-        if lack and part.kind in ('csv', 'json') and len(found) > 1:  # as tables and settings are in many a tree
+        if lack and part.kind in ('csv', 'json') and len(found) > 1:  # folders often have tables and settings
             skipped.append(f'{part.path}: {lack}')
             continue
         if lack:
@@ -271,7 +274,7 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     if tail_fraction is not None:
         parts = _cut_tail(parts[0], tail_fraction)
     source = Source(description, parts, n_bytes, text_field, chat, chat_fields, skipped=skipped)
-    # A .json file of one object, among others, may be settings.
+    # A .json file of one object, beside other files, may be settings.
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
     source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
@@ -285,13 +288,13 @@ def _no_conversations(fields, chat_fields):
 
 
 def _listed(fields):
-    """The names of fields, in one line: those of a damaged table may be anything."""
+    """The names of fields, in one line; in a damaged table they may be anything."""
     return one_line(', '.join(fields))
 
 
 def _lack_of(text_field, fields):
-    """Which of the fields that text_field names is not among these, in words; None where all are. Without any rows to
-    be seen, as in a .json file that is one long text, nothing is missed."""
+    """A message about the first field that text_field names and `fields` lacks; None if there is none, or if `fields`
+    is empty because no rows were found, as in a .json file that is one long text."""
     missing = next((name for name in fields_of(text_field) if fields and name not in fields), None)
     if missing is None:
         return None
@@ -302,8 +305,8 @@ def _lack_of(text_field, fields):
 
 
 def _how_read(source, names, rows, said_text):
-    """A line that says how rows are read, where that is not plain; names: all fields; rows: some of files that may lack
-    the field 'text'."""
+    """A line that says how rows are read, or None if that is obvious. names: all fields. rows: some rows of files in
+    which rows may lack the field 'text'."""
     if source.chat:
         read = source.columns(names)
         others = [name for name in names if name not in read]
@@ -319,9 +322,9 @@ def _how_read(source, names, rows, said_text):
 
 
 def _inspect(path, chat_fields=()):
-    """(Part, sha256, the first rows as {field: value}) of a file, before its text is read. It has no rows where it is
-    text, or yaml without conversations; those of a .json file are the elements of its list. Raises OSError or
-    ValueError with the reason for what cannot be read."""
+    """(Part, sha256, the first rows as {field: value}) of a file, before its text is read. The rows of a .json file are
+    the elements of its list; text, and yaml without conversations, has no rows. Raises OSError or ValueError with the
+    reason if the file cannot be read."""
     kind = kind_of(path)
     size, start, end, sha256 = _fingerprint(path)
     if not size:
@@ -341,7 +344,7 @@ def _inspect(path, chat_fields=()):
 
 
 def _is_lines(path):
-    """Whether a .json file holds lines of JSON: a whole object on its first line, and more behind it."""
+    """Whether a .json file holds lines of JSON: a whole object on its first line, and more after it."""
     with open(path, 'rb') as file:
         line, rest = file.readline(FIRST_BYTES), file.readline(FIRST_BYTES)
     try:
@@ -351,7 +354,8 @@ def _is_lines(path):
 
 
 def _fingerprint(path):
-    """(size, first bytes, last bytes, sha256) of a file: of all of it up to 1 MB, else of samples spread over it."""
+    """(size, first bytes, last bytes, sha256) of a file. The sha256 is of the whole file up to 1 MB, else of samples
+    spread over it."""
     digest = hashlib.sha256()
     with open(path, 'rb') as file:
         size = file.seek(0, os.SEEK_END)
@@ -408,42 +412,42 @@ def _first_rows(path, kind, chat_fields):
 
 
 def _rows_of_yaml(path, chat_fields):
-    """The rows with which a .yaml file begins, where some of them are conversations. Without one it has none here: most
-    such files are settings, and all their strings are read."""
+    """The first rows of a .yaml file, if some of them are conversations; otherwise [], since most such files are
+    settings, of which all strings are read."""
     with open(path, 'rb') as file:
         data = file.read(FIRST_BYTES)
         is_whole = not file.read(1)
     names = '|'.join(map(re.escape, chat_fields or (*CHAT_FIELDS, 'role', 'from')))
     if not re.search(rf'\b(?:{names})\b'.encode(), data):  # parsing takes long
         return []
-    if not is_whole:  # up to the last element of a list, or document, that begins in it
+    if not is_whole:  # up to the last list element or document that begins in these bytes
         data = data[: max(data.rfind(b'\n- '), data.rfind(b'\n---')) + 1]
     try:
         rows = [row for content in yaml_contents(data) for row in rows_of_content(content) if isinstance(row, dict)]
-    except Exception:  # what is wrong with it is said where it is read
+    except Exception:  # the error will be reported when the file is read
         return []
     is_one = functools.partial(has_chat_fields, fields=chat_fields) if chat_fields else holds_conversation
     return rows[:ROWS_LOOKED_AT] if any(is_one(row) for row in rows) else []
 
 
 def yaml_contents(data):
-    """What the YAML documents in some bytes hold. Raises what YAML's classes raise."""
+    """The contents of the YAML documents in some bytes. Raises what YAML's classes raise."""
     import yaml
 
-    loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the same in C, 10 times as fast, where it was built
+    loader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)  # the first, in C, is 10 times as fast but not always built
     return list(yaml.load_all(data, loader))
 
 
 def table_rows(file, path):
-    """Yield the rows of an open .csv or .tsv file as lists of strings, first the header. What is not UTF-8 becomes
-    surrogates. Raises ValueError for a file that has no header or is no table."""
+    """Yield the rows of an open .csv or .tsv file as lists of strings, the header first. Bytes that are not UTF-8
+    become surrogates. Raises ValueError if the file has no header or is not a table."""
     csv.field_size_limit(1 << 30)
     name = Path(path).with_suffix('') if Path(path).suffix.lower() in COMPRESSED else Path(path)
     text = io.TextIOWrapper(file, 'utf-8-sig', 'surrogateescape', newline='')
     n_rows = 0
     try:
         for row in csv.reader(text, delimiter='\t' if name.suffix.lower() == '.tsv' else ','):
-            if row:  # an empty line is none
+            if row:  # an empty line is no row
                 n_rows += 1
                 yield row
     except csv.Error as error:
@@ -453,7 +457,8 @@ def table_rows(file, path):
 
 
 def _object_at_start_of(data):
-    """The JSON object with which some bytes begin, or a list of messages as one; None where there is none."""
+    """The JSON object at the beginning of some bytes; a list of messages becomes an object (row_of). None if there is
+    none."""
     try:
         value, _ = json.JSONDecoder().raw_decode(data.decode('utf-8-sig', 'replace').lstrip())
     except (ValueError, RecursionError):
@@ -463,8 +468,8 @@ def _object_at_start_of(data):
 
 
 def _objects_of_list(text):
-    """The objects in the list with which a JSON text begins, as far as it goes; that list may be in an object, as in
-    {"data": [...]}; or the one object that the text is."""
+    """The objects in the list at the beginning of a JSON text, as far as the text goes. The list may be inside of an
+    object, as in {"data": [...]}. If the text is a single object, that one."""
     decoder = json.JSONDecoder()
     try:
         whole = decoder.raw_decode(text.lstrip())[0]
@@ -486,8 +491,8 @@ def _objects_of_list(text):
 
 
 def rows_of_content(content):
-    """The rows of what a .json or .yaml file holds: the elements of a list; of an object those of the lists in it that
-    hold conversations, as {"train": [...], "test": [...]}, or else itself."""
+    """The rows in the content of a .json or .yaml file: the elements of a list; for an object, the elements of those of
+    its lists that hold conversations, as in {"train": [...], "test": [...]}, or if it has none, the object itself."""
     if isinstance(content, list):
         return [row_of(row) for row in content]
     if not isinstance(content, dict) or has_chat_fields(content):
@@ -498,8 +503,8 @@ def rows_of_content(content):
 
 
 def _rows_of_columns(path, kind, chat_fields):
-    """What _first_rows() returns of a columnar file: {field: value}, with values of those fields alone that may be a
-    conversation, and None for the others."""
+    """_first_rows() for a columnar file: {field: value}, where only fields that may belong to a conversation are read;
+    the others are None."""
     import pyarrow
     import pyarrow.parquet
 
@@ -526,16 +531,16 @@ def _rows_of_columns(path, kind, chat_fields):
 
 
 def _fields_looked_at(names, chat_fields):
-    """The columns by which _are_conversations() decides; none where there is nothing to decide."""
+    """The columns by which _are_conversations() decides; [] if there is nothing to decide."""
     read = fields_read(names, chat_fields) + [name for name in TREE if name in names]
     return read and [name for name in names if name in read or name == 'text']
 
 
 def _are_conversations(rows_of):
-    """Whether rows are read as conversations where the user has not said it. rows_of: {file: its first rows}.
+    """Whether rows are read as conversations, if the user has not said how. rows_of: {file: its first rows}.
 
-    Raises ValueError where they should be read neither as these nor as text, or where some are the one and some the
-    other."""
+    Raises ValueError if they should be read neither as conversations nor as text, or if some are conversations and
+    others are text."""
     chats, texts, others, both = {}, {}, {}, False
     for path, rows in rows_of.items():
         for row in rows:
@@ -561,12 +566,12 @@ def _are_conversations(rows_of):
 
 
 def _cut_tail(part, fraction):
-    """A text file as two documents, train and val: val is the last `fraction` of its bytes, as nanoGPT cuts."""
+    """A text file as two documents, train and val, where val is the last `fraction` of its bytes, as in nanoGPT."""
     cut = int(part.end * (1 - fraction))
     with open(part.path, 'rb') as file:
         file.seek(cut)
         for byte in file.read(3):
-            if byte & 0xC0 != 0x80:  # the first byte of a character
+            if byte & 0xC0 != 0x80:  # a character begins here
                 break
             cut += 1
     if not 0 < cut < part.end:
@@ -578,7 +583,7 @@ def _cut_tail(part, fraction):
 
 
 def is_hub_name(dataset):
-    """Whether that is a short name, or the OWNER/NAME, of a dataset on the hub rather than a path."""
+    """Whether `dataset` is a short name or the OWNER/NAME of a dataset on the hub, and not a path."""
     folder, _, file = dataset.partition('/')
     is_path = (
         os.path.exists(dataset) or os.path.isdir(folder) or file.endswith(('.txt', '.md', *FILE_KINDS, *COMPRESSED))
@@ -587,8 +592,9 @@ def is_hub_name(dataset):
 
 
 def open_stream(dataset, config, split, hub_folder):
-    """(datasets.IterableDataset, description for meta.json) of what is_hub_name accepts. config: None = the only one.
-    hub_folder: where download() puts files; they are preferred. Raises ValueError for what the hub cannot give."""
+    """(datasets.IterableDataset, description for meta.json) of a name that is_hub_name() accepts. config: None = the
+    only one. hub_folder: where download() puts files, which are preferred. Raises ValueError if the hub does not have
+    the dataset or cannot be reached."""
     import datasets
     import huggingface_hub
 
@@ -609,7 +615,7 @@ def open_stream(dataset, config, split, hub_folder):
 
 
 def download(dataset, config, hub_folder):
-    """Fetch the files of a hub dataset, or the rest of them. Returns their folder. Raises as open_stream."""
+    """Fetch those files of a hub dataset that are not there yet. Returns their folder. Raises as open_stream()."""
     if not is_hub_name(dataset):
         raise ValueError(f'dataset={dataset} is no dataset of the hub: prepare it without --download_only')
     import datasets
@@ -635,7 +641,8 @@ def download(dataset, config, hub_folder):
 
 
 def stream_source(stream, description, text_field=None, chat=None, chat_fields=()):
-    """The Source of a datasets.IterableDataset, which is read shard by shard; the rest is as in find_source."""
+    """The Source of a datasets.IterableDataset, which is read shard by shard. Arguments and errors as in
+    find_source()."""
     names, rows, chat_fields = stream.column_names, [], tuple(chat_fields)
     may_be_chat = names is not None and _fields_looked_at(names, chat_fields)
     if names is None or (chat is None and text_field is None and may_be_chat):
@@ -657,14 +664,15 @@ def stream_source(stream, description, text_field=None, chat=None, chat_fields=(
 
 
 def _downloaded(repository, hub_folder):
-    """(folder of a repository, file that says what has been downloaded of it, {configuration: revision} from that)."""
+    """(folder of a repository, file that lists what has been downloaded of it, the {configuration: revision} in that
+    file)."""
     folder = Path(hub_folder) / repository.replace('/', '--')
     marker = folder.with_name(f'{folder.name}.json')  # beside the folder: in it, it would be read as data
     return folder, marker, json.loads(marker.read_text(encoding='utf-8')) if marker.exists() else {}
 
 
 def _advice(dataset, error):
-    """One line for an error of the hub's libraries."""
+    """An error of the hub's libraries in one line, with what to do."""
     if 'NotFound' in type(error).__name__ or 'Gated' in type(error).__name__ or isinstance(error, ValueError):
         return f'dataset={dataset}: not on the Hugging Face hub (--source_config, --source_split): {one_line(error)}'
     command = f'`python prepare_data.py --dataset={dataset} --download_only`'

@@ -1,5 +1,5 @@
 """
-What prepare_data.py says at its end.
+What prepare_data.py prints at its end.
 """
 
 import json
@@ -14,18 +14,19 @@ from text.conversations import marked_text
 from text.documents import in_words
 from text.tokenizer import tokenizer_of
 
-MANY_LEFT_OUT = 0.05  # share of the rows that is worth a warning
-EXAMPLE_TOKENS = 4096  # of the example that is printed
-FEW_TOKENS = 1000  # of the validation split, over which a loss is little more than chance
+MANY_LEFT_OUT = 0.05  # warn if more than this share of the rows is left out
+EXAMPLE_TOKENS = 4096  # the longest example that is printed
+FEW_TOKENS = 1000  # the loss over a validation split of fewer tokens is little more than chance
 
 
 def print_example(meta, folder):
-    """The first document or conversation of a complete dataset as it was written, with what is learned of it marked."""
+    """Print the first document or conversation of a complete dataset, decoded from its shard, with the learned part
+    marked."""
     shard, is_chat = meta['splits']['train']['shards'][0], meta.get('masked')
     tokens = np.array(read_shard(folder / shard['file'])[:EXAMPLE_TOKENS])
     if is_chat:
         flags = np.fromfile(folder / shard['mask_file'], dtype=np.uint8, count=len(tokens))
-    else:  # all of it is learned, up to its end-of-text token
+    else:  # a document is learned completely, up to its end-of-text token
         tokens = tokens[: 1 + next(iter(np.flatnonzero(tokens == meta['eot_token'])), len(tokens))]
         flags = np.full(len(tokens), LEARNED, dtype=np.uint8)
     marks = ('\x1b[7m', '\x1b[0m') if sys.stdout.isatty() else ('【', '】')
@@ -35,7 +36,7 @@ def print_example(meta, folder):
 
 
 def print_summary(meta, folder, config):
-    """What the folder of a complete dataset holds, and what to type next. config: prepare_data.py's."""
+    """Print what the folder of a complete dataset holds, and which command to type next. config: prepare_data.py's."""
     for split, totals in meta['splits'].items():
         print(
             f'{split:5}  {totals["tokens"]:,} tokens of {totals["bytes"]:,} bytes of text '
@@ -56,14 +57,14 @@ def print_summary(meta, folder, config):
     command = 'python train_ddp.py'
     model_config_path = Path(config.tokenizer, 'config.json')
     is_of_a_model = model_config_path.exists()
-    if meta.get('masked') or is_of_a_model:  # which can learn it
+    if meta.get('masked') or is_of_a_model:  # suggest to fine-tune that model
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
         command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
     least = min(totals['tokens'] for totals in meta['splits'].values())
     block_sizes = []
-    if least < 4 * 1024 and not meta.get('masked'):  # a few windows of each split, in place of the default's 1,024
+    if least < 4 * 1024 and not meta.get('masked'):  # so that each split has a few windows; the default is 1,024
         block_sizes.append(2 ** max(0, (least // 4).bit_length() - 1))
     if is_of_a_model:
         shape = json.loads(model_config_path.read_text(encoding='utf-8'))

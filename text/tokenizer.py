@@ -27,18 +27,18 @@ from runtime.files import refuse_lfs_pointer, sha256_of, write_file
 from text.engine import SAMPLES, merges_of
 
 END_OF_TEXT = '<|endoftext|>'
-FILE_AS_IT_IS = ('PreTrainedTokenizerFast', 'TokenizersBackend')  # classes of transformers that change nothing in it
+FILE_AS_IT_IS = ('PreTrainedTokenizerFast', 'TokenizersBackend')  # transformers' classes that use the file unchanged
 SMALLEST_BPE = 257  # 256 bytes and the end-of-text token, before any merge
-# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English. No
-# special token: transformers would take it for one.
+# What tokenizers treat differently: contractions, long numbers, spaces, line ends, other scripts, and plain English.
+# Without special tokens, since transformers would take them for such. The docstring above is part of the sample.
 SAMPLE_TEXT = (
     "It's 12345678 o'clock,\n\n\tif (x >= 0):  \r\n    \u00e9t\u00e9 \u4f60\u597d \U0001f642 <|x|> unbelievably\n"
     + __doc__
 )
-# And what few treat differently: a letter in two parts, letters of no width, spaces before a word.
+# What only a few treat differently: a letter in two parts, letters without width, spaces before a word.
 ODD_TEXTS = (' a', '\na  b ', 'e\u0301\u200b \u00a0\ufeff x1y 23\r\n', '  \n\nc \r\n d\n\n    \t tide \t\t e')
 
-# How GPT-2 splits text into words before merging, as tiktoken writes it (possessive, so faster; the same words).
+# How GPT-2 splits text into words before merging, in tiktoken's version: possessive, so faster, with the same words.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
@@ -48,7 +48,7 @@ class InBatches:
     bos = ()
 
     def encode_flat(self, texts):
-        """Of texts in UTF-8, as a list of bytes: all their tokens, and where those of each end, int64."""
+        """(tokens of all texts, uint32; where the tokens of each text end, int64). texts: a list of bytes in UTF-8."""
         arrays = self.encode_batch([text.decode() for text in texts])
         ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
         return np.concatenate(arrays or [[]], dtype=np.uint32, casting='unsafe'), ends
@@ -67,7 +67,7 @@ class ByteTokenizer(InBatches):
         return [np.frombuffer(text.encode('utf-8', 'replace'), dtype=np.uint8) for text in texts]
 
     def decode(self, ids):
-        """Text of the ids; bytes that are no UTF-8, as samples of a young model hold them, become U+FFFD."""
+        """Text of the ids. Bytes that are not UTF-8, which a barely trained model may sample, become U+FFFD."""
         parts = (END_OF_TEXT.encode() if token == self.eot else bytes([token]) for token in ids)
         return b''.join(parts).decode('utf-8', 'replace')
 
@@ -85,11 +85,11 @@ class TiktokenTokenizer(InBatches):
         return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts):
-        """A uint32 array per text; without Python lists, which take a fifth of the time on top."""
+        """A uint32 array per text, without Python lists, which would add a fifth to the time."""
         return [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     def decode(self, ids):
-        """Text of the ids. Some encodings have gaps, as cl100k_base: such an id becomes U+FFFD."""
+        """Text of the ids. An id without a token becomes U+FFFD; cl100k_base, for one, has such gaps."""
         return b''.join(map(self._bytes_of, ids)).decode('utf-8', 'replace')
 
     def _bytes_of(self, token):
@@ -100,12 +100,12 @@ class TiktokenTokenizer(InBatches):
 
 
 class FileTokenizer(InBatches):
-    """A tokenizer.json of Hugging Face's `tokenizers`; eot: the text of its end-of-text token; bos: texts of the tokens
-    that it puts before a text."""
+    """A tokenizer.json of Hugging Face's `tokenizers`. eot: the text of its end-of-text token. bos: the texts of the
+    tokens that it puts before a text."""
 
     def __init__(self, path, eot, bos=()):
         self.tokenizer = open_file(path)
-        self.tokenizer.encode_special_tokens = True  # what looks like a special token in a text is text
+        self.tokenizer.encode_special_tokens = True  # what looks like a special token in a text is only text
         self.tokenizer.no_truncation()  # the file may ask for either
         self.tokenizer.no_padding()
         self.name = Path(path).parent.name
@@ -130,7 +130,7 @@ class FileTokenizer(InBatches):
 
 
 def open_file(path):
-    """The tokenizers.Tokenizer in a tokenizer.json. Raises ValueError for a file that holds none."""
+    """The tokenizers.Tokenizer in a tokenizer.json. Raises ValueError if the file cannot be read."""
     import tokenizers
 
     refuse_lfs_pointer(path)
@@ -147,9 +147,9 @@ def open_file(path):
 def load_tokenizer(name, folder=None):
     """The tokenizer with that name: 'bytes', 'bpe', a name of tiktoken's, or the path of a Hugging Face folder.
 
-    folder: the dataset's, with tokenizer.json for 'bpe'. Without TIKTOKEN_CACHE_DIR, tiktoken's files are kept in
-    `tiktoken` beside it. Raises ValueError for a name that does not exist, with the closest one, and for files that
-    cannot be had offline; FileNotFoundError for a folder without tokenizer.json.
+    folder: the dataset's, which for 'bpe' holds tokenizer.json. Unless TIKTOKEN_CACHE_DIR is set, tiktoken's files are
+    kept in `tiktoken` beside it. Raises ValueError for a name that does not exist, with the closest ones, and for files
+    that are not cached and cannot be fetched; FileNotFoundError for a folder without tokenizer.json.
     """
     if name == 'bytes':
         return ByteTokenizer()
@@ -161,7 +161,7 @@ def load_tokenizer(name, folder=None):
 
 
 def tokenizer_of(dataset_folder):
-    """The tokenizer that a dataset's meta.json names. Raises ValueError when it does not, and as load_tokenizer."""
+    """The tokenizer that a dataset's meta.json names. Raises ValueError if it names none, and as load_tokenizer()."""
     path = Path(dataset_folder) / 'meta.json'
     facts = _read_meta(dataset_folder)[1]
     if facts is None:
@@ -172,8 +172,8 @@ def tokenizer_of(dataset_folder):
 
 
 def tokenizer_of_run(dataset_folder, vocab_size, name=None):
-    """The tokenizer of a model with vocab_size tokens: of the dataset it was trained on, or the one with this name.
-    Raises ValueError, too, where neither is to be had, and for one with more tokens than the model."""
+    """The tokenizer of a model with vocab_size tokens: that of the dataset it was trained on, or the one with this
+    name. Raises ValueError if it cannot be found, or if it has more tokens than the model."""
     if name is not None:
         tokenizer = load_tokenizer(name)
     else:
@@ -189,7 +189,7 @@ def tokenizer_of_run(dataset_folder, vocab_size, name=None):
 
 
 def _read_meta(dataset_folder):
-    """(meta.json of a dataset, what it tells of its tokenizer); ({}, None) where it tells nothing."""
+    """(a dataset's meta.json, what it says about the tokenizer); ({}, None) if it says nothing."""
     path = Path(dataset_folder) / 'meta.json'
     meta = json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
     facts = meta.get('tokenizer') if isinstance(meta, dict) else None
@@ -197,7 +197,7 @@ def _read_meta(dataset_folder):
 
 
 def same_tokenizer(*dataset_folders):
-    """Whether two datasets have the tokens of one tokenizer, as far as they tell."""
+    """Whether datasets have the same tokenizer. A dataset that does not name its tokenizer is ignored."""
     marks = set()
     for folder in dataset_folders:
         facts, file = _read_meta(folder)[1], Path(folder) / 'tokenizer.json'
@@ -206,7 +206,8 @@ def same_tokenizer(*dataset_folders):
 
 
 def as_argument(*dataset_folders):
-    """The --tokenizer that gives other text the tokens of these datasets: of the first that tells."""
+    """The value of --tokenizer for preparing other text with the tokenizer of these datasets: of the first one that
+    names it."""
     for folder in dataset_folders:
         facts = _read_meta(folder)[1]
         if facts and (facts['name'] == 'bpe' or facts.get('eot_text') == END_OF_TEXT):
@@ -217,11 +218,13 @@ def as_argument(*dataset_folders):
 
 
 def check_same_tokenizer(dataset_folder, model_folder):
-    """Raise ValueError when a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
-    Returns lines to beware of: text without the BOS that the tokenizer puts before a text, or with one of its own.
+    """Raise ValueError if a dataset was prepared with another tokenizer than that of a model's Hugging Face folder.
+    Returns warnings: a line if the dataset's documents do not begin with the BOS that the model's tokenizer puts before
+    a text, or begin with another one.
 
-    Versions of transformers write the same tokenizer in other bytes: then the ids of a sample text and of end-of-text
-    are compared. A dataset that does not name its tokenizer is not checked. Raises, too, what load_tokenizer raises.
+    Versions of transformers write the same tokenizer with different bytes, so if the files differ, the ids of a sample
+    text and of end-of-text are compared. A dataset that does not name its tokenizer is not checked. Also raises what
+    load_tokenizer() raises.
     """
     meta, facts = _read_meta(dataset_folder)
     if facts is None:
@@ -229,7 +232,7 @@ def check_same_tokenizer(dataset_folder, model_folder):
     file, eot, bos = _hugging_face_files(model_folder)
     command = f'`python prepare_data.py --dataset=... --tokenizer={model_folder}`'
     notes = []
-    if facts.get('bos_text', []) != bos and not meta.get('masked'):  # before a conversation the template writes it
+    if facts.get('bos_text', []) != bos and not meta.get('masked'):  # in conversations the template writes it
         ours, theirs = (
             f'{" ".join(texts)} before' if texts else 'nothing before' for texts in (facts.get('bos_text'), bos)
         )
@@ -240,7 +243,7 @@ def check_same_tokenizer(dataset_folder, model_folder):
     if facts.get('sha256') == sha256_of(file):
         return notes
     ours, theirs = tokenizer_of(dataset_folder), FileTokenizer(file, eot)
-    added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # a chat template's are among them
+    added = ours.tokenizer.get_added_tokens_decoder() if meta.get('masked') else {}  # with those of chat templates
     moved = [token.content for number, token in added.items() if theirs.tokenizer.token_to_id(token.content) != number]
     if ours.encode(SAMPLE_TEXT) != theirs.encode(SAMPLE_TEXT):
         difference = f'gives other tokens than that of {model_folder}'
@@ -254,8 +257,8 @@ def check_same_tokenizer(dataset_folder, model_folder):
 
 
 def describe(name, vocab_size):
-    """What tells this tokenizer from others before it is loaded or trained, for meta.json. vocab_size: wanted for
-    'bpe'. Raises what load_tokenizer raises for names and folders that do not exist."""
+    """What identifies a tokenizer before it is loaded or trained, for meta.json. vocab_size: how many tokens a 'bpe'
+    should have. Raises what load_tokenizer() raises for names and folders that do not exist."""
     if name == 'bpe':
         if vocab_size < SMALLEST_BPE:
             raise ValueError(f'vocab_size={vocab_size}: a BPE has at least {SMALLEST_BPE} tokens')
@@ -270,7 +273,7 @@ def describe(name, vocab_size):
 
 
 def _hugging_face_files(folder):
-    """(path of tokenizer.json, text of the end-of-text token, texts of those before a text) of a folder."""
+    """(path of tokenizer.json, text of the end-of-text token, texts of the tokens before a text) of a folder."""
     path = Path(folder) / 'tokenizer.json'
     if not path.exists():
         if other := _other_file(folder):
@@ -284,7 +287,7 @@ def _hugging_face_files(folder):
 
 
 def _save_command(folder):
-    """The command that writes the files of a folder's tokenizer anew, as transformers sees it."""
+    """The command that writes the files of a folder's tokenizer again, as transformers understands it."""
     load_and_save = f'T.from_pretrained("{folder}").save_pretrained("{folder}")'
     command = f"`python -c 'from transformers import AutoTokenizer as T; {load_and_save}'`"
     needs_package = (_other_file(folder) or '').endswith('.model')
@@ -292,14 +295,14 @@ def _save_command(folder):
 
 
 def _other_file(folder):
-    """A file that holds a tokenizer in another form than tokenizer.json, where that is not there; else None."""
+    """The name of a file that holds a tokenizer in another format, if there is no tokenizer.json; else None."""
     names = ('tokenizer.json', 'tokenizer.model', 'spiece.model', 'vocab.json', 'vocab.txt')
     found = next((name for name in names if os.path.exists(os.path.join(folder, name))), None)
     return None if found == 'tokenizer.json' else found
 
 
 def _read_settings(path):
-    """The object in a JSON file beside a tokenizer; {} where there is no file. Raises ValueError for a damaged one."""
+    """The object in a JSON file beside a tokenizer; {} if there is no file. Raises ValueError if it is damaged."""
     if not path.exists():
         return {}
     refuse_lfs_pointer(path)
@@ -313,22 +316,22 @@ def _read_settings(path):
 
 
 def _before_text_of(tokenizer):
-    """Texts of the special tokens that a tokenizers.Tokenizer puts before a text. (transformers reads no add_bos_token
-    where there is a tokenizer.json.)"""
+    """The texts of the special tokens that a tokenizers.Tokenizer puts before a text. (If there is a tokenizer.json,
+    transformers ignores add_bos_token.)"""
     tokenizer.no_truncation()
     return _what_stands_before(*(tokenizer.encode('a', add_special_tokens=special).tokens for special in (False, True)))
 
 
 def _what_stands_before(part, whole):
-    """The beginning of a list, up to where this part of it begins."""
+    """The elements of the list `whole` that come before `part`."""
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(part)] == part), 0)]
 
 
 def _end_of_text_of(path):
-    """The text of the end-of-text token, as the files beside tokenizer.json name it; None where they do not."""
+    """The text of the end-of-text token, as the files beside tokenizer.json name it; None if they do not."""
     names = ('tokenizer_config.json', 'special_tokens_map.json', 'generation_config.json', 'config.json')
     contents = [_read_settings(path.with_name(name)) for name in names]
-    if 'added_tokens_decoder' not in contents[0]:  # then the second wins, for transformers, too
+    if 'added_tokens_decoder' not in contents[0]:  # then special_tokens_map.json wins, as in transformers
         contents[:2] = reversed(contents[:2])
     for content in contents:
         token = content.get('eos_token') or content.get('eos_token_id')
@@ -347,8 +350,8 @@ def _end_of_text_of(path):
 
 
 def load_transformers_tokenizer(folder, trust_remote_code=False, check=True):
-    """The tokenizer of a model's folder, of transformers' class. Raises ValueError where there is none, and with check
-    where its ids are not those of tokenizer.json, see check_against_file()."""
+    """transformers' own tokenizer of a model's folder. Raises ValueError if there is none and, with check, if its ids
+    differ from those of tokenizer.json, see check_against_file()."""
     os.environ.setdefault('HF_HUB_OFFLINE', '1')
     import transformers
 
@@ -358,14 +361,14 @@ def load_transformers_tokenizer(folder, trust_remote_code=False, check=True):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         found = tokenizer.encode('a', add_special_tokens=False)
-    except Exception as error:  # its classes and their libraries raise what they like
+    except Exception as error:  # its classes and their libraries raise all kinds of errors
         reason = one_line(error)
         if 'trust_remote_code' in reason:
             reason = 'it comes with its own code: read that, and run it with --trust_remote_code=True'
         elif other := _other_file(folder):
             reason += f'; to read {other} and write tokenizer.json: {_save_command(folder)}'
         raise ValueError(f'{folder}: transformers finds no tokenizer: {reason}') from error
-    if not found:  # of some classes it makes an empty one without files
+    if not found:  # for some classes transformers makes an empty tokenizer if files are missing
         raise ValueError(f'{folder}: transformers finds no tokenizer: copy tokenizer.json there')
     if check:
         check_against_file(tokenizer, folder)
@@ -374,14 +377,14 @@ def load_transformers_tokenizer(folder, trust_remote_code=False, check=True):
 
 def check_against_file(tokenizer, folder):
     """
-    Raise ValueError unless a tokenizer of transformers has the ids of its folder's tokenizer.json.
+    Raise ValueError unless a tokenizer of transformers has the same ids as its folder's tokenizer.json.
 
-    Datasets have those of the file, which is fast. Some classes of transformers replace parts of it: GPT2Tokenizer
-    puts GPT-2's rule for words in place of another one. And tokenizer_config.json may add tokens. Compared are the ids
-    of texts, of what stands before a text, of every added token, and of a conversation.
+    Datasets are encoded with the file, which is fast. But some classes of transformers replace parts of it:
+    GPT2Tokenizer uses GPT-2's rule for words, whatever rule the file has. And tokenizer_config.json may add tokens.
+    Compared are the ids of texts, of the tokens before a text, of every added token, and of a conversation.
     """
     path = Path(folder) / 'tokenizer.json'
-    if not path.exists():  # of a class that reads other files: nothing else here reads them
+    if not path.exists():  # transformers' class reads other files, which nothing else here reads
         return
     file = open_file(path)
     file.no_truncation()
@@ -390,7 +393,7 @@ def check_against_file(tokenizer, folder):
     def ids_of(text):
         try:
             return tokenizer(text, add_special_tokens=False).input_ids
-        except Exception:  # as: unk token not found in the vocabulary
+        except Exception:  # for example because the vocabulary has no unk token
             return None
 
     kind = f'{folder}: {type(tokenizer).__name__} of transformers'
@@ -399,9 +402,9 @@ def check_against_file(tokenizer, folder):
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id != file.token_to_id(eot or ''):
         ends = f'ends texts with {tokenizer.eos_token!r}, the files here with {eot!r}'
         raise ValueError(f'{kind} {ends}: write "eos_token" into {settings}')
-    # Where a rule cuts words shows in those that the vocabulary has, behind a space, an indent and a digit.
+    # Rules that cut words at different places show in words of the vocabulary after a space, an indent and a digit.
     ids = range(0, file.get_vocab_size(), max(1, file.get_vocab_size() // 2000))
-    special = set(tokenizer.all_special_ids)  # they may be special there alone; what looks like one is text here
+    special = set(tokenizer.all_special_ids)  # to the file they may be ordinary text
     words = [file.decode([number]) for number in ids if number not in special]
     known = [between.join(words) for between in (' ', '\n\n    ', '1')]
     for text in (SAMPLE_TEXT, *SAMPLES[:2], *ODD_TEXTS, *known):
@@ -424,7 +427,7 @@ def check_against_file(tokenizer, folder):
     conversation += [{'role': 'assistant', 'content': "It's a number."}]
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False)
-    except Exception:  # there is no template, or it refuses this: that says nothing of ids
+    except Exception:  # there is no template, or it refuses this conversation, so there are no ids to compare
         return
     if ids_of(text) != file.encode(text, add_special_tokens=False).ids:
         raise ValueError(f'{kind} gives a conversation other ids than tokenizer.json: {alike}')
@@ -446,7 +449,8 @@ def _check_tiktoken_name(name):
 
 
 def _load_tiktoken(name, default_cache):
-    """A tiktoken Encoding from the cache, or fetched into it. tiktoken deletes a cached file that fails its sha256."""
+    """A tiktoken Encoding from the cache, into which it is fetched if need be. tiktoken deletes a cached file whose
+    sha256 is wrong."""
     import tiktoken
 
     _check_tiktoken_name(name)
@@ -456,7 +460,7 @@ def _load_tiktoken(name, default_cache):
     before = os.listdir(cache) if os.path.isdir(cache) else []
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except OSError as error:  # requests' errors are OSErrors, too
+    except OSError as error:  # the errors of `requests` are OSErrors as well
         problem = f'its files are not in {cache}'
         deleted = [file for file in before if not os.path.exists(os.path.join(cache, file))]
         if deleted:
@@ -467,14 +471,15 @@ def _load_tiktoken(name, default_cache):
 
 
 def fetch_tokenizer(name, folder):
-    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, else `folder`, and verify them. Returns (the
-    folder, the tokenizer). Raises ValueError when they cannot be fetched, or do not match their sha256."""
+    """Fetch tiktoken's files of a tokenizer into TIKTOKEN_CACHE_DIR, or if that is not set into `folder`, and verify
+    them. Returns (the folder, the tokenizer). Raises ValueError if they cannot be fetched, or do not match their
+    sha256."""
     import tiktoken
 
     if name in ('bytes', 'bpe') or os.path.isdir(name):
         raise ValueError(f'cache_tokenizer={name}: nothing to fetch, this tokenizer needs no files from elsewhere')
     _load_tiktoken(name, folder)
-    tiktoken.registry.ENCODINGS.pop(name)  # read them once more, now from the cache: that compares every sha256
+    tiktoken.registry.ENCODINGS.pop(name)  # read once more, from the cache, which compares every sha256
     return os.environ['TIKTOKEN_CACHE_DIR'], _load_tiktoken(name, folder)
 
 
@@ -482,9 +487,9 @@ def fetch_tokenizer(name, folder):
 
 
 def train_bpe(texts, vocab_size, path, engine='auto'):
-    """Train a byte-level BPE with GPT-2's word pattern on texts, bytes in UTF-8, and write it as tokenizer.json. It
-    depends on the texts and their order alone: engine says what trains it, see engine.merges_of(). A small text may not
-    have enough pairs to merge for vocab_size."""
+    """Train a byte-level BPE with GPT-2's word pattern on texts, bytes in UTF-8, and write it as tokenizer.json. The
+    result depends only on the texts and their order; engine chooses the library that trains it, see engine.merges_of().
+    A small text may not have enough pairs to merge for vocab_size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = list(texts)
@@ -502,7 +507,7 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
         words = dict.fromkeys([END_OF_TEXT, *alphabet, *map(''.join, pairs)])  # two merges may make the same word
         tokenizer = tokenizer_of(models.BPE({word: number for number, word in enumerate(words)}, pairs))
         tokenizer.add_special_tokens([END_OF_TEXT])
-        # gigatoken goes on where all pairs are merged. Then its last word is in no text.
+        # gigatoken continues after all pairs have been merged. If it has, its last word is in no text.
         last, last_word = b''.join(merges[-1]), ''.join(pairs[-1])
         if not any(last in text and last_word in tokenizer.encode(text.decode()).tokens for text in texts):
             merges = None
@@ -515,8 +520,9 @@ def train_bpe(texts, vocab_size, path, engine='auto'):
 
 
 def _load_bpe(path):
-    """What train_bpe wrote, run by tiktoken, which takes a tenth of the time. It merges the neighbours whose union has
-    the lowest id, `tokenizers` the first pair in its list of merges; ids have the order of the list."""
+    """The tokenizer that train_bpe() has written, run by tiktoken, which takes a tenth of the time. tiktoken merges the
+    neighbours whose union has the lowest id, `tokenizers` the first pair in its list of merges. Both do the same, since
+    ids have the order of that list."""
     import tiktoken
 
     if not path.exists():
@@ -530,7 +536,8 @@ def _load_bpe(path):
 
 
 def _byte_of_letter():
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for the letters from U+0100 on."""
+    """{letter: byte} of GPT-2's spelling of bytes: printable ones stand for themselves, and the letters from U+0100 on
+    for the others."""
     printable = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
