@@ -37,7 +37,8 @@ window of data counts twice.
 
 All jobs sum the listed deltas in the listed order, weighted by their steps, on the host in fp32, and take the same
 outer step. So all hold the same bits, however many ranks each has. Each delta and each commit names the digest of the
-outer state that it began from, by which a job notices that its own state differs, and loads a snapshot again.
+outer state that it began from, by which a job notices that its own state differs, and loads a snapshot again. The
+state that most deltas of a round name is the right one: a job with another one does not close the round.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ import os
 import time
 import uuid
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -425,6 +427,9 @@ class Replica:
         while True:
             commit, markers = on_rank_0(self._look)
             if commit is None and markers is not None:
+                state = on_rank_0(self._state_of_most, markers)
+                if state != self.state:  # outvoted: others close this round, and _apply() loads a snapshot
+                    return {'state': state}
                 commit = on_rank_0(self._commit, *self._sum(markers))
             if commit is not None:
                 return commit
@@ -435,6 +440,11 @@ class Replica:
                 patience *= 2
             time.sleep(pause)  # short at first, so that it does not lengthen the round
             pause = min(1.5 * pause, self.watch.pause)
+
+    def _state_of_most(self, markers):
+        """The digest of the outer state from which most deltas of this round began; in a tie, this job's own."""
+        votes = Counter(marker['state'] for marker in markers.values() if marker['pool'] == self.pool)
+        return max(votes, key=lambda state: (votes[state], state == self.state), default=self.state)
 
     def _lacks(self):  # on rank 0
         if (watch := self.watch).enough_at is None:

@@ -137,7 +137,8 @@ def inner_step(tensors, k, step):
 
 
 def play(
-    config, pause=0.0, leave_after=None, die=None, harm=None, deaf=0, wait=None, nan=False, notices=True, skew=0.0
+    config, pause=0.0, leave_after=None, die=None, harm=None, deaf=0, wait=None, nan=False, notices=True, skew=0.0,
+    odd=None
 ):  # fmt: skip
     """
     Be a job of a pool until all is trained; {'state', 'trained': [(round, k, first, steps)], 'rows', 'weights', ...}.
@@ -146,7 +147,8 @@ def play(
     SIGKILL at the n-th write of such a name. harm: (pattern, function of the bytes): what is written instead; of None,
     nothing. deaf: so many answers to writes are lost, after the store has done what was asked. wait: ('write' or
     'read', pattern, function of the store): before the first such call, until that is true. nan: its first round
-    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead.
+    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead. odd: a bit of its outer
+    parameters flips when so many rounds are done.
     """
     import torch.distributed as dist
 
@@ -223,6 +225,9 @@ def play(
         trained.append((replica.ledger.round, k, first, step + 1 - first))
         if is_over:
             rows.append(replica.meet(leaves))
+            if len(rows) == odd:
+                replica.fragment.anchor[3] += 1.0
+                replica.state = replica.digest()
         if leaves:
             break
     replica.leave()

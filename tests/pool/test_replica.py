@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -311,6 +312,24 @@ def test_a_delta_that_cannot_be_used_does_not_count_and_its_data_is_read_again(p
     (rejected,) = commits[0]['rejected']
     assert why in rejected['why'] and len(commits[0]['deltas']) == 1
     assert not any(commit['rejected'] for commit in commits[1:])
+
+
+@pytest.mark.parametrize('others', [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_job_whose_parameters_differ_closes_no_round_of_the_others(pool_of, others):
+    """Also where it is the first to find the round complete: the others wait until it has closed it, or has not."""
+    jobs = pool_of(num_replicas=others + 1, quorum=others + 1)
+    has_decided = partial(is_decided, str(jobs.folder / 'odd' / 'log'))
+    jobs.start('odd', odd=1)
+    for name in 'abc'[:others]:
+        jobs.start(name, wait=('write', 'commits/000001.json', has_decided))
+    commits = check(jobs, jobs.wait())
+    (rejected,) = commits[1]['rejected']
+    assert 'began from another outer state' in rejected['why'] and len(commits[1]['deltas']) == others
+    assert not any(commit['rejected'] for commit in (*commits[:1], *commits[2:]))
+
+
+def is_decided(log, store):
+    return '000001.json' in store.list('commits') or 'are not those of round 1' in Path(log).read_text()
 
 
 def is_closed(store):
