@@ -43,7 +43,7 @@ def waiting(folder):
     """The numbers of the runs in the queue, waiting or running."""
     command = ['squeue', '--noheader', '--array', '--me', f'--name={name_of(folder)}', '--format=%K']
     while (result := subprocess.run(command, capture_output=True, text=True)).returncode:
-        print(f'Slurm does not answer: {result.stderr.strip()}', flush=True)  # busy or restarting, so nothing is known yet
+        print(f'Slurm does not answer: {result.stderr.strip()}', flush=True)  # busy or restarting: ask again
         time.sleep(ASK_S)
     return {int(number) for number in result.stdout.split()}
 

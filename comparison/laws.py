@@ -90,13 +90,13 @@ def nonnegative_least_squares(columns, y):
 
 def resampled(statistic, rows, numbers=1, times=200, share=0.95, seed=0):
     """
-    (low, high): the interval that holds the true value of a statistic with probability `share`, by drawing the runs
-    again, with replacement (bootstrap).
+    (low, high): the interval that contains the true value of a statistic with probability `share`, found by drawing
+    samples of the runs with replacement (bootstrap).
 
-    statistic: function of a list of rows, a number; samples of which it can make nothing, and raises ValueError, do
-    not count. numbers: what it fits to them. The quantiles lie further out than share says, by sqrt(n / (n - numbers))
-    of a normal distribution: those of few runs are too narrow otherwise (arXiv 1411.5279, expanded percentiles).
-    Raises ValueError for too few rows.
+    statistic: function from a list of rows to a number; it raises ValueError for a sample that it cannot use, which
+    then does not count. numbers: how many numbers it fits. With few runs, plain percentiles give too narrow an
+    interval, so they are moved outwards by a factor of sqrt(n / (n - numbers)) in quantiles of the normal distribution
+    (arXiv 1411.5279, expanded percentiles). Raises ValueError for too few rows.
     """
     generator, values = np.random.default_rng(seed), []
     for _ in range(times if len(rows) > numbers else 0):
@@ -112,7 +112,8 @@ def resampled(statistic, rows, numbers=1, times=200, share=0.95, seed=0):
 
 @dataclass
 class Rate:
-    """The best learning rate of a sweep: by the parabola, and of those tried; edge: 'lower', 'upper' or ''."""
+    """The best learning rate of a sweep, by the fitted parabola (`best`) and among those that were run (`tried`). edge:
+    'lower' or 'upper' if `tried` is the smallest or largest rate, else ''."""
 
     best: float
     loss: float
@@ -123,11 +124,11 @@ class Rate:
 
 def fit_rate(rates, losses, around=2):
     """
-    The parabola in log learning rate through the best rate tried and `around` of its neighbours on each side.
+    The Rate from a parabola in log learning rate, fitted to the best rate tried and `around` neighbours on each side.
 
-    Losses of the same rate, of other seeds, are averaged; runs that diverged (nan, inf) count as the worst of all.
-    Where the best is at an edge, or the parabola is not one with a lowest point between its points, best is the best
-    rate tried. Raises ValueError if no run has a loss.
+    Losses of several seeds at the same rate are averaged; runs that diverged (nan, inf) count as the worst of all. If
+    the best rate tried is at an edge, or the parabola has no minimum between the points, `best` is the best rate tried.
+    Raises ValueError if no run has a finite loss.
     """
     losses_by_rate = {}
     for rate, loss in zip(rates, losses, strict=True):
