@@ -33,7 +33,7 @@ class Config:
     dtypes = []  # float32, bfloat16, float16
     accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same
     inner_steps = [10]  # diloco: steps between two exchanges
-    variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}, a further run each
+    variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}: further runs
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
     repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all
     resume_check = False  # also resume each strategy once from the middle, to see whether the losses are the same
@@ -43,7 +43,7 @@ class Config:
     sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
     seeds = [1337]  # the first one searches for the best learning rate, the others run at it
     at_once = 1  # runs of a sweep at the same time, which share the cores
-    coordinates = {}  # axis -> size -> keys: does activation size stay the same, per recipe? docs/sweeps.md
+    coordinates = {}  # axis -> size -> keys: do activations keep their size in each recipe? docs/sweeps.md
     # how to run
     out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
     launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun

@@ -1,14 +1,14 @@
 """
-Score a model on tasks that are files on disk: a checkpoint of any train script, or a Hugging Face model. Works offline.
+Score a checkpoint of any train script, or a Hugging Face model, on tasks that are files on disk. Works offline.
 
     python evaluate.py --out_dir=out/quickstart --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
     python evaluate.py --out_dir=models/Qwen3-0.6B --tasks=tasks/mmlu.jsonl --num_fewshot=5
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out/large --tasks=tasks/piqa.jsonl --shard=torch
     python evaluate.py --help                                    # every key with its default and meaning
 
-A task is a file of JSON lines. Each line is an item, and all lines have one of these forms:
-    {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     is gold likeliest: acc, acc_norm
-    {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   is gold likeliest: acc
+A task is a file of JSON lines. Each line is an item, and all items of a file have the same one of these forms:
+    {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     likeliest choice: acc, acc_norm
+    {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   likeliest context: acc
     {"context": "She opened the", "continuation": "door"}                            acc (greedy), perplexity
     {"text": "A whole document."}                                                    perplexity, bits per byte
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}           acc: is the answer written?

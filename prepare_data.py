@@ -30,9 +30,9 @@ from configurator import configure
 class Config:
     # text
     dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub; fineweb-10BT, -100BT, fineweb-edu-10BT [path]
-    text_field: str | None = None  # a row's text: a field, or '{title}\n{text}'; None = text, or all strings in .jsonl
-    chat: bool | None = None  # rows are conversations, of which the answers are learned; None = the first rows decide
-    chat_fields = []  # if they have other names than the known ones: the list of messages, or QUESTION,ANSWER
+    text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text, or all strings in .jsonl
+    chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
+    chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
     fold_system = False  # put system messages into the user's message, for chat templates that refuse them
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
     source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
@@ -42,7 +42,7 @@ class Config:
     tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2, ...) or a Hugging Face folder [path]
     vocab_size = 2048  # of the BPE that is trained
     val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
-    val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for a text file
+    val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for text files
     seed = 1337  # of the hash that chooses the validation documents
     # files
     name: str | None = None  # of the new dataset; None = made of dataset and tokenizer, such as stdlib-bpe2048
@@ -98,7 +98,7 @@ STATE_FILE = 'unfinished.json'  # where to resume; replaced by meta.json when th
 LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # deleted when a dataset is complete
 SAVE_SECONDS = 10  # between two saved states, so a kill costs about this much work
 UNITS_AHEAD = 64  # 1 MB each: they keep the workers busy for a third of a second while a shard goes to disk
-# Up to this many, documents are chosen for validation with a look at their sizes; of more, chance comes near the share.
+# With up to this many documents, sizes help to choose those for validation; with more, chance comes near val_fraction.
 FEW_DOCUMENTS = 10_000
 BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, which bounds its memory
 

@@ -40,8 +40,8 @@ class Config:
     system: str | None = None  # system message; part of the user's message if the template refuses one
     # sampling
     num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts
-    batch_size = 16  # texts that are written at the same time
-    max_new_tokens = 200  # length of a text; an end-of-text token ends it earlier
+    batch_size = 16  # texts that are generated at the same time
+    max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier
     temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token
     top_k = 0  # draw from the k likeliest tokens only; 0 = all
     top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all
