@@ -94,7 +94,7 @@ def parameters_of_stage(config, model, stage):
         ends.append(model.pos_embed)
     if stage == last:
         ends += [model.final_norm] if config['tie_embeddings'] else [model.final_norm, model.head]
-    blocks = model.blocks[: meshes.blocks_of_stages(config)[stage]]  # as many as these
+    blocks = model.blocks[: meshes.blocks_of_stages(config)[stage]]  # this many; all are alike
     return [*blocks.parameters()], [parameter for module in ends for parameter in module.parameters()]
 
 
