@@ -22,8 +22,8 @@ from model import GPT, ModelConfig
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}  # per number
 FP32 = BYTES['float32']
-# Defaults of DeepSpeed 0.19 for stage 3, in numbers. Parameters up to the first size stay whole; larger ones stay whole
-# if at most the second number of other numbers is used before they are used again.
+# Defaults of DeepSpeed 0.19 for stage 3, in numbers. Parameters up to the first size always stay whole. Larger ones
+# stay whole only if they are needed again before more than the second number of others has been used.
 DEEPSPEED_PERSISTENT, DEEPSPEED_REUSE = 10**5, 10**9
 PARTS_DEPEND_ON = [*ModelConfig.__dataclass_fields__, 'dtype', 'matmul_dtype', 'tensor_parallel', 'expert_parallel']
 known_parts = {}  # see held_model()
