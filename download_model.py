@@ -132,8 +132,7 @@ def weights_among(names, place, way_out):
 
 
 def read_header(path):
-    """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size differs from what its header
-    says."""
+    """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size is not the one in its header."""
     from safetensors import SafetensorError, safe_open
 
     try:

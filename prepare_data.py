@@ -319,8 +319,7 @@ warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # meanwhile
 
 
 def hashes_and_sizes(notes):
-    """Yield (hash, bytes) of each document, or of each stretch of a long one. Of text files only the beginnings are
-    read."""
+    """Yield (hash, bytes) of each document, or of each stretch of a long one. Text files are read at the start only."""
     as_conversation = functools.partial(conversation_of, fields=source.chat_fields) if source.chat else None
     for unit in units_of(source):
         for piece in unit.pieces:

@@ -98,8 +98,7 @@ def measure(keys):
 
 
 def slopes(rows):
-    """{(recipe, axis): {part: d log |activation| / d log size}}, by least squares over sizes and seeds. The ideal is
-    0."""
+    """{(recipe, axis): {part: d log |activation| / d log size}}, by least squares over sizes and seeds. 0 is ideal."""
     found = {}
     for key in dict.fromkeys((row['recipe'], row['axis']) for row in rows):
         own = [row for row in rows if (row['recipe'], row['axis']) == key]

@@ -49,8 +49,7 @@ def waiting(folder):
 
 
 def submit(folder, numbers, config):
-    """Submit an array of the runs with these numbers; returns its job id. Raises ValueError with sbatch's reason if it
-    refuses."""
+    """Submit an array of the runs with these numbers; returns its job id. Raises ValueError if sbatch refuses."""
     command = ['sbatch', '--parsable', *shlex.split('' if config.slurm is True else config.slurm)]
     command += [f'--job-name={name_of(folder)}', f'--array={",".join(map(str, sorted(numbers)))}', 'slurm/compare.sh']
     command += [f'--out_dir={folder.absolute()}', f'--launcher={config.launcher}']

@@ -84,8 +84,7 @@ def reason(rows):
 
 
 def command(row, keys, explicit, cluster):
-    """The command that starts a run with this layout, with the config files and train keys that compare.py was
-    given."""
+    """The command that starts a run with this layout, with the config files and train keys given to compare.py."""
     given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
     files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
     options = [f'--{key}={value}' for key, value in {**given, **row['keys']}.items()]

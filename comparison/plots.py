@@ -58,8 +58,7 @@ def running_mean(values, window):
 
 
 def plot_runs(runs, keys, output):
-    """compare.py --plot: draw the loss of any runs, or given keys. output: the PNG; None = in the runs' common
-    folder."""
+    """compare.py --plot: draw the loss of any runs, or given keys. output: None = in the runs' common folder."""
     runs = [Path(str(run)) for run in runs]
     common = Path(os.path.commonpath([run.absolute() for run in runs]))
     name = f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'

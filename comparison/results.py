@@ -25,11 +25,10 @@ from runtime.files import ROOT, read_json, write_file
 
 WARM_UP = 10  # first steps, not timed: allocations, compilation, new buckets; at most a quarter of the run
 # Runs are comparable if these keys agree: those tagged [result], without two that only set max_iters and learning_rate,
-# which are in here themselves. norm_eps and packed are not keys of a script; they follow from init_from and the
-# dataset.
+# which are in here themselves. norm_eps and packed are no keys of a script; they follow from init_from and the dataset.
 MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items() if 'result' in knob.tags}
 MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
-# With any other value of these keys than the one here, DiLoCo's losses differ from those of the other strategies.
+# With another value of one of these keys than here, DiLoCo's losses are not those of the other strategies.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
@@ -280,8 +279,7 @@ def rounds_of(rows, round_steps):
 
 
 def mean_row(rows):
-    """One row with the mean per step of consecutive rows. A row without time/outer had no exchange, which counts as
-    0."""
+    """One row with the mean per step of consecutive rows. A missing time/outer counts as 0: there was no exchange."""
     if len(rows) == 1:
         return rows[0]
     mean = {'begin': rows[0]['begin'], 'step': rows[-1]['step']}

@@ -110,8 +110,7 @@ def check(config):
 
 
 def axes(strategy, config):
-    """[(ranks, keys, label)] of a strategy for all combinations of its axes. Labels name the axes with several
-    values."""
+    """[(ranks, keys, label)] of a strategy for all combinations of its axes; labels name axes with several values."""
     points = {  # key: (its name in a label, values)
         'nproc': ('{}ranks', [1] if strategy == 'single' else config.nproc),
         'accumulation': ('{}micro', config.accumulations),

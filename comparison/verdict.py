@@ -95,8 +95,7 @@ def megabytes(measured, predicted):
 
 
 def markdown(rows):
-    """A Markdown table of rows {title: cell}, without empty columns, and padded so that it can be read as plain
-    text."""
+    """A Markdown table of rows {title: cell}, without empty columns, padded so that it reads well as plain text."""
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     widths = [max(len(title), *(len(row[title]) for row in rows)) for title in titles]
     lines = [titles, ['-' * width for width in widths], *([row[title] for title in titles] for row in rows)]

@@ -65,8 +65,7 @@ def batches_of(rows, batch_size):
 
 def tensors_of(rows, device, multiple=1):
     """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch, with T padded to a multiple of
-    `multiple`. tree: the attention layout of the rows, or None if no row has branches. places: into the flattened
-    tokens."""
+    `multiple`. tree: the rows' attention layout, or None if no row has branches. places: in the flattened tokens."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):

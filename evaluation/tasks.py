@@ -370,8 +370,7 @@ def prompts_of(task, encoder, window):
 
 def requests_of_core(task, encoder, window):
     """The same by CORE's rules, which put BOS first and compare tokens, not characters. The scored part is what follows
-    the common beginning of the choices, or the common end after the contexts, or what follows the tokens of the
-    context."""
+    the common beginning of the choices, the common end after the contexts, or what follows the context's tokens."""
     requests, pairs = [], [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
     encoded = iter(encoder.encode([context + answer for context, answer in pairs], special=False))
     contexts = [context for context, _ in pairs] if task.form == 'continuation' else []

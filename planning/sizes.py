@@ -110,8 +110,7 @@ def pieces(parameter, shard_size):
 
 
 def count(parameters, shard_size=1):
-    """Numbers on one rank. Every parameter is cut along its first dimension, and the pieces are padded to equal
-    size."""
+    """Numbers on one rank. Every parameter is cut along its first dimension, and the pieces are padded alike."""
     return sum(math.ceil(p.shape[0] / pieces(p, shard_size)) * math.prod(p.shape[1:]) for p in parameters)
 
 

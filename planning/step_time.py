@@ -444,8 +444,7 @@ def tensor_collective(config, cluster, tensor, bytes_per_token):
 
 
 def waits_at_ends(config, cluster, tensor):
-    """Seconds of a micro-step's collectives outside of the layers: two each for embedding and head, one for the
-    loss."""
+    """Seconds of a micro-step's collectives outside the layers: two each for embedding and head, one for the loss."""
     if tensor == 1:
         return 0.0
     collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])

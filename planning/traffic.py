@@ -39,7 +39,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     {'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all': bytes} that one rank sends per optimizer step, and
     their sum 'sent'. With context_parallel there are also 'keys and values', with tensor_parallel 'activations', and
     with expert_parallel 'tokens of experts' for balanced routers (if they are not, some ranks send more, others less).
-    config, model, strategy, ValueError: as for memory_bytes().
+    config, model, strategy and what raises ValueError: as for memory_bytes().
 
     On n ranks, all-gather and reduce-scatter send (n-1)/n of the whole, and all-reduce twice that (rings of NCCL and
     gloo). On a CPU, gloo's own reduce-scatter, which fully_shard uses, is an all-reduce whose result is mostly thrown
