@@ -122,8 +122,7 @@ def rule_counts(run):
 
 
 def fitted_learning_rate(arch, optimizer, non_embedding, lr_rule=32, kappa=0.85):
-    """a * (b + non_embedding)^d; adana-released has adana's fit. Without a fit, raises ValueError that lists those
-    known."""
+    """a * (b + non_embedding)^d; adana-released has adana's fit. If there is no fit, a ValueError lists those known."""
     name = optimizer.removesuffix('-released')
     fit = LEARNING_RATE_FITS.get((arch, lr_rule, name, None)) or LEARNING_RATE_FITS.get((arch, lr_rule, name, kappa))
     if fit is None:
