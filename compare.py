@@ -1,21 +1,21 @@
 """
-Which strategy should I use, and do they agree? Runs the same model, data, seed and steps under each, and shows it.
+Which strategy should I use, and do they agree? Trains the same model, data, seed and steps with each, and compares.
 
-    python compare.py                                                  # all of them on 2 ranks, a small model
+    python compare.py                                                  # all strategies on 2 ranks, with a small model
     python compare.py --strategies=ddp,fsdp,fsdp_manual,deepspeed,diloco --nproc=2 --zero_stages=1,3
-    python compare.py config/gpt2_124m.py --strategies=ddp,fsdp --nproc=8 --max_iters=50   # keys of any train script
-    python compare.py config/compare_smoke.py                          # a comparison as a file: the minutes-long one
+    python compare.py config/gpt2_124m.py --strategies=ddp,fsdp --nproc=8 --max_iters=50   # and keys of train scripts
+    python compare.py config/compare_smoke.py                          # a comparison as a file; takes minutes
     python compare.py --bench config/gpt2_124m.py --strategies=fsdp_manual --nproc=1       # tokens/s, MFU, memory
-    python compare.py --bench_links --nproc=4                          # bandwidth of all-reduces
+    python compare.py --bench_links --nproc=4                          # the bandwidth of all-reduces
     python compare.py --plan config/llama_8b.py --gpus=64 --gpu=h100 --node_gpus=4     # which layout on a cluster?
     python compare.py config/sweep_lr.py                               # which learning rate? docs/sweeps.md; --slurm
-    python compare.py config/coordinate_check.py                       # will it hold for a larger model?
+    python compare.py config/coordinate_check.py                       # does the rate suit larger models?
     python compare.py --plot out/a out/b                               # loss curves of any runs, as a picture
-    python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # and of any other key of metrics.jsonl
+    python compare.py --plot out/a out/b --keys=grad_norm,val_bpb      # or of other keys of metrics.jsonl
 
-Leaves in out_dir: report.html (all of it as one page), table.md (tables and verdict), results.json, pictures, and
-runs/LABEL/repN, each the out_dir of a train script. The same command goes on after an interruption: what is finished
-is not run again.
+In out_dir you find report.html (everything on one page), table.md (tables and verdict), results.json, pictures, and
+runs/LABEL/repN, each the out_dir of a train script. After an interruption the same command continues, without the runs
+that are finished.
 """
 
 import sys
@@ -25,46 +25,46 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    # what is compared; an axis that a strategy does not have is left out of it
-    strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single: train_ddp.py in one process
-    nproc = [2]  # ranks: a number, or several
-    zero_stages = [3]  # of fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3)
-    checkpointing = []  # activation_checkpointing: none, full, selective
+    # the runs of a comparison: all combinations; a strategy leaves out keys that it does not have
+    strategies = ['single', 'ddp', 'fsdp', 'fsdp_manual', 'deepspeed', 'diloco']  # single = train_ddp.py in one process
+    nproc = [2]  # ranks: one number, or several to compare
+    zero_stages = [3]  # for fsdp (2, 3), fsdp_manual and deepspeed (1, 2, 3)
+    checkpointing = []  # values of activation_checkpointing: none, full, selective
     dtypes = []  # float32, bfloat16, float16
-    accumulations = [1]  # micro-steps per rank, on the largest number of ranks; the global batch stays the same
+    accumulations = [1]  # micro-steps per rank at the largest number of ranks; the global batch stays the same
     inner_steps = [10]  # diloco: steps between two exchanges
-    variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., any key of its train script}, runs of their own
+    variants = {}  # in a file: label -> {'strategy': ..., 'nproc': ..., keys of its script}: further runs
     baseline: str | None = None  # label of the run that the others are compared with; None = the first
-    repeats = 3  # how often each run is repeated, in turns: what is slow for a while is slow for all
-    resume_check = False  # resume each strategy once from the middle: are the losses the same?
-    # sweeps and ladders: runs that differ in their keys; docs/sweeps.md
-    sweep = {}  # key -> its values: a run for each combination; of learning_rate the best is found
-    recipes = {}  # label -> keys: what is compared, each with its own best learning rate; the first is the baseline
-    sizes = {}  # label -> keys: the recipes at several sizes; of 3 or more laws are fitted
-    seeds = [1337]  # the first finds the rates; the others run at the best
-    at_once = 1  # runs of a sweep side by side, each with its share of the cores
-    coordinates = {}  # axis -> size -> keys: do activations keep their size? Models of the recipes; docs/sweeps.md
-    # how
-    out_dir: str | None = None  # None = out/compare; with --bench a new folder, out/bench-DATE-TIME [path]
-    launcher: str | None = None  # with {nproc}, as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
-    bench = False  # random tokens, no evaluation, no checkpoints, 30 steps, one micro-step: how fast, how much memory
-    trace = False  # record a step of each run for chrome://tracing
-    gpu_gb = 80.0  # memory of a GPU: what would fit? 0 = do not ask
-    slurm: bool | str = False  # each run of a sweep is a job; or options of sbatch: --slurm='--time=1:00:00'
+    repeats = 3  # repeats of each run, in turns: if the machine is slow for a while, it is slow for all
+    resume_check = False  # also resume each strategy once from the middle, to see whether the losses are the same
+    # sweeps and ladders: docs/sweeps.md
+    sweep = {}  # key -> its values: a run per combination; finds the best learning_rate
+    recipes = {}  # label -> keys: compared at the best learning rate of each; the first is the baseline
+    sizes = {}  # label -> keys: model sizes for each recipe; with 3 or more of them, laws are fitted
+    seeds = [1337]  # the first one searches for the best learning rate, the others run at it
+    at_once = 1  # runs of a sweep at the same time, which share the cores
+    coordinates = {}  # axis -> size -> keys: do activations keep their size in each recipe? docs/sweeps.md
+    # how to run
+    out_dir: str | None = None  # None = out/compare, or with --bench a new folder, out/bench-DATE-TIME [path]
+    launcher: str | None = None  # such as 'taskset -c 0-7 torchrun --nproc_per_node={nproc}'; None = torchrun
+    bench = False  # only speed and memory: random tokens, 30 steps of one micro-step, no evaluation or checkpoint
+    trace = False  # record one step of each run for chrome://tracing
+    gpu_gb = 80.0  # predict which runs fit a GPU with this much memory; 0 = do not
+    slurm: bool | str = False  # run a sweep as jobs; may give options for sbatch: --slurm='--time=1:00:00'
     # other modes
-    write_only = False  # run nothing: write plan.json, and runs.sh with one line per run
-    analyze = False  # run nothing: tables and pictures of what is finished in out_dir
-    element: int | None = None  # what a job of --slurm does: the run of this number in out_dir/jobs.json
-    bench_links = False  # measure all-reduces between all ranks, within nodes and between nodes
-    plan = False  # run nothing: predict every layout that fits a cluster, the fastest first; docs/parallelism.md
-    gpus = 8  # --plan: ranks of the cluster
+    write_only = False  # run nothing: write plan.json, and runs.sh with a line per run
+    analyze = False  # run nothing: make tables and pictures of the finished runs in out_dir
+    element: int | None = None  # used by jobs of --slurm: do the run with this number in out_dir/jobs.json
+    bench_links = False  # measure all-reduces of all ranks, within nodes and between nodes
+    plan = False  # run nothing: predict the layouts that fit a cluster, the fastest first; docs/parallelism.md
+    gpus = 8  # --plan: ranks in the cluster
     node_gpus = 8  # --plan: ranks on each node
-    gpu = 'h100'  # --plan: h100, h200, a100, of which speed and links are assumed; or cpu, with --measured and --links
-    measured = []  # --plan: out_dirs of train_ddp.py in one process, whose speed it takes [path]
-    links: str | None = None  # --plan: the file with measured links; --bench_links writes it [path]
-    cores = 1  # --plan --gpu=cpu: cores of a node, which its ranks share
-    plot = []  # --plot OUT_DIR OUT_DIR ...: draw the loss of these runs, and nothing else [path]
-    keys = []  # --plot: draw these keys of metrics.jsonl in place of the loss, as in --keys=grad_norm,val_bpb
+    gpu = 'h100'  # --plan: h100, h200, a100 (assumed speed and links), or cpu (with --measured and --links)
+    measured = []  # --plan: take the speed of these runs of train_ddp.py in one process: out_dirs [path]
+    links: str | None = None  # --plan: file with measured links, which --bench_links writes [path]
+    cores = 1  # --plan --gpu=cpu: cores of a node, shared by its ranks
+    plot = []  # --plot OUT_DIR OUT_DIR ...: only draw the loss of these runs [path]
+    keys = []  # --plot: draw these keys of metrics.jsonl instead, such as --keys=grad_norm,val_bpb
     output: str | None = None  # the picture that --plot writes; None = loss.png in the folder of the runs [path]
 
 
@@ -97,12 +97,12 @@ from runtime.files import ROOT, read_json
 
 
 def command_of(script, ranks, launcher):
-    """What starts a script on this many ranks, without its keys."""
+    """The command that starts a script on this many ranks, without its keys."""
     if launcher:
         return [*shlex.split(launcher.replace('{nproc}', str(ranks))), os.path.join(ROOT, script)]
     if ranks == 1:
         return [sys.executable, os.path.join(ROOT, script)]
-    # --standalone takes a free port; --local_addr spares it the lookup of this machine's name, which may have none.
+    # --standalone takes a free port. --local_addr avoids a lookup of this machine's name, which may fail.
     torchrun = ['-m', 'torch.distributed.run', '--standalone', '--local_addr=127.0.0.1', f'--nproc_per_node={ranks}']
     return [sys.executable, *torchrun, os.path.join(ROOT, script)]
 
@@ -115,16 +115,17 @@ def command_of_run(folder, entry, repeat, launcher):
 
 
 def environment(ranks):
-    """This process's, with the cores shared out over so many ranks."""
+    """This process's environment, with OMP_NUM_THREADS for this many ranks that share the cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {**os.environ, 'OMP_NUM_THREADS': str(threads), 'PYTHONUNBUFFERED': '1'}
 
 
 def execute(command, console, ranks, watch):
     """
-    The exit code of a command whose output goes to the file `console`; watch() is called every 2 seconds meanwhile.
-    ranks: that share the cores with it, its own included. An interruption, or an error in watch(), ends its whole
-    process group, which has 30 seconds to end well.
+    Run a command, with its output in the file `console`, and return its exit code.
+
+    ranks: how many ranks share the cores, including its own. watch is called every 2 seconds. If it raises, or on an
+    interruption, the command's whole process group is ended; it has 30 seconds to end by itself.
     """
     with open(console, 'a', encoding='utf-8') as output:
         process = subprocess.Popen(
@@ -137,20 +138,20 @@ def execute(command, console, ranks, watch):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(timeout=2)
                 watch()
-        finally:  # an interruption; or ranks that have outlived their launcher
+        finally:  # after an interruption; also ends ranks that outlive their launcher
             try:
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGTERM)
                     process.wait(timeout=30)
-            finally:  # also after a second Ctrl-C
+            finally:  # even after a second Ctrl-C
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
 
 def work_of_others():
-    """Seconds that this machine's cores have spent on anything but this process and the runs that it has waited for."""
-    if not os.path.exists('/proc/stat'):  # not Linux: nothing is known
+    """Core seconds that this machine has spent on anything but this process and the runs that it has waited for."""
+    if not os.path.exists('/proc/stat'):  # not Linux, so it is not known
         return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, Path('/proc/stat').read_text().split()[1:9])
     busy = (user + nice + system + irq + softirq + steal) / os.sysconf('SC_CLK_TCK')
@@ -158,7 +159,8 @@ def work_of_others():
 
 
 def run_one(folder, entry, repeat, launcher, watch=lambda: None, at_once=1):
-    """Run an entry of the plan; '' or the line that says why it failed, which FAILED keeps. watch: as of execute()."""
+    """Run an entry of the plan. Returns '' or the line that says why it failed, which is also in the file FAILED.
+    watch: as for execute()."""
     out = folder_of(folder, entry, repeat)
     if repeat == 'resumed':
         shutil.rmtree(out, ignore_errors=True)
@@ -185,14 +187,14 @@ def run_one(folder, entry, repeat, launcher, watch=lambda: None, at_once=1):
 
 
 def run_all(folder, plan, config):
-    """Run what is not finished yet; whether all of it ended well."""
+    """Do the runs that are not finished yet. Returns whether all of them ended well."""
     queue = run_matrix.queue_of(plan['runs'], config)
     ended = [results.read_run(folder_of(folder, entry, repeat), entry['world_size']) for repeat, entry in queue]
     todo = [one for one, run in zip(queue, ended, strict=True) if not run or run.failure]
     if len(todo) < len(queue):
         print(f'{len(queue) - len(todo)} of {len(queue)} runs are finished: {len(todo)} to go', flush=True)
     failures = []
-    # On a terminal (disable=None) a bar says what runs, and how long all of it will take at the mean speed so far.
+    # On a terminal (disable=None) a bar shows what is running, and the time left at the mean speed so far.
     bar = tqdm(total=len(todo), smoothing=0, disable=None, leave=False, bar_format='{desc}, {remaining} left in all')
     start = time.perf_counter()
     for number, (repeat, entry) in enumerate(todo, start=1):
@@ -224,14 +226,14 @@ def run_all(folder, plan, config):
 
 
 def run_of_sweep(folder, repeat, entry, launcher, at_once=1, interrupted=None):
-    """run_one() that ends a run which has diverged; prints how it ended. interrupted: an Event that ends it, too."""
+    """run_one(), but stop the run if its loss diverges, or if the Event `interrupted` is set; prints how it ended."""
     out = folder_of(folder, entry, repeat)
 
     def watch():
         if interrupted and interrupted.is_set():
             raise KeyboardInterrupt
         with contextlib.suppress(FileNotFoundError, ValueError):  # no row yet
-            steps = read_json(out / 'config.json')['config']['max_iters']  # heads may have decided it
+            steps = read_json(out / 'config.json')['config']['max_iters']  # from there, since `heads` may set it
             if why := sweep.diverged(results.read_rows(out, is_running=True), steps):
                 raise OSError(why)
 
@@ -241,7 +243,8 @@ def run_of_sweep(folder, repeat, entry, launcher, at_once=1, interrupted=None):
 
 
 def run_sweep(folder, groups, config):
-    """Run what is not finished yet of a sweep, at_once runs at a time; whether all ended, well or diverged."""
+    """Do the runs of a sweep that are not finished yet, at_once at a time. Returns whether none failed; a run that
+    diverged has not failed."""
     interrupted, failures = threading.Event(), []
 
     def run(one):
@@ -260,10 +263,10 @@ def run_sweep(folder, groups, config):
 
 
 def do_element(folder, config):
-    """--element: what a job of --slurm does; its exit code."""
+    """What a job of --slurm does (--element); returns the exit code."""
     repeat, entry = jobs.runs_of(folder)[config.element]
     out, keep = folder_of(folder, entry, repeat), entry['overrides'].get('keep_checkpoints', 1)
-    entry['overrides']['keep_checkpoints'] = max(1, keep)  # cut by its time limit, it goes on from there
+    entry['overrides']['keep_checkpoints'] = max(1, keep)  # to resume from if the time limit cuts it
     run = results.read_run(out, entry['world_size'])
     failure = run_of_sweep(folder, repeat, entry, config.launcher) if not run or run.failure else ''
     if not keep and not (out / 'PREEMPTED').exists():
@@ -272,15 +275,15 @@ def do_element(folder, config):
 
 
 def steps_done(out):
-    """Of a run under way: by the last row that it has logged."""
+    """Steps that a run under way has done, by the last row that it logged."""
     try:
         return results.read_rows(out, is_running=True)[-1]['step']
-    except (OSError, ValueError):  # none yet
+    except (OSError, ValueError):  # no row yet
         return 0
 
 
 def halves(folder, entry):
-    """(checkpoint in the middle of the first repeat, where the run that resumes expects it)."""
+    """(path of the checkpoint in the middle of the first repeat, path where the resumed run expects it)."""
     name = f'checkpoints/step_{entry["overrides"]["checkpoint_interval"]:08}'
     return folder_of(folder, entry, 0) / name, folder_of(folder, entry, 'resumed') / name
 
@@ -289,7 +292,8 @@ def halves(folder, entry):
 
 
 def analyse(folder, plan, gpu_gb):
-    """Tables, verdict, results.json and pictures of what is finished; the rows. Raises ValueError if nothing is."""
+    """Make tables, verdict, results.json and pictures of the finished runs; returns the rows. Raises ValueError if no
+    run is finished."""
     runs = results.read_runs(folder, plan)
     if not any(runs.values()):
         raise ValueError(f'{folder}: no run has finished yet: start the comparison without --analyze')
@@ -327,14 +331,15 @@ def analyse(folder, plan, gpu_gb):
 
 
 def analyse_sweep(folder, groups, config):
-    """Tables, laws, sweep.json and pictures of what is finished of a sweep."""
+    """Make tables, laws, sweep.json and pictures of the finished runs of a sweep. Raises ValueError if no run is
+    finished."""
     rows = [sweep.summarise(group, sweep.runs_of(folder, group), config.seeds) for group in groups]
     rows = [row for row in rows if row]
     if not rows:
         raise ValueError(f'{folder}: no run has finished yet: start the sweep without --analyze')
     is_ladder, figures = len(config.sizes) > 1, {}
     said = sweep.facts(rows)
-    if is_ladder:  # what is best at each size stands in the table
+    if is_ladder:  # the best of each size is in the table
         said = sweep.ladder(rows) + [line for line in said if line.startswith('WARNING')]
     text = '\n'.join([verdict.markdown(sweep.cells(rows)), '', *(f'- {line}' for line in said)])
     print(f'\n{text}\n', flush=True)
@@ -351,8 +356,8 @@ def analyse_sweep(folder, groups, config):
 
 
 def figure_of_experts(folder):
-    """{caption: picture} of how evenly experts are loaded, in the first repeat or seed of each run, also of one that
-    has failed; {} without experts."""
+    """{caption: picture} of how evenly experts are loaded, from the first repeat or seed of each run, even if it
+    failed; {} if there are no experts."""
     rows_of = {}
     for path in sorted(folder.glob('runs/*/*')):
         with contextlib.suppress(OSError, ValueError):  # no row yet, or damaged
@@ -366,7 +371,7 @@ def figure_of_experts(folder):
 
 
 def measure_links(config, train_keys):
-    """--bench_links: start benchmarks/links.py on the most ranks of nproc; its exit code."""
+    """--bench_links: run benchmarks/links.py on the largest number of ranks in nproc; returns its exit code."""
     if 'RANK' in os.environ:
         raise ValueError('bench_links starts the ranks itself: under torchrun start benchmarks/links.py')
     run_matrix.check(config)
@@ -382,7 +387,8 @@ def measure_links(config, train_keys):
 
 
 def write_runs(folder, plan, config):
-    """--write_only: runs.sh, one line per run; a line says by itself what is finished, as compare.py sees it."""
+    """--write_only: write runs.sh with a line per run. Each line skips a finished run, and marks a failed one as
+    compare.py does."""
     lines = ['# The runs of a comparison, one a line; then: python compare.py --analyze --out_dir=...', 'set -u']
     lines += ["# OMP_NUM_THREADS: this machine's cores over the ranks; on another one set what that has"]
     queue = run_matrix.queue_of(plan['runs'], config)
@@ -404,7 +410,7 @@ def write_runs(folder, plan, config):
 
 
 def main_of_sweep(folder, config, train_keys, explicit):
-    """Run a sweep or ladder, unless it is to be analysed alone; the exit code."""
+    """Run a sweep or ladder, or with --analyze only analyse it; returns the exit code."""
     groups = sweep.groups_of(config, train_keys, explicit)
     results.keep_plan(folder, {'baseline': None, 'runs': groups}, may_grow=True)
     ended_well = True
@@ -421,7 +427,7 @@ def main_of_sweep(folder, config, train_keys, explicit):
 
 
 def check_coordinates(folder, config, train_keys, explicit):
-    """Train a few steps at each size, in this process; slopes and a picture."""
+    """Train a few steps at each size, in this process, and write the slopes of the activations and a picture."""
     rows = coordinates.measure_all(config, train_keys, explicit)
     text = coordinates.table(rows)
     print(f'\n{text}\n', flush=True)
@@ -434,7 +440,7 @@ def check_coordinates(folder, config, train_keys, explicit):
 
 
 def main(config, train_keys, explicit):
-    """Does what the knobs ask for; the exit code."""
+    """Do what the keys ask for; returns the exit code."""
     if config.plot:
         plots.plot_runs(config.plot, config.keys, config.output)
         return 0
@@ -443,7 +449,7 @@ def main(config, train_keys, explicit):
         if code or not config.plan:
             return code
     if config.plan:
-        from comparison import layout_table  # here, since it imports torch
+        from comparison import layout_table  # here, as it imports torch
 
         print(layout_table.report(config, train_keys, explicit))
         return 0
@@ -489,7 +495,7 @@ def main(config, train_keys, explicit):
 
 if __name__ == '__main__':
     errors.report_errors()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: end the run under way, say how to go on
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: end the run under way, and say how to continue
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
     sys.exit(main(config, _train_keys, explicit))

@@ -1,14 +1,15 @@
 """
-Fetch a model of the Hugging Face hub into a plain folder, or check the one that lies there. Needs no GPU.
+Download a model from the Hugging Face hub into a plain folder, or check such a folder. Needs no GPU.
 
     python download_model.py --model=meta-llama/Llama-3.2-3B-Instruct     # into models/Llama-3.2-3B-Instruct
-    python download_model.py --model=models/Llama-3.2-3B-Instruct         # check that folder; needs no network
+    python download_model.py --model=models/Llama-3.2-3B-Instruct         # check it, without network
     python download_model.py --model=Qwen/Qwen3-0.6B --to=/scratch/qwen --revision=main
 
-Only what training needs is fetched: configuration, tokenizer, licence, safetensors, and Python files of the model's
-own, which nothing runs without trust_remote_code. Killed half-way, the same command goes on where it stopped; later, it
-fetches what is missing or damaged. Every file is compared with the hub's size and hash, and download.json, which keeps
-them, is written last. The weights never come into memory.
+Only what training needs is downloaded: configuration, tokenizer, licence, safetensors, and the Python files of models
+that bring their own code, which nothing runs without trust_remote_code. If the script is killed half-way, the same
+command continues where it stopped; if you run it later, it fetches whatever is missing or damaged. The size and hash of
+every file are compared with the hub's, and kept in download.json, which is written last. The weights are never loaded
+into memory as a whole.
 """
 
 from configurator import configure
@@ -44,16 +45,17 @@ from runtime.files import sha256_of, write_file
 
 report_errors()
 
-RECORD = 'download.json'  # repository, commit, size and sha256 of every file
-UNFINISHED = 'download.unfinished'  # is there, with the repository, while files are being fetched
-SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # one file, or the list of several
-# Beside the weights; in the repository's root only: original/, onnx/ and the like hold the weights a second time.
+RECORD = 'download.json'  # the repository, its commit, and the size and sha256 of every file
+UNFINISHED = 'download.unfinished'  # names the repository and commit while files are being fetched
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'  # the weights in one file, or the index of several
+# What is fetched beside the weights. Only from the repository's root, since folders such as original/ and onnx/ have
+# the weights a second time.
 NEEDED = ['config.json', 'generation_config.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json']
 NEEDED += ['vocab.json', 'vocab.txt', 'merges.txt', 'spiece.model', 'tekken.json', 'chat_template*', 'LICENSE*']
-NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # what a licence refers to; code that only trust_remote_code=True runs
+NEEDED += ['NOTICE*', 'USE_POLICY*', '*.py']  # files that licences refer to; code that only trust_remote_code=True runs
 TOKENIZERS = [{'tokenizer.json'}, {'tokenizer.model'}, {'vocab.json', 'merges.txt'}, {'vocab.txt'}]
-TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # any one of these sets of files will do
-BLOCK_BYTES = 1 << 24  # fetched per request, and what a kill costs at most
+TOKENIZERS += [{'spiece.model'}, {'tekken.json'}]  # a tokenizer is any one of these sets of files
+BLOCK_BYTES = 1 << 24  # fetched per request; a kill loses at most this much
 PICKLES = ('.bin', '.pth', '.pt', '.ckpt')
 DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float64'}  # safetensors' names -> torch's
 
@@ -61,7 +63,7 @@ DTYPES = {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32', 'F64': 'float6
 
 
 def read_json(path):
-    """The object in a JSON file; {} where there is no file. Raises ValueError for anything else."""
+    """The object in a JSON file; {} if there is no file. Raises ValueError for a file that is anything else."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
@@ -74,8 +76,8 @@ def read_json(path):
 
 
 def origin(folder):
-    """{'repo', 'revision'} that a folder was, or is being, downloaded from; {} where that is not known."""
-    for name in (UNFINISHED, RECORD):  # the newer one first
+    """The {'repo', 'revision'} from which a folder was or is being downloaded; {} if they are not known."""
+    for name in (UNFINISHED, RECORD):  # the first is the newer one, if both exist
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, or damaged
             found = json.loads((folder / name).read_text(encoding='utf-8'))
             return {'repo': found['repo'], 'revision': found['revision']}
@@ -83,7 +85,7 @@ def origin(folder):
 
 
 def mend(folder):
-    """The command that brings a damaged folder in order, to end an error message with."""
+    """The end of an error message about a damaged folder: the command that repairs it."""
     known = origin(folder)
     if not known:
         return 'copy it again, or download: `python download_model.py --model=OWNER/NAME --to=NEW_FOLDER`'
@@ -92,12 +94,12 @@ def mend(folder):
 
 
 def progress(what, total, done=0):
-    """A bar over bytes on stderr, where that is a terminal."""
+    """A progress bar in bytes, on stderr, if that is a terminal."""
     return tqdm(desc=what, total=total, initial=done, unit='B', unit_scale=True, disable=None, leave=False)
 
 
 def verified_sha256(path):
-    """The sha256 of a file, with a bar."""
+    """The sha256 of a file, with a progress bar."""
     with progress('verifying', path.stat().st_size) as bar:
         return sha256_of(path, bar)
 
@@ -110,8 +112,8 @@ def in_words(size):
 
 
 def weights_among(names, place, way_out):
-    """SINGLE or INDEX, whichever is among the names of a model's files. Raises ValueError if these are not all there.
-    place: where they lie. way_out: ends the error message."""
+    """SINGLE or INDEX, whichever is among the file names of a model. Raises ValueError if the configuration, the
+    tokenizer or the weights are missing. place: where the files are. way_out: the end of the error message."""
     if 'config.json' not in names and 'adapter_config.json' in names:
         merge = f'AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload().save_pretrained("MERGED")'
         raise ValueError(
@@ -122,7 +124,7 @@ def weights_among(names, place, way_out):
         raise ValueError(f'{place} has no config.json: {way_out}')
     if not any(files <= set(names) for files in TOKENIZERS):
         raise ValueError(f'{place} has no tokenizer ({" or ".join(map(min, TOKENIZERS))}): {way_out}')
-    for name in (SINGLE, INDEX):  # transformers, too, prefers the single file
+    for name in (SINGLE, INDEX):  # in the order in which transformers looks for them
         if name in names:
             return name
     pickles = [f', only {name}, which can run code when it is read' for name in names if name.endswith(PICKLES)]
@@ -130,11 +132,11 @@ def weights_among(names, place, way_out):
 
 
 def read_header(path):
-    """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size is not what its header says."""
+    """{tensor: (shape, dtype)} of a safetensors file. Raises ValueError if its size is not the one in its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework='numpy') as file:  # maps the file, reads the header
+        with safe_open(path, framework='numpy') as file:  # maps the file and reads its header only
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}
     except SafetensorError as error:
@@ -142,8 +144,8 @@ def read_header(path):
 
 
 def check(folder, compare=True):
-    """Raise ValueError unless the folder holds a whole model with its tokenizer; print what it holds.
-    compare: read every file that download.json lists, and compare its sha256."""
+    """Print what model is in the folder. Raises ValueError unless it is complete and has a tokenizer.
+    compare: also read every file that download.json lists, and compare its sha256."""
     names = {path.name for path in folder.iterdir()}
     if UNFINISHED in names:
         raise ValueError(f'{folder}: its download has not finished: {mend(folder)}')
@@ -183,8 +185,8 @@ def check(folder, compare=True):
 
 
 def compare_with_class(folder):
-    """Raise ValueError unless the files have the tensors, by name and shape, of the class that config.json names;
-    returns a line on that. The class is made on the meta device, without memory."""
+    """Compare names and shapes of the tensors with the class that config.json names, made on the meta device, where it
+    takes no memory. Returns a line that says what was found. Raises ValueError if they differ."""
     import torch
 
     from huggingface.files import Weights, tensors_to_load
@@ -202,7 +204,8 @@ def compare_with_class(folder):
     wrong = {
         name: weights.shape(place) for name, place in found.items() if weights.shape(place) != expected[name].shape
     }
-    # Some mixtures store each expert, and compute with all of them in one tensor: as many numbers, under other names.
+    # Some mixtures store each expert by itself, and compute with one tensor of all of them. Their files have as many
+    # numbers as the class needs, but under other names.
     needed, numbers = sum(expected[name].numel() for name in lacking), sum(map(math.prod, map(weights.shape, unused)))
     if numbers < needed:
         wrong |= dict.fromkeys(lacking, f'{numbers:,} of {needed:,} numbers under other names' if unused else 'none')
@@ -220,13 +223,13 @@ def compare_with_class(folder):
 
 @contextlib.contextmanager
 def one_line_errors(repo, folder):
-    """Turn what huggingface_hub, its HTTP library and the disk raise into one line with the way out."""
+    """Turn errors of huggingface_hub, of its HTTP library and of the disk into one line that says what to do."""
     from huggingface_hub import errors
 
     try:
         yield
     except Exception as error:
-        if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, of which it is one
+        if isinstance(error, errors.GatedRepoError):  # first, since it is a kind of RepositoryNotFoundError
             page = f'https://huggingface.co/{repo}'
             line = f'accept the licence on {page}, run `hf auth login` with a token of that account, then this again'
         elif isinstance(error, errors.RepositoryNotFoundError):
@@ -240,35 +243,36 @@ def one_line_errors(repo, folder):
         elif isinstance(error, OSError) and error.errno is not None:  # the disk's, not the network's
             line = f'{folder}: {error.strerror}: make room, or give another folder with --to=FOLDER'
         else:
-            # An HTTP library quotes a header that it finds malformed, and the token is in one.
+            # HTTP libraries quote a malformed header in their message, and the user's token is in a header.
             reason = re.sub(r'Bearer.*', 'Bearer ***', one_line(error))
             line = f'the Hugging Face hub cannot be reached ({reason}): run this on a login node, or where internet is'
         raise ValueError(line) from error
 
 
 def sha256_if_whole(path, listed):
-    """sha256 of the file if it is what the hub lists, by size and hash; else None."""
+    """The file's sha256 if its size and hash are those that the hub lists; otherwise None."""
     if not path.is_file() or path.stat().st_size != listed.size:
         return None
     sha256 = verified_sha256(path)
     if listed.lfs:
         return sha256 if sha256 == listed.lfs.sha256 else None
-    content = path.read_bytes()  # a small file that git keeps itself, under the hash of a header and the content
+    content = path.read_bytes()  # small files are in git itself, whose hash covers a header and the content
     git_hash = hashlib.sha1(b'blob %d\0' % len(content) + content).hexdigest()
     return sha256 if git_hash == listed.blob_id else None
 
 
 def part_of(listed, folder):
-    """Where the file grows. Its hash is in the name, so that no other version of it is continued."""
+    """The path of the file while it downloads. Its hash is in the name, so that a download never continues another
+    version of the file."""
     return folder / f'{listed.rfilename}.{(listed.lfs.sha256 if listed.lfs else listed.blob_id)[:16]}.part'
 
 
 def fetch(repo, commit, listed, folder, bar):
-    """Fetch one file, or the rest of it, and return its sha256. Raises ValueError if it is not what the hub lists."""
+    """Fetch one file, or the rest of it, and return its sha256. Raises ValueError if that is not what the hub lists."""
     from huggingface_hub import HfFileSystem
 
-    # Not hf_hub_download: since huggingface_hub 2 it begins a file anew of which a killed run had fetched a part.
-    # A file of HfFileSystem is read from any position, one request per read.
+    # Since huggingface_hub 2, hf_hub_download starts from the beginning even if a killed run had fetched a part of the
+    # file. A file of HfFileSystem can be read from any position, with one request per read.
     path, part = f'{repo}@{commit}/{listed.rfilename}', part_of(listed, folder)
     with one_line_errors(repo, folder):
         remote = HfFileSystem().open(path, block_size=BLOCK_BYTES, cache_type='none')
@@ -278,7 +282,7 @@ def fetch(repo, commit, listed, folder, bar):
                 file.write(block)
                 bar.update(len(block))
             file.flush()
-            os.fsync(file.fileno())  # a full disk or quota may show only here
+            os.fsync(file.fileno())  # a full disk or quota may raise only here
     sha256 = sha256_if_whole(part, listed)
     if sha256 is None:
         part.unlink()
@@ -289,14 +293,14 @@ def fetch(repo, commit, listed, folder, bar):
 
 
 def download(repo, folder):
-    """Bring the folder to what the hub has at `revision`: fetch what is missing or damaged, then write download.json.
-    Raises ValueError for what the hub or the disk refuses, and for a folder that holds anything else."""
+    """Make the folder equal to what the hub has at `revision`: fetch what is missing or damaged, then write
+    download.json. Raises ValueError if the hub or the disk refuses, and if the folder holds anything else."""
     from huggingface_hub import HfApi
 
     if folder.is_dir() and any(folder.iterdir()) and origin(folder).get('repo') != repo:
         holds = origin(folder).get('repo', 'files that were not downloaded by this script')
         raise ValueError(f'{folder} holds {holds}; it was left as it is: give another folder with --to=FOLDER')
-    with one_line_errors(repo, folder):  # some compute nodes drop packets silently, hence the timeout in seconds
+    with one_line_errors(repo, folder):  # with a timeout (seconds), as some compute nodes drop packets silently
         info = HfApi().model_info(repo, revision=config.revision, files_metadata=True, timeout=30)
         listing = {listed.rfilename: listed for listed in info.siblings}
     names = {weights_among(listing, repo, 'choose another --model')}
@@ -305,7 +309,7 @@ def download(repo, folder):
         folder.mkdir(parents=True, exist_ok=True)
         marker = open(folder / UNFINISHED, 'a', encoding='utf-8')
     try:
-        fcntl.lockf(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two processes would append to the same files
+        fcntl.lockf(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or two processes would append to the same files
     except OSError:
         raise ValueError(f'{folder}: another process is downloading into it: wait for that one') from None
     marker.truncate(0)
@@ -333,7 +337,7 @@ def download(repo, folder):
     with progress('downloading', total, arrived) as bar:
         for listed in missing:
             hashes[listed.rfilename] = fetch(info.id, info.sha, listed, folder, bar)
-    for pattern in ('model*.safetensors', INDEX, '*.part'):  # of another revision: transformers might load them
+    for pattern in ('model*.safetensors', INDEX, '*.part'):  # left by another revision; transformers might load them
         for path in folder.glob(pattern):
             if path.name not in names:
                 path.unlink()
@@ -341,8 +345,8 @@ def download(repo, folder):
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
     record = {'repo': repo, 'revision': info.sha, 'date': date, 'files': files}
     write_file(folder / RECORD, json.dumps(record, indent=1))
-    os.remove(folder / UNFINISHED)  # last: from here on the folder is complete
-    check(folder, compare=False)  # each file has just been compared
+    os.remove(folder / UNFINISHED)  # last: without this file the folder counts as complete
+    check(folder, compare=False)  # each sha256 has just been compared
 
 
 # --- COMMAND ----------------------------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
 """
-What can a model do? Scores of a checkpoint of any script, or of a Hugging Face model, on files of tasks; offline.
+Score a checkpoint of any train script, or a Hugging Face model, on tasks that are files on disk. Works offline.
 
     python evaluate.py --out_dir=out/quickstart --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl
     python evaluate.py --out_dir=models/Qwen3-0.6B --tasks=tasks/mmlu.jsonl --num_fewshot=5
     torchrun --nproc_per_node=8 evaluate.py --out_dir=out/large --tasks=tasks/piqa.jsonl --shard=torch
     python evaluate.py --help                                    # every key with its default and meaning
 
-A task is a file of JSON lines, an item each:
+A task is a file of JSON lines. Each line is an item, and all items of a file have the same one of these forms:
     {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     likeliest choice: acc, acc_norm
     {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   likeliest context: acc
     {"context": "She opened the", "continuation": "door"}                            acc (greedy), perplexity
     {"text": "A whole document."}                                                    perplexity, bits per byte
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}           acc: is the answer written?
-`python prepare_data.py --tasks=hellaswag,gsm8k` makes the well-known ones. The numbers are lm-evaluation-harness's.
+`python prepare_data.py --tasks=hellaswag,gsm8k` makes the files of well-known tasks. The scores are computed by the
+rules of lm-evaluation-harness.
 
-Prints a line per task, scores with their standard errors, and appends it to results.jsonl in out_dir.
+For each task the script prints a line of scores with their standard errors, and appends it to results.jsonl in out_dir.
 """
 
 import json
@@ -27,26 +28,26 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    # what
-    out_dir = 'out/quickstart'  # a run, whichever script trained it; or a Hugging Face folder [path]
-    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
-    tasks = []  # files of tasks: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
-    protocol: Literal['harness', 'core'] = 'harness'  # the rules of lm-evaluation-harness, or of CORE (DCLM)
-    num_fewshot: int | None = None  # examples with their answers before each item; None = what the task says, often 0
-    limit: int | None = None  # only the first so many items of each task
-    apply_chat_template = False  # write items and examples as messages, by the template of a Hugging Face tokenizer
-    results: str | None = None  # append the scores to this file; None = results.jsonl in out_dir [path]
-    samples: str | None = None  # write each item's log-likelihoods, or answer, into this folder: TASK.jsonl [path]
+    # model and tasks
+    out_dir = 'out/quickstart'  # a run of any train script, or a Hugging Face folder [path]
+    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    tasks = []  # files to score: --tasks=tasks/hellaswag.jsonl,tasks/arc_easy.jsonl [path]
+    protocol: Literal['harness', 'core'] = 'harness'  # score by lm-evaluation-harness, or by CORE (DCLM)
+    num_fewshot: int | None = None  # solved examples before each item; None = as many as the task says, often 0
+    limit: int | None = None  # use only this many items of each task, the first ones
+    apply_chat_template = False  # write items and examples as messages, with the tokenizer's chat template
+    results: str | None = None  # file to which the scores are appended; None = results.jsonl in out_dir [path]
+    samples: str | None = None  # folder for TASK.jsonl with each item's log-likelihoods or answer [path]
     # text to tokens
-    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
+    data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
-    block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions for
-    trust_remote_code = False  # run the Python files of a Hugging Face model, where transformers has no class for it
+    block_size: int | None = None  # tokens that the model sees at once; None = as many as it has positions
+    trust_remote_code = False  # run a Hugging Face model's own Python files if transformers has no class for it
     # system
-    batch_size = 32  # requests (choices, windows of a text, or prompts) per rank and forward pass
-    shard: Literal['none', 'torch', 'manual'] = 'none'  # a slice of each weight per rank, for models too large for one
+    batch_size = 32  # choices, windows of a text, or prompts per rank and forward pass
+    shard: Literal['none', 'torch', 'manual'] = 'none'  # shard weights over ranks, for large models
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 if fine-tuned, else bfloat16
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: fp32 if fine-tuned, else bf16 if fast
     timeout_s = 600  # a collective that takes longer is an error
 
 
@@ -81,7 +82,7 @@ begin.join_ranks(config.timeout_s, device)
 
 
 def append_result(row):
-    """Append a row to the results; None only tries whether that is possible."""
+    """Append a row to the results. With None, only check that the file can be written."""
     results = config.results or os.path.join(config.out_dir, 'results.jsonl')
     try:
         with open(results, 'a', encoding='utf-8') as file:
@@ -91,7 +92,7 @@ def append_result(row):
 
 
 # --- MODEL AND TOKENIZER: shapes only, no weights yet -----------------------------------------------------------------
-path, step = None, None  # of a checkpoint
+path, step = None, None  # of the checkpoint, if it is a run
 finetune.refuse_adapter(config.out_dir)
 if os.path.isdir(os.path.join(config.out_dir, 'checkpoints')) or not os.path.exists(f'{config.out_dir}/config.json'):
     path = checkpoint.with_all_ranks(checkpoint.choose_to_read, config.out_dir, config.step)
@@ -113,27 +114,27 @@ else:
         pretrained = finetune.Pretrained(config.out_dir, trust_remote_code=config.trust_remote_code)
     text_tokenizer = load_transformers_tokenizer(pretrained.folder, config.trust_remote_code)
     encoder = in_run.encoder_of(pretrained, text_tokenizer)
-    # Where the configuration names no limit the tokenizer may; 2048 is the harness's for models without any.
+    # If the configuration names no limit, the tokenizer may; 2048 is the harness's default for models without any.
     positions = pretrained.positions or (
         text_tokenizer.model_max_length if text_tokenizer.model_max_length < 1e9 else 2048
     )
-is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA stays apart from what it was trained on
+is_tuned = bool(path and pretrained and not pretrained.lora_rank)  # LoRA's weights are apart from the base's
 if pretrained:
     compute_dtype = rounding.dtype_to_compute(config.dtype, device, pretrained, is_tuned)
 window = config.block_size or positions
 if window > positions:
     raise ValueError(f'block_size={window}: the model has {positions} positions: use --block_size={positions} or less')
 
-processes.on_rank_0(append_result, None)  # before the work is done
+processes.on_rank_0(append_result, None)  # fail now, not after all the work
 
-# --- REQUESTS: of all tasks, so that a mistake in the last one is found now -------------------------------------------
+# --- REQUESTS: read all tasks now, so that a mistake in the last one is found early -----------------------------------
 options = {key: getattr(config, key) for key in ('num_fewshot', 'limit', 'protocol')}
 options['as_chat'] = config.apply_chat_template
 evaluated = in_run.Evaluation(config.tasks, encoder, window, pretrained, config.batch_size, device, **options)
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 with torch.device('meta'):
-    if is_native:  # it sees as many tokens as its folder says, not as few as the run has seen
+    if is_native:  # with as many positions as its folder says, which may be more than the run used
         raw_model = GPT(replace(native.model_config_of(pretrained), block_size=window), compute_dtype)
     elif pretrained:
         raw_model = finetune.for_training(pretrained, compute_dtype, device)
@@ -152,18 +153,18 @@ elif config.shard == 'torch':
 else:
     model = raw_model
 raw_model.to_empty(device=device)
-if not path or state.get('base'):  # LoRA's checkpoints leave out what it does not train
-    finetune.load(raw_model, pretrained)  # every rank reads the rows that it keeps
+if not path or state.get('base'):  # a LoRA checkpoint has only what was trained
+    finetune.load(raw_model, pretrained)  # each rank reads only the rows that it keeps
 if path:
     checkpoint.load(path, raw_model)
 rounded_away = None
-if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # model.py has other names than the folder
+if is_tuned and not is_native and (rank == 0 or config.shard != 'none'):  # with native, names differ from the folder's
     rounded_away = rounding.line_before_casting(
         raw_model, state, config.dtype, compute_dtype, is_sharded=config.shard != 'none'
     )
 if config.shard == 'none':
-    for parameter in raw_model.parameters():  # once, not at every use; RoPE's frequencies, buffers, stay fp32
-        if parameter.is_floating_point():  # not the bytes of nf4
+    for parameter in raw_model.parameters():  # cast once, not at every use; buffers (RoPE's frequencies) stay fp32
+        if parameter.is_floating_point():  # nf4 is stored as bytes, which stay
             parameter.data = parameter.data.to(compute_dtype)
 parameters = raw_model.parameter_counts()['total']
 
@@ -183,7 +184,7 @@ if pretrained and pretrained.frozen_rounding != 'float32':
 
 # --- EVALUATE ---------------------------------------------------------------------------------------------------------
 def write_samples(task, found):
-    """Each item's log-likelihoods, or what the model has written, in the order of the task's file."""
+    """Write each item's log-likelihoods, or the model's answer, in the order of the task's file."""
     os.makedirs(config.samples, exist_ok=True)
     with open(os.path.join(config.samples, f'{task.name}.jsonl'), 'w', encoding='utf-8') as file:
         for item, item_results in zip(task.items, found, strict=True):
@@ -196,7 +197,7 @@ def write_samples(task, found):
             file.write(json.dumps(row) + '\n')
 
 
-centered = []  # scores of CORE's protocol
+centered = []  # one score per task, with protocol=core
 for file, (task, numbers, line, found) in zip(config.tasks, evaluated.run(model, bars=True), strict=True):
     say(line)
     centered += [numbers['centered']] if config.protocol == 'core' else []

@@ -1,17 +1,18 @@
 """
-Turn a checkpoint of any train script into a folder that `transformers` loads, with equal logits.
+Turn a checkpoint of any train script into a folder that `transformers` loads, with the same logits.
 
     python export_model.py --out_dir=out/quickstart --to=models/my-llama
     python -c "from transformers import pipeline; print(pipeline('text-generation', 'models/my-llama')('def '))"
-    python export_model.py --out_dir=out/my_lora --to=models/my-adapter --adapter    # what LoRA has trained alone
+    python export_model.py --out_dir=out/my_lora --to=models/my-adapter --adapter    # only what LoRA trained
 
-A fine-tuned model (--init_from) stays what it was: its class, its config.json, and every other file of its folder. LoRA
-is merged into the weights, or else written alone, as `peft` loads it.
-Of models from scratch, gpt2, llama and qwen3 (also with experts) become the classes of that name. What transformers has
-no class for (enoki, gpt2 with bias=False, ...) is exported with modeling_gpt.py and model.py beside the weights, and
-loads with trust_remote_code=True.
-The folder is loaded again before it gets its name: weights, logits and the tokens of a text must be those of here.
-It takes memory for two copies of the fp32 weights, and for three of a model from scratch.
+A fine-tuned model (--init_from) keeps its class, its config.json and every other file of its folder. LoRA is merged
+into the weights, or with --adapter written by itself in the format of `peft`.
+Of the models from scratch, gpt2, llama and qwen3 (also with experts) become transformers' classes of that name. For the
+others (enoki, gpt2 with bias=False, ...) transformers has no class: they are exported with modeling_gpt.py and model.py
+beside the weights, and load with trust_remote_code=True.
+The script writes into a temporary folder, loads that again, compares weights, logits and the tokens of a text with its
+own, and only then gives it its name. It needs memory for two copies of the fp32 weights, or three if the model was
+trained from scratch.
 """
 
 import json
@@ -27,13 +28,13 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     out_dir = 'out/quickstart'  # the run whose model is exported [path]
-    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
+    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
     to: str | None = None  # the folder to write; None = models/ and the name of out_dir [path]
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 unless bfloat16 keeps what moved
-    adapter = False  # write the trained LoRA alone, in peft's format; False = the whole model, with LoRA merged into it
-    max_shard_size = '5GB'  # larger weights are split into files of this size and an index
-    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
-    trust_remote_code = False  # run the Python files of a fine-tuned model, where transformers has no class for it
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32, or bfloat16 if little is lost
+    adapter = False  # write only the trained LoRA, in peft's format; False = the whole model with LoRA merged into it
+    max_shard_size = '5GB'  # if the weights are larger, they are split into files of this size, with an index
+    data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
+    trust_remote_code = False  # run a fine-tuned model's own Python files if transformers has no class for it
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,13 +57,13 @@ CUSTOM_CODE = ('huggingface/modeling_gpt.py', 'model.py')
 
 
 def foreign_format(folder):
-    """What lies in this folder that is no run of these scripts, in words; None if nothing is recognised."""
+    """In words, what a folder holds in place of a run of these scripts; None if it is nothing that is known here."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if any(name == 'zero_to_fp32.py' or name.startswith(('global_step', 'mp_rank_')) for name in names):
         return 'a DeepSpeed checkpoint (its own zero_to_fp32.py makes plain weights of it)'
     if '.metadata' in names and 'manifest.json' not in names or 'pytorch_model_fsdp_0' in names:
         return "another trainer's FSDP checkpoint (python -m torch.distributed.checkpoint.format_utils dcp_to_torch)"
-    if 'config.json' in names and 'checkpoints' not in names:  # runs have one, too
+    if 'config.json' in names and 'checkpoints' not in names:  # a run has a config.json, too
         return 'a transformers model already'
     return None
 
@@ -82,19 +83,19 @@ if state['config'].get('native'):
     weights = native.weights_for_transformers(weights, state)
 if config.adapter and not model_facts.get('lora_rank'):
     raise ValueError(f'adapter=True: {config.out_dir} was trained without LoRA (lora_rank=0); leave --adapter out')
-if config.adapter and state['config'].get('lora_residual'):  # a key of earlier versions, which moved frozen weights
+if config.adapter and state['config'].get('lora_residual'):  # a key of earlier versions that changed frozen weights
     raise ValueError(
         f'adapter=True: {config.out_dir} has other weights than init_from (lora_residual); leave --adapter out'
     )
 
 # --- MODEL ------------------------------------------------------------------------------------------------------------
 transformers = finetune.transformers_offline()
-transformers.logging.set_verbosity_error()  # what has to be said is said here
+transformers.logging.set_verbosity_error()  # this script prints what the user has to know
 transformers.logging.disable_progress_bar()
 
 
 def change_dtype(model, to):
-    """Store weights as from_pretrained would: what its class keeps in fp32 stays, and so do RoPE's frequencies."""
+    """Cast the weights as from_pretrained would: what the class keeps in fp32 stays, and so do RoPE's frequencies."""
     kept = set() if to == torch.float32 else set(getattr(model, '_keep_in_fp32_modules_strict', None) or ())
     if to == torch.float16:
         kept |= set(getattr(model, '_keep_in_fp32_modules', None) or ())
@@ -105,13 +106,13 @@ def change_dtype(model, to):
 
 
 def choose_dtype():
-    """The dtype to write, by name; prints how much of a fine-tuned model's training outlives the rounding to it."""
+    """The name of the dtype to write; prints how much of what fine-tuning changed survives rounding to it."""
     is_auto = config.dtype == 'auto'
     stored = str(pretrained.config.dtype).removeprefix('torch.') if is_fine_tuned else 'float32'
     wanted = stored if is_auto else config.dtype
     if wanted not in ('bfloat16', 'float16') or config.adapter or not is_fine_tuned:
-        # An adapter's own numbers are rounded by a 500th of themselves, not by as much as they have moved; nor does
-        # what began with random weights owe anything to a difference.
+        # Rounding can lose a change that is small beside its weight. An adapter's numbers are the change itself, and
+        # rounding alters them by a 500th of themselves; and weights that began at random have no small change to lose.
         return 'float32' if is_auto else config.dtype
     seen = finetune.seen_in_training(pretrained)
     counts = rounding.count(model, rounding.base_of(state), getattr(torch, wanted), seen)
@@ -132,7 +133,7 @@ def choose_dtype():
 
 @torch.no_grad()
 def logits_of(model):
-    """(2, T, vocab_size), of the same tokens always."""
+    """Logits (2, T, vocab_size), always of the same tokens."""
     logits = model(some_tokens)
     return logits if isinstance(logits, torch.Tensor) else logits.logits
 
@@ -147,7 +148,7 @@ else:
     with torch.device('meta'):
         model = GPT(model_config).eval()
     model.to_empty(device='cpu')
-    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint holds tied weights once
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint has tied weights once only
     model.load_state_dict(weights)
 if not config.adapter:
     weights = None
@@ -174,7 +175,7 @@ if config.adapter:
     expected_logits = logits_of(model)
 else:
     change_dtype(model, getattr(torch, config.dtype))
-    change_dtype(model, torch.float32)  # the rounded numbers, but computed with in fp32
+    change_dtype(model, torch.float32)  # back to fp32 to compute with, keeping the rounded values
     expected_logits = logits_of(model)
     change_dtype(model, getattr(torch, config.dtype))
 
@@ -182,7 +183,7 @@ else:
 
 
 def find_tokenizer(dataset_folder):
-    """The run's tokenizer; or None, and the reason is printed."""
+    """The run's tokenizer; if there is none to export, print why and return None."""
     try:
         ours = tokenizer_of(dataset_folder)
         if ours.vocab_size > model_config.vocab_size:
@@ -193,7 +194,7 @@ def find_tokenizer(dataset_folder):
 
 
 def exported_weights():
-    """{name: tensor} as transformers names them: views of the model's, as far as the layout allows."""
+    """{name: tensor} under transformers' names; views of the model's tensors where the layout allows it."""
     weights = model.state_dict()
     if is_fine_tuned:
         return weights
@@ -203,9 +204,9 @@ def exported_weights():
 
 
 def write_native(folder, tokenizer):
-    """Write config.json, generation_config.json, the weights, and the code where transformers has no class."""
+    """Write config.json, generation_config.json and the weights, and also the code if transformers has no class."""
     eot = tokenizer and tokenizer.eot
-    bos = tokenizer.bos[-1] if tokenizer and tokenizer.bos else eot  # eot also starts a document
+    bos = tokenizer.bos[-1] if tokenizer and tokenizer.bos else eot  # a document's eot also starts the next one
     generation = {'bos_token_id': bos, 'eos_token_id': eot, 'pad_token_id': eot}
     if convert.is_in_transformers(model_config):
         their_config = convert.config_to_transformers(model_config)
@@ -217,11 +218,11 @@ def write_native(folder, tokenizer):
         files.write_file(os.path.join(folder, 'config.json'), json.dumps(keys))
         their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
         generation['use_cache'] = False
-    # No pad_token_id in here: the embedding would give this token, which is eot, no gradient.
+    # No pad_token_id here: it would be eot, and transformers' embedding gives the padding token no gradient.
     their_config.bos_token_id, their_config.eos_token_id = bos, eot
     with torch.device('meta'):
         theirs = transformers.AutoModelForCausalLM.from_config(their_config, trust_remote_code=True)
-    copies = {name: tensor.clone() for name, tensor in exported_weights().items()}  # safetensors takes no views
+    copies = {name: tensor.clone() for name, tensor in exported_weights().items()}  # safetensors refuses views
     theirs.load_state_dict(copies, assign=True)
     theirs.tie_weights()
     theirs.generation_config = transformers.GenerationConfig(**generation)
@@ -229,23 +230,23 @@ def write_native(folder, tokenizer):
 
 
 def write_fine_tuned(folder):
-    """Write config.json and the weights, and copy what else the model's folder held: tokenizer, licence, code, ..."""
+    """Write config.json and the weights, and copy the folder's other files: tokenizer, licence, code, ..."""
     if os.path.exists(os.path.join(pretrained.folder, 'generation_config.json')):
-        model.generation_config = transformers.GenerationConfig()  # in its place: save_pretrained refuses some models'
+        model.generation_config = transformers.GenerationConfig()  # save_pretrained refuses some models' own
     model.save_pretrained(folder, max_shard_size=config.max_shard_size)
     options = {'ignore': shutil.ignore_patterns('config.json'), 'copy_function': shutil.copyfile}
     shutil.copytree(pretrained.folder, folder, dirs_exist_ok=True, **options)
 
 
 def peft_name(name):
-    """What peft calls a tensor of the adapter."""
+    """The name that peft has for a tensor of the adapter."""
     return f'base_model.model.{name}' + ('.weight' if lora.is_lora(name) else '')
 
 
 def write_adapter(folder):
-    """Write adapter_config.json and adapter_model.safetensors, as peft names things."""
+    """Write adapter_config.json and adapter_model.safetensors with peft's names."""
     modules = {name.removesuffix('.lora_A') for name in adapter if name.endswith('.lora_A')}
-    ends = {name.rpartition('.')[2] for name in modules}  # peft looks for what ends so ...
+    ends = {name.rpartition('.')[2] for name in modules}  # peft finds modules by how their names end ...
     meant = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in ends}
     if pretrained.yarn or pretrained.rope_theta:
         positions = {key: getattr(pretrained.config, key) for key in ('rope_parameters', 'max_position_embeddings')}
@@ -260,16 +261,16 @@ def write_adapter(folder):
         'lora_dropout': state['config'].get('lora_dropout', 0.0),
         'use_rslora': pretrained.lora_rslora,
         'modules_to_save': in_full or None,
-        'target_modules': sorted(ends if meant == modules else modules),  # ... or is called so
+        'target_modules': sorted(ends if meant == modules else modules),  # ... or by full name
         'fan_in_fan_out': any(lora.is_conv1d(model.get_submodule(name)) for name in modules),
     }
     files.write_file(os.path.join(folder, 'adapter_config.json'), json.dumps(keys, indent=2))
-    tensors = {peft_name(name): tensor.clone() for name, tensor in adapter.items()}  # safetensors takes nothing tied
+    tensors = {peft_name(name): tensor.clone() for name, tensor in adapter.items()}  # safetensors refuses tied tensors
     save_file(tensors, os.path.join(folder, 'adapter_model.safetensors'), {'format': 'pt'})
 
 
 def write_tokenizer(ours, dataset_folder, folder):
-    """Write tokenizer.json and tokenizer_config.json, if they do what ours does; else print a line."""
+    """Write tokenizer.json and tokenizer_config.json if transformers then gives the same tokens; else print a line."""
     import tokenizers
 
     if isinstance(ours, TiktokenTokenizer) and ours.name != 'bpe':  # tiktoken's own names
@@ -279,7 +280,7 @@ def write_tokenizer(ours, dataset_folder, folder):
         fast = convert.byte_level_bpe({bytes([byte]): byte for byte in range(256)}, {END_OF_TEXT: ours.eot})
     else:
         fast = tokenizers.Tokenizer.from_file(os.path.join(dataset_folder, 'tokenizer.json'))
-    # Before a text stands what the model saw there, and where that was eot alone, nothing.
+    # Before a text put the BOS that the model saw in training; if it saw only eot there, put nothing.
     eot, bos = fast.id_to_token(ours.eot), [fast.id_to_token(token) for token in ours.bos]
     pieces = list(zip(bos, ours.bos, strict=True))
     fast.post_processor = tokenizers.processors.TemplateProcessing([*bos, '$A'], [*bos, '$A', '$B'], pieces)
@@ -298,7 +299,7 @@ def write_tokenizer(ours, dataset_folder, folder):
 
 
 def write_older_names(folder):
-    """Have config.json and tokenizer_config.json read by what is older than transformers 5, too."""
+    """Add the names to config.json and tokenizer_config.json that programs older than transformers 5 read."""
     for name, rename in (
         ('config.json', convert.with_older_names),
         ('tokenizer_config.json', convert.tokenizer_with_older_names),
@@ -311,8 +312,8 @@ def write_older_names(folder):
 
 
 def check_model(folder):
-    """Load the folder as a user would, and compare. Raises RuntimeError for other weights or logits."""
-    # The code of a model from scratch is ours.
+    """Load the folder as a user would. Raises RuntimeError if weights or logits are not those that were written."""
+    # Code in the folder of a model from scratch is our own, so it is trusted.
     options = {'dtype': 'auto', 'trust_remote_code': config.trust_remote_code or not is_fine_tuned}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     loaded = theirs.state_dict()
@@ -321,12 +322,13 @@ def check_model(folder):
             raise RuntimeError(f'{name} in {folder} is not what was written')
     change_dtype(theirs, torch.float32)
     if finetune.has_uneven_experts(theirs):
-        theirs.set_experts_implementation('eager')  # one after the other, as its user will have to
+        theirs.set_experts_implementation('eager')  # one expert after the other, as a user has to, too
     compare_logits(theirs.eval())
 
 
 def check_adapter(folder):
-    """Read what was written, and have peft put it on the model it was trained for, where peft is installed."""
+    """Read what was written and, if peft is installed, let it load the adapter onto the model it was trained for.
+    Raises RuntimeError if weights or logits differ."""
     written = load_file(os.path.join(folder, 'adapter_model.safetensors'))
     for name, tensor in adapter.items():
         if not torch.equal(written[peft_name(name)], tensor):
@@ -338,13 +340,13 @@ def check_adapter(folder):
         return
     base = finetune.for_inference(pretrained, {name: tensor for name, tensor in weights.items() if name not in adapter})
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore', FutureWarning)  # of transformers, for peft
+        warnings.simplefilter('ignore', FutureWarning)  # transformers warns about what peft calls
         theirs = peft.PeftModel.from_pretrained(base, folder)
     compare_logits(theirs.eval())
 
 
 def compare_logits(theirs):
-    """Raise RuntimeError unless a model that was loaded again has the logits of the one that was written."""
+    """Raise RuntimeError unless the model that was loaded again has the logits of the model that was written."""
     largest, difference = expected_logits.abs().max(), (logits_of(theirs) - expected_logits).abs().max()
     if not difference <= 1e-4 * largest:
         raise RuntimeError(f'logits of {unfinished} differ by up to {difference:.2g} of {largest:.2g}')
@@ -355,9 +357,9 @@ def compare_logits(theirs):
         print(f'the rounding to {config.dtype} moved them by up to {moved:.1e}')
 
 
-unfinished = f'{config.to}.tmp'  # only a whole and checked folder gets the name
+unfinished = f'{config.to}.tmp'  # a folder gets its final name only when it is complete and checked
 try:
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by an export that was killed
     os.makedirs(unfinished)
     if config.adapter:
         write_adapter(unfinished)
@@ -376,7 +378,7 @@ try:
         write_older_names(unfinished)
         check_model(unfinished)
     readable = os.path.join(unfinished, 'adapter_config.json' if config.adapter else 'config.json')
-    for name in os.listdir(unfinished):  # safetensors keeps its files from everybody else
+    for name in os.listdir(unfinished):  # safetensors writes files that only their owner can read
         shutil.copymode(readable, os.path.join(unfinished, name))
     files.rename_durably(unfinished, config.to)
 except BaseException as error:

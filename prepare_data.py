@@ -4,19 +4,21 @@ Turn text into token shards: data/NAME/train_000000.bin, ..., val_000000.bin, me
     python prepare_data.py                                           # the standard library, with a BPE trained on it
     python prepare_data.py --dataset=input.txt --tokenizer=bytes     # one file: its end is the validation split
     python prepare_data.py --dataset=my_texts/ --tokenizer=gpt2      # any tree of .txt, .json(l), .csv, .yaml, .parquet
-    python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune a model: its tokenizer
+    python prepare_data.py --dataset=my_texts/ --tokenizer=models/Llama-3.2-3B    # to fine-tune that model
     python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Qwen3-0.6B    # instruction data: rows of messages
     python prepare_data.py --dataset=fineweb-10BT --tokenizer=gpt2   # streamed from the Hugging Face hub
     python prepare_data.py --dataset=fineweb-10BT --download_only    # on a login node, for a later run without network
     python prepare_data.py --cache_tokenizer=gpt2                    # the same for a tokenizer's files
-    python prepare_data.py --verify=NAME                             # are the files as they were written?
+    python prepare_data.py --verify=NAME                             # are the files still as they were written?
 
-Conversations are rows with `messages` or `conversations` (ShareGPT), or with a question and an answer as `prompt` and
-`completion`, `instruction` and `output` (Alpaca), `question` and `answer`; --chat_fields names others. The tokenizer's
-chat template writes them, and the loss counts on the assistant's tokens only: they are marked in train_000000.mask.
-At the end one example of what was written is printed, with what is learned of it.
+A row is a conversation if it has `messages` or `conversations` (ShareGPT), or a question and its answer in `prompt` and
+`completion`, in `instruction` and `output` (Alpaca), or in `question` and `answer`. --chat_fields names other fields.
+The tokenizer's chat template turns a conversation into text. Only the assistant's tokens count in the loss, and files
+such as train_000000.mask mark them. At the end the script prints the first document or conversation as it was written,
+and marks the part that a model learns.
 
-This process reads and writes, num_proc others tokenize. Killed half-way, the same command goes on, to the same bytes.
+One process reads and writes, and num_proc others tokenize. If the script is killed half-way, the same command continues
+from there, and the files come out the same to the byte.
 """
 
 from typing import Literal
@@ -27,33 +29,33 @@ from configurator import configure
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
     # text
-    dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub, fineweb-10BT, -100BT, fineweb-edu-10BT [path]
-    text_field: str | None = None  # field of the text in rows, or '{title}\n{text}'; None = text, or all of .jsonl rows
-    chat: bool | None = None  # rows are conversations, for their answers to be learned; None = if the first rows are
-    chat_fields = []  # their fields, where they are none of the known ones: a list of messages, or QUESTION,ANSWER
-    fold_system = False  # for chat templates that refuse system messages: write them into the user's message
+    dataset = 'stdlib'  # or a file, a folder, OWNER/NAME on the hub; fineweb-10BT, -100BT, fineweb-edu-10BT [path]
+    text_field: str | None = None  # field, or '{title}\n{text}', of a row's text; None = text, or all strings in .jsonl
+    chat: bool | None = None  # rows are conversations, and their answers are learned; None = the first rows decide
+    chat_fields = []  # fields of other conversations than those above: the list of messages, or QUESTION,ANSWER
+    fold_system = False  # put system messages into the user's message, for chat templates that refuse them
     source_config: str | None = None  # configuration of a hub dataset; None = its only one
-    source_split = 'train'  # the split that is read, of a hub dataset or a folder saved by save_to_disk
-    dedup = False  # leave out documents that are the same as one before, to the byte
-    max_tokens: int | None = None  # stop when the train split has so many; None = read everything
+    source_split = 'train'  # the split to read, of a hub dataset or of a folder written by save_to_disk
+    dedup = False  # drop a document that equals an earlier one to the byte
+    max_tokens: int | None = None  # stop when the train split has this many; None = read everything
     # tokens
-    tokenizer = 'bpe'  # bpe (trained on the text), bytes, tiktoken's names (gpt2, ...), a Hugging Face folder [path]
-    vocab_size = 2048  # of the trained BPE
+    tokenizer = 'bpe'  # bpe (trained on the text), bytes, a tiktoken name (gpt2, ...) or a Hugging Face folder [path]
+    vocab_size = 2048  # of the BPE that is trained
     val_fraction: float | None = None  # share of the validation split; None = 0.1 of stdlib or a text file, else 0.01
-    val_rule: Literal['hash', 'tail'] | None = None  # documents by a hash, or the end of a text file; None = what fits
+    val_rule: Literal['hash', 'tail'] | None = None  # documents by hash, or a file's end; None = tail for text files
     seed = 1337  # of the hash that chooses the validation documents
     # files
-    name: str | None = None  # of the dataset; None = from dataset and tokenizer: stdlib-bpe2048
+    name: str | None = None  # of the new dataset; None = made of dataset and tokenizer, such as stdlib-bpe2048
     data_dir = 'data'  # where datasets live [path]
     shard_tokens = 100_000_000  # tokens per shard: 200 MB for vocabularies up to 65,536
     # system
     num_proc: int | None = None  # processes that tokenize; None = one per core
-    engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken where its tokens are those of tiktoken, tokenizers
-    download_only = False  # fetch the files of a hub dataset into data_dir/hub, and stop
-    tasks = []  # make files of these tasks for evaluate.py in tasks/, and stop: hellaswag,mmlu, or gsm8k=FILE_OR_FOLDER
-    cache_tokenizer: str | None = None  # fetch this tokenizer into TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
-    verify: str | None = None  # compare this dataset's files with the sha256 in its meta.json, and stop [path]
-    peek: str | None = None  # print some windows of a dataset or mixture as a run reads them, and stop
+    engine: Literal['auto', 'reference'] = 'auto'  # auto: gigatoken, which is faster, where it gives the same tokens
+    download_only = False  # download a hub dataset into data_dir/hub, and stop
+    tasks = []  # write tasks for evaluate.py to tasks/, and stop: hellaswag,mmlu, or gsm8k=FILE_OR_FOLDER
+    cache_tokenizer: str | None = None  # download this tokenizer to TIKTOKEN_CACHE_DIR or data_dir/tiktoken, and stop
+    verify: str | None = None  # check this dataset's files against the sha256 in its meta.json, and stop [path]
+    peek: str | None = None  # print some windows of a dataset or mixture as a training run would read them, and stop
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,12 +94,13 @@ from text.tokenizer import describe, fetch_tokenizer, load_tokenizer, train_bpe
 
 errors.report_errors(lambda: 'lower num_proc')
 
-STATE_FILE = 'unfinished.json'  # lies in the dataset's folder until meta.json does
-LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # what a complete dataset does not need
-SAVE_SECONDS = 10  # the work that a kill can cost
-UNITS_AHEAD = 64  # of a MB: they keep the workers busy for a third of a second, while a shard goes to disk
-FEW_DOCUMENTS = 10_000  # of so few, sizes have a say in which are for validation; of more, chance comes near the share
-BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, so that memory stays bounded
+STATE_FILE = 'unfinished.json'  # where to resume; replaced by meta.json when the dataset is complete
+LEFTOVERS = (STATE_FILE, '*.partial', '*.tmp')  # deleted when a dataset is complete
+SAVE_SECONDS = 10  # between two saved states, so a kill costs about this much work
+UNITS_AHEAD = 64  # 1 MB each: they keep the workers busy for a third of a second while a shard goes to disk
+# With up to this many documents, sizes help to choose those for validation; with more, chance comes near val_fraction.
+FEW_DOCUMENTS = 10_000
+BPE_SAMPLE_BYTES = 1 << 26  # a BPE is trained on the first 64 MB of the train split, which bounds its memory
 
 # --- ERRANDS ----------------------------------------------------------------------------------------------------------
 hub_folder = Path(config.data_dir) / 'hub'
@@ -115,11 +118,11 @@ if config.download_only:
     sys.exit()
 if config.verify:
     named = Path(config.data_dir) / config.verify
-    folder = named if named.exists() else Path(config.verify)  # NAME, or the folder as it was printed
+    folder = named if named.exists() else Path(config.verify)  # either NAME or the folder, as the script prints it
     print(f'{folder}: {verify(folder)} files, sha256 as in meta.json')
     sys.exit()
 if config.peek:
-    import data  # and torch
+    import data  # only here, because it imports torch
 
     data.peek(config.peek, config.data_dir)
     sys.exit()
@@ -131,14 +134,15 @@ if config.dataset == 'synthetic':
 config.num_proc = len(os.sched_getaffinity(0)) if config.num_proc is None else config.num_proc
 if config.num_proc < 1:
     raise ValueError(f'num_proc={config.num_proc}: expected 1 or more')
-# Forked now, while this process is small and has no threads: torch and pyarrow come later, the workers need neither.
+# Fork now, while this process is small and has no threads. It imports torch and pyarrow later; workers need neither.
 workers = ProcessPoolExecutor(config.num_proc, multiprocessing.get_context('fork'), encoding.start_worker)
 atexit.register(workers.shutdown)
 workers.submit(os.getpid).result()
 
 
 def encoded_units(units, rules):
-    """(unit, what encode_unit returns) for every unit, in order; so many are under way that none waits for the disk."""
+    """Yield (unit, what encode_unit returns) for every unit, in order. Enough units are in flight that no worker has to
+    wait while a shard is written."""
     under_way = collections.deque()
     try:
         for unit in units:
@@ -148,7 +152,7 @@ def encoded_units(units, rules):
                 yield unit, future.result()
         for unit, future in under_way:
             yield unit, future.result()
-    except OSError as error:  # a file that is gone, or has become shorter
+    except OSError as error:  # a file that was deleted or cut while it was read
         raise OSError(str(error)) from error
     except Mismatch as mismatch:
         print(f'{mismatch}: starting over without it', flush=True)
@@ -175,7 +179,7 @@ if 'vocab_size' in explicit and config.tokenizer != 'bpe':
     raise ValueError(f'vocab_size={config.vocab_size} is for --tokenizer=bpe, {config.tokenizer} has its own')
 tokenizer_facts = describe(config.tokenizer, config.vocab_size)
 
-if config.text_field and '{' in config.text_field:  # a template; shells hand on \n as two characters
+if config.text_field and '{' in config.text_field:  # a template; a shell passes \n as two characters
     config.text_field = config.text_field.replace('\\n', '\n')
 if config.chat_fields and config.chat is False:
     raise ValueError(f'chat=False reads text, and chat_fields={",".join(config.chat_fields)} conversations: choose one')
@@ -200,7 +204,7 @@ if source.chat and (config.dedup or config.max_tokens):
 if config.fold_system and not source.chat:
     raise ValueError(f'fold_system=True is for conversations, dataset={config.dataset} holds none: leave it out')
 if source.chat:
-    tokenizer_facts.pop('bos_text', None)  # the template writes it, or not
+    tokenizer_facts.pop('bos_text', None)  # whether there is a BOS is up to the chat template
 facts = source.description
 size = f'{facts["files"]:,} files, {facts["bytes"]:,} bytes' if 'files' in facts else f'revision {facts["revision"]}'
 print(f'{facts["name"]}: {size}, sha256 {facts["sha256"]}')
@@ -221,11 +225,11 @@ if config.name is None:
 if not re.fullmatch(r'\w[\w.-]*', config.name):
     raise ValueError(f'name={config.name!r}: expected letters, digits, and . _ - behind the first; it names a folder')
 folder = Path(config.data_dir) / config.name
-settings = {  # what decides the tokens
+settings = {  # everything that decides which tokens are written
     'source': facts['sha256'],
     'tokenizer': tokenizer_facts,
-    'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: no conversations
-    'fold_system': config.fold_system or None,  # as in datasets made before there was this key
+    'chat_template': chat_template and hashlib.sha256(chat_template.encode()).hexdigest(),  # None: text
+    'fold_system': config.fold_system or None,  # not False: older datasets lack this setting
 }
 settings |= {key: vars(config)[key] for key in ('text_field', 'val_rule', 'val_fraction', 'seed', 'shard_tokens')}
 settings |= {key: vars(config)[key] for key in ('dedup', 'max_tokens', 'chat_fields') if vars(config)[key]}
@@ -236,7 +240,7 @@ def refuse(state_of_folder):
 
 
 def refuse_other_settings(found, how_far):
-    """Raise ValueError where a meta.json or state is of another source, or was made with other settings."""
+    """Raise ValueError if a meta.json or a saved state has another source or other settings than this command."""
     differences = [key for key in {**found['settings'], **settings} if found['settings'].get(key) != settings.get(key)]
     if 'source' in differences:
         theirs, ours = (f'{about["name"]} (sha256 {about["sha256"][:12]})' for about in (found['source'], facts))
@@ -251,7 +255,7 @@ def write_json(path, content):
 
 
 def refuse_rows(notes):
-    """Raise ValueError where no row is left."""
+    """Raise the ValueError for a source of which no row can be used, with the reasons."""
     reasons = left_out_of(notes)
     problem = f'{facts["name"]}: all {reasons.total():,} rows are left out: {in_words(reasons)}'
     if source.chat:
@@ -294,28 +298,28 @@ if was_there:
             refuse_other_settings(found, 'half made')
             state, is_resumed = found, True
             print(f'{folder}: going on behind the first {tokens_written:,} tokens')
-        else:  # killed before the first tokens counted: start over
+        else:  # killed before any tokens were saved: start over
             delete('*.bin', '*.mask', '*.partial')
     elif any(path.suffix in ('.bin', '.npy') for path in folder.iterdir()):
         refuse('holds token files that this script has not written')
 
 
 def warm_up_workers():
-    """Have all workers load the tokenizer; returns futures of what encodes."""
+    """Have all workers load the tokenizer. Returns their futures; the result says what encodes, None for chats."""
     arguments = (config.tokenizer, folder, source.chat, config.engine)
     return [workers.submit(encoding.warm_up, *arguments) for _ in range(config.num_proc)]
 
 
 comparison = None
-if 'sha256' in tokenizer_facts:  # first, for it takes the memory of torch, and gigatoken watches how a worker grows
+if 'sha256' in tokenizer_facts:  # first: importing torch makes a worker larger, and gigatoken watches its size
     comparison = workers.submit(encoding.compare_with_transformers, config.tokenizer)
-warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # while this process reads
+warm_ups = None if config.tokenizer == 'bpe' else warm_up_workers()  # meanwhile this process reads
 
 # --- VALIDATION SPLIT -------------------------------------------------------------------------------------------------
 
 
 def hashes_and_sizes(notes):
-    """(hash, bytes) of each document, of a long one for each stretch. Of text files only the heads are read."""
+    """Yield (hash, bytes) of each document, or of each stretch of a long one. Text files are read at the start only."""
     as_conversation = functools.partial(conversation_of, fields=source.chat_fields) if source.chat else None
     for unit in units_of(source):
         for piece in unit.pieces:
@@ -327,9 +331,9 @@ def hashes_and_sizes(notes):
 
 
 def choose_val_hashes():
-    """(first, end): validation documents are those with a hash from `first` on and below `end`.
+    """(first, end): documents whose hash is at least `first` and below `end` are for validation.
 
-    Of a small corpus as encoding.choose_by_size() says, else (0, val_fraction * 2^64)."""
+    For a small corpus encoding.choose_by_size() chooses the range; otherwise it is (0, val_fraction * 2^64)."""
     end = int(config.val_fraction * 2**64)
     lowest, highest = 2**64, -1
     sizes, notes = collections.Counter(), collections.Counter()  # sizes: {hash: bytes}
@@ -365,10 +369,10 @@ else:
 
 
 def bpe_sample():
-    """Texts of the train split, from its beginning, up to BPE_SAMPLE_BYTES."""
+    """Yield the first BPE_SAMPLE_BYTES of the train split, text by text."""
     left = BPE_SAMPLE_BYTES
     for piece in itertools.chain.from_iterable(unit.pieces for unit in units_of(source)):
-        # The workers count the notes.
+        # The notes are thrown away here, since the workers count them.
         for document in documents_of(piece, config.text_field, collections.Counter(), any_row=config.chat is False):
             if encoding.split_of(piece, document, config.seed, val_hashes) == 'train':
                 yield from cut_up(document, encoding.STRETCH_BYTES)
@@ -378,10 +382,10 @@ def bpe_sample():
 
 
 if config.tokenizer != 'bpe':
-    encoder = load_tokenizer(config.tokenizer, folder)  # may fail: before anything is written
+    encoder = load_tokenizer(config.tokenizer, folder)  # if this fails, nothing has been written yet
     if source.chat:
         try:
-            warm_ups[0].result()  # likewise
+            warm_ups[0].result()  # the same
         except ValueError as error:
             raise ValueError(str(error)) from error
 if comparison:
@@ -403,7 +407,7 @@ if not is_resumed:
         print(f'training a BPE of {config.vocab_size:,} tokens on the first {BPE_SAMPLE_BYTES >> 20} MB to train on')
         train_bpe(bpe_sample(), config.vocab_size, folder / 'tokenizer.json', config.engine)
     elif 'sha256' in tokenizer_facts:
-        # sample.py needs it, wherever the dataset is copied to
+        # a copy, since sample.py needs it wherever the dataset is moved
         shutil.copyfile(Path(config.tokenizer) / 'tokenizer.json', folder / 'tokenizer.json')
 if config.tokenizer == 'bpe':
     encoder = load_tokenizer(config.tokenizer, folder)
@@ -417,7 +421,7 @@ if not source.chat:
 
 
 def save_state():
-    """Write down where the same command would go on."""
+    """Save the position from which the same command would continue."""
     for split, writer in writers.items():
         writer.sync()
         state['splits'][split] = writer.totals
@@ -467,7 +471,7 @@ if reasons and not any(writer.totals['tokens'] for writer in writers.values()):
     refuse_rows(notes)
 for split, writer in writers.items():
     if writer.totals['tokens'] == 0:
-        delete('*.bin', '*.mask', '*.partial', STATE_FILE)  # the mending takes other settings
+        delete('*.bin', '*.mask', '*.partial', STATE_FILE)  # to be made again with other settings
         why = f' (left out: {in_words(reasons)})' if reasons else ''
         raise ValueError(
             f'{facts["name"]} left no text for split {split!r}{why}: more text, or another --val_fraction (0: none)'
@@ -493,7 +497,7 @@ meta = {
     'source': {**facts, 'left_out': source.skipped[:100], 'notes': dict(sorted(notes.items())[:100])},
     'settings': settings,
 }
-write_json(folder / 'meta.json', meta)  # last: with it, the dataset is complete
+write_json(folder / 'meta.json', meta)  # written last: a dataset is complete if it has one
 delete(*LEFTOVERS)
 for note, count in sorted(notes.items())[:10]:
     print(f'{note} ({count:,})')

@@ -1,17 +1,18 @@
 """
-Write text with a trained model: of a run's newest checkpoint, whichever script saved it, or of a Hugging Face folder.
+Write text with a trained model: the newest checkpoint of a run of any train script, or a Hugging Face folder.
 
     python sample.py --out_dir=out/quickstart --prompt="def "
     python sample.py --out_dir=out/quickstart --prompt=FILE:notes.txt --num_samples=1 --temperature=0
-    python sample.py --model=models/my-llama --prompt="def "         # what export_model.py wrote, or the hub's
+    python sample.py --model=models/my-llama --prompt="def "         # written by export_model.py, or from the hub
     python sample.py --out_dir=out/sft_chat                          # a conversation in the terminal
     python sample.py --out_dir=out/sft_chat --prompt="What is a shard?" --system="Be brief." --temperature=0
     python sample.py --out_dir=out/sft_chat --prompts=questions.jsonl --batch_size=32 > answers.jsonl
     python sample.py --help                                          # every key with its default and meaning
 
-A model that was fine-tuned on conversations answers: the prompt is a user's message in the template of its tokenizer,
-and stdout has the answer alone. Any other model goes on from the prompt; --chat asks one of a folder as a message.
-Without a prompt a model that answers takes messages from the terminal, or from a pipe, and remembers what was said.
+A run that was fine-tuned on conversations gives answers: the prompt becomes a user's message in its tokenizer's chat
+template, and only the answer goes to stdout. Any other model continues the prompt, unless it has a chat template and
+--chat makes the prompt a message. If the model gives answers and there is no prompt, messages come from the terminal or
+from a pipe, and the model remembers the conversation.
 """
 
 import json
@@ -25,29 +26,29 @@ from configurator import configure
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
 class Config:
-    # what writes
-    out_dir = 'out/quickstart'  # the run whose model writes [path]
-    step: int | str | None = None  # take the checkpoint of this step, or the 'best' (keep_best); None = the newest
-    model: str | None = None  # in place of a run: a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
-    data_dir: str | None = None  # where the run's dataset, and its tokenizer, lies; None = where the run had it [path]
+    # model
+    out_dir = 'out/quickstart'  # the run whose model is sampled [path]
+    step: int | str | None = None  # the checkpoint of this step, or the 'best' one (keep_best); None = the newest
+    model: str | None = None  # instead of a run: a Hugging Face folder, or OWNER/NAME in the hub's local cache [path]
+    data_dir: str | None = None  # data_dir with the run's dataset and its tokenizer; None = the run's own [path]
     tokenizer: str | None = None  # 'bytes', a tiktoken name or a Hugging Face folder; None = the dataset's own [path]
-    trust_remote_code = False  # run the Python files of a model, where transformers has no class for it
-    # what is asked
-    prompt = ''  # the text to go on from; 'FILE:path' reads it from a file; '' = the start of a document
-    prompts: str | None = None  # a .jsonl file, {"prompt", "system"} or {"messages"} a line; "answer" is added [path]
-    chat: bool | None = None  # the prompt is a message to answer; None = where the model has learned conversations
-    system: str | None = None  # the system message before it; begins the prompt where the template refuses one
-    # how
-    num_samples: int | None = None  # texts a prompt, drawn independently; None = 3, or 1 with chat or prompts
-    batch_size = 16  # texts at once
-    max_new_tokens = 200  # length of each; an end-of-text token ends it earlier
-    temperature = 0.8  # below 1 prefers what is likely, above 1 flattens; 0 = always the likeliest token
+    trust_remote_code = False  # run a model's own Python files if transformers has no class for it
+    # prompt
+    prompt = ''  # the text to continue; 'FILE:path' reads it from a file; '' = the start of a document
+    prompts: str | None = None  # .jsonl with {"prompt", "system"} or {"messages"} per line; adds "answer" [path]
+    chat: bool | None = None  # the prompt is a message to answer; None = if the run has learned conversations
+    system: str | None = None  # system message; part of the user's message if the template refuses one
+    # sampling
+    num_samples: int | None = None  # texts per prompt, drawn independently; None = 3, or 1 with chat or prompts
+    batch_size = 16  # texts that are generated at the same time
+    max_new_tokens = 200  # the most tokens of a text; an end-of-text token ends it earlier
+    temperature = 0.8  # below 1 favours likely tokens, above 1 evens them out; 0 = always the likeliest token
     top_k = 0  # draw from the k likeliest tokens only; 0 = all
-    top_p = 0.95  # draw from the likeliest tokens that together have this probability; 0 = all
-    seed = 1337  # the same seed draws the same text: each sample of each prompt has random numbers of its own
-    show_ids = False  # also the ids of prompt and answer: on stderr, or with prompts as "prompt_ids" and "answer_ids"
+    top_p = 0.95  # draw from the fewest likeliest tokens that together have this probability; 0 = all
+    seed = 1337  # the same seed gives the same text, since each sample of a prompt has its own random numbers
+    show_ids = False  # also print token ids: on stderr, or with prompts as "prompt_ids" and "answer_ids"
     device = 'auto'  # 'auto', 'cpu', 'cuda', 'cuda:1'
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: float32 if fine-tuned, else bfloat16
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: fp32 if fine-tuned, else bf16 if fast
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,15 +66,15 @@ from text.tokenizer import load_transformers_tokenizer, tokenizer_of_run
 errors.report_errors(lambda: 'lower batch_size')
 config.device = processes.choose_device(config.device, local_rank=0)
 compute_dtype = processes.choose_dtype(config.dtype, config.device)
-torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN makes a plan for every new length, that is for every token
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would plan anew for every length, so for every token
 
 
 def say(line):
-    """Notes go to stderr: stdout holds the text alone."""
+    """Print a note to stderr, so that stdout has nothing but the text."""
     print(line, file=sys.stderr, flush=True)
 
 
-# --- WHAT IS ASKED ----------------------------------------------------------------------------------------------------
+# --- PROMPTS ----------------------------------------------------------------------------------------------------------
 for key in ('out_dir', 'step', 'data_dir', 'tokenizer'):
     if config.model is not None and key in explicit:
         raise ValueError(f'model and {key} are both given: --model=FOLDER is no run; leave one out')
@@ -90,14 +91,14 @@ if config.prompt.startswith('FILE:'):
         config.prompt = file.read()
 rows = [{'prompt': config.prompt}] if config.prompts is None else prompts.read_rows(config.prompts)
 
-# --- MODEL AND TOKENIZER: what they are; no weights yet ---------------------------------------------------------------
-path, model_config, pretrained = None, None, None  # of a checkpoint; of model.py's GPT; of a model of transformers
+# --- MODEL AND TOKENIZER: without weights yet -------------------------------------------------------------------------
+path, model_config, pretrained = None, None, None  # a GPT of model.py has the second, transformers' the third
 if config.model is not None:
     folder = files.find_folder(config.model, key='model')
     if os.path.isdir(os.path.join(folder, 'checkpoints')):
         raise ValueError(f'model={config.model} is a run, not a Hugging Face folder: give it as --out_dir')
     finetune.refuse_adapter(folder)
-    files.Weights(folder, key='model')  # there are some
+    files.Weights(folder, key='model')  # raises if there are no weights
     run, model_config = {}, convert.config_of_export(folder)
     pretrained = None if model_config else finetune.Pretrained(folder, trust_remote_code=config.trust_remote_code)
 else:
@@ -121,16 +122,16 @@ else:
     text_config = pretrained and pretrained.config.get_text_config()
     language = prompts.TransformersLanguage(text_tokenizer, folder, getattr(text_config, 'eos_token_id', None))
 vocab_size = pretrained.vocab_size if pretrained else model_config.vocab_size
-positions = pretrained and pretrained.positions or math.inf  # model.py's goes on from the latest half
+positions = pretrained and pretrained.positions or math.inf  # a GPT of model.py never runs out: it drops the older half
 
-# --- WHAT IS ASKED, AS IDS --------------------------------------------------------------------------------------------
+# --- PROMPTS AS IDS ---------------------------------------------------------------------------------------------------
 if config.chat and not language.has_template:
     why = f'the tokenizer in {folder} has no chat template'
     if model_config and path:
         why = 'the model was trained from scratch, on text alone'
     raise ValueError(f'chat=True: {why}: leave --chat out')
 if config.chat is None:
-    config.chat = bool(run.get('packed') and language.has_template)  # it has learned conversations
+    config.chat = bool(run.get('packed') and language.has_template)  # the run has learned conversations
 if config.chat:
     language.stop_tokens += language.end_of_answer()
 elif config.system is not None or any('prompt' not in row or 'system' in row for row in rows):
@@ -169,9 +170,9 @@ else:
     with torch.device('meta'):
         model = GPT(model_config, compute_dtype)
     model.to_empty(device=config.device)
-    weights.setdefault('head.weight', weights['embed.weight'])  # tied weights are held once
+    weights.setdefault('head.weight', weights['embed.weight'])  # a checkpoint has tied weights once only
     model.load_state_dict(weights)
-    model.to(compute_dtype).eval()  # each token uses every weight: cast once, not at every use
+    model.to(compute_dtype).eval()  # every token uses every weight, so cast once
 del weights
 parameters = sum(parameter.numel() for parameter in model.parameters())
 arch = pretrained.arch if pretrained else model_config.arch
@@ -182,12 +183,12 @@ how = {'temperature': config.temperature, 'top_k': config.top_k, 'top_p': config
 
 
 def random_numbers(number, sample=0):
-    """Those of a sample of a prompt, whatever else is in its batch."""
+    """The generator of one sample of one prompt, which does not depend on what else is in the batch."""
     return generator_of(config.seed, f'prompt {number}, sample {sample}')
 
 
 def write(number, sample, new):
-    """Print a text, or a line of JSON; new: the ids behind a prompt."""
+    """Print one text, or one line of JSON. new: the ids that follow the prompt."""
     prompt, text = asked[number], language.text_of(asked[number], new)
     if config.prompts is not None:
         ids = {'prompt_ids': prompt.ids, 'answer_ids': new} if config.show_ids else {}

@@ -1,1 +1,1 @@
-"""What compare.py needs: results of runs, what they say, and pictures of them."""
+"""The parts of compare.py: which runs to do, what they measured, what follows from that, and pictures."""

@@ -4,8 +4,8 @@ The coordinate check: do activations keep their size as the model gets wider or 
     rows = measure_all(config, train_keys, explicit)
     print(table(rows))
 
-Where they do after a few steps at one learning rate, that rate suits all sizes. For each recipe, axis and size of
-`coordinates` and seed a model is made and trained here, in this process, by model.py and optim.py as train_ddp.py does.
+If they do, after a few steps at the same learning rate, that rate suits all sizes. For each recipe, each axis and size
+in `coordinates` and each seed, a model is trained in this process with model.py and optim.py, as in train_ddp.py.
 """
 
 import itertools
@@ -24,7 +24,7 @@ PARTS = ('embedding', 'attention', 'mlp', 'residual', 'logits')
 
 def measure_all(config, train_keys, explicit):
     """
-    [{'recipe', 'axis', 'size', 'seed', and of each part the mean |activation|}]. Prints a line for each model.
+    [{'recipe', 'axis', 'size', 'seed', part: mean |activation|, ...}], a row for each model. Prints a line for each.
     Raises ValueError for keys that no run could have.
     """
     run_matrix.check(config)
@@ -55,8 +55,8 @@ def measure_all(config, train_keys, explicit):
 
 
 def measure(keys):
-    """{part: mean |activation| after max_iters steps} of one model. keys: of train_ddp.py, all of them."""
-    import torch  # here, since --help must be quick
+    """{part: mean |activation| after max_iters steps} of one model. keys: all keys of train_ddp.py."""
+    import torch  # here, so that --help is quick
 
     import data
     import optim
@@ -98,7 +98,7 @@ def measure(keys):
 
 
 def slopes(rows):
-    """{(recipe, axis): {part: d log |activation| / d log size}}, by least squares over sizes and seeds; 0 is meant."""
+    """{(recipe, axis): {part: d log |activation| / d log size}}, by least squares over sizes and seeds. 0 is ideal."""
     found = {}
     for key in dict.fromkeys((row['recipe'], row['axis']) for row in rows):
         own = [row for row in rows if (row['recipe'], row['axis']) == key]

@@ -1,10 +1,11 @@
 """
-A sweep whose runs are jobs of Slurm (compare.py --slurm): each element of an array does the run of its number.
+A sweep whose runs are Slurm jobs (compare.py --slurm). Element i of a job array does the run with number i.
 
-    jobs.run_sweep(folder, groups, config)    # submit what is known to go, collect what has ended, until all is through
+    jobs.run_sweep(folder, groups, config)    # submit runs that are known, collect those that ended, until all are done
 
-folder/jobs.json gives each run a number that it keeps. What is under way the queue itself tells, by the name that all
-jobs of a folder have: so a compare.py that is started again, also one that died within sbatch, submits nothing twice.
+folder/jobs.json gives each run a number that never changes. Which runs are under way is known from the queue, because
+all jobs of a folder have the same name. So if compare.py is started again, even after it died during sbatch, it submits
+no run twice.
 """
 
 import hashlib
@@ -17,21 +18,21 @@ import time
 from comparison import results, sweep
 from runtime.files import ROOT, read_json
 
-ASK_S = 30  # seconds between two questions to Slurm, unless a run has ended
+ASK_S = 30  # seconds between two looks at Slurm's queue, or less if a run ends
 
 
 def name_of(folder):
-    """The name that the jobs of a folder have, and no others."""
+    """The name of all jobs of a folder, and of no others."""
     return f'compare-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:10]}'
 
 
 def runs_of(folder):
-    """[[repeat, entry]] in the order of their numbers."""
+    """[[repeat, entry]] of all runs that have a number, in that order."""
     return read_json(folder / 'jobs.json') if (folder / 'jobs.json').exists() else []
 
 
 def numbered(folder, runs):
-    """{number: [repeat, entry]} of these runs; those that have no number yet get the next ones."""
+    """{number: [repeat, entry]} of these runs. New runs get the next numbers, and jobs.json is written."""
     known, runs = runs_of(folder), json.loads(json.dumps(runs))
     known += [run for run in runs if run not in known]
     results.write_json(folder / 'jobs.json', known)
@@ -39,16 +40,16 @@ def numbered(folder, runs):
 
 
 def waiting(folder):
-    """The numbers of the runs that the queue holds, waiting or running."""
+    """The numbers of the runs in the queue, waiting or running."""
     command = ['squeue', '--noheader', '--array', '--me', f'--name={name_of(folder)}', '--format=%K']
     while (result := subprocess.run(command, capture_output=True, text=True)).returncode:
-        print(f'Slurm does not answer: {result.stderr.strip()}', flush=True)  # busy, or restarted: that says nothing
+        print(f'Slurm does not answer: {result.stderr.strip()}', flush=True)  # busy or restarting: ask again
         time.sleep(ASK_S)
     return {int(number) for number in result.stdout.split()}
 
 
 def submit(folder, numbers, config):
-    """An array of the runs of these numbers; its job id. Raises ValueError with what sbatch says if it refuses."""
+    """Submit an array of the runs with these numbers; returns its job id. Raises ValueError if sbatch refuses."""
     command = ['sbatch', '--parsable', *shlex.split('' if config.slurm is True else config.slurm)]
     command += [f'--job-name={name_of(folder)}', f'--array={",".join(map(str, sorted(numbers)))}', 'slurm/compare.sh']
     command += [f'--out_dir={folder.absolute()}', f'--launcher={config.launcher}']
@@ -62,7 +63,8 @@ def submit(folder, numbers, config):
 
 
 def run_sweep(folder, groups, config):
-    """Run what is not finished yet of a sweep; whether all ended, well or diverged. After a failure nothing begins."""
+    """Do the runs of a sweep that are not finished yet. Returns whether none failed; a run that diverged has not
+    failed. After a failure no new run is submitted."""
     if not shutil.which('sbatch'):
         raise ValueError('slurm: there is no sbatch on this machine: start this on a login node, or leave out --slurm')
     waits, missing, failures = {}, {}, []  # {number: [repeat, entry]}, {number: when it was first missed}
@@ -72,12 +74,12 @@ def run_sweep(folder, groups, config):
         return results.read_run(results.folder_of(folder, entry, repeat), entry['world_size'])
 
     while True:
-        queue = waiting(folder)  # before the files are looked at: what has left it has written them
+        queue = waiting(folder)  # before the files: a run that has left the queue has written its files
         for number in [*waits]:
             if not (run := ended(number)):
                 now = time.monotonic()
                 missing[number] = now if number in queue else missing.get(number, now)
-                if now < missing[number] + ASK_S:  # on a shared disk files come late
+                if now < missing[number] + ASK_S:  # files may appear late on a shared disk
                     continue
             failure = run.failure if run else f'no result: slurm/logs/{name_of(folder)}-*_{number}.out'
             print(sweep.how_it_ended(folder, *waits.pop(number), failure), flush=True)

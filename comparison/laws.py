@@ -1,5 +1,5 @@
 """
-Fits: the best learning rate of a sweep, and how the loss falls with size, tokens or compute.
+Fits of the best learning rate of a sweep, and of how the loss falls with size, tokens or compute.
 
     law = fit_law({'compute': C}, losses)                  # loss = E + A * C^-alpha
     law = fit_law({'params': N, 'tokens': D}, losses)      # loss = E + A * N^-alpha + B * D^-beta (arXiv 2203.15556)
@@ -7,8 +7,8 @@ Fits: the best learning rate of a sweep, and how the loss falls with size, token
     resampled(lambda rows: fit_law(...).at(compute=1e18), rows)         # an interval, by bootstrap over runs
     fit_rate(rates, losses)                                # loss = L + kappa * (ln rate - ln best)^2
 
-For given exponents the law is linear in E, A and B, which least squares finds; so only the exponents are searched, on
-a grid that closes in (variable projection, arXiv 2603.22339). None of the three may be negative.
+For given exponents the law is linear in E, A and B, so least squares finds these three, which must not be negative.
+Only the exponents are searched, on a grid that closes in on the best (variable projection, arXiv 2603.22339).
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-EXPONENTS = 0.01, 2.0  # where they are searched
-GRID, ZOOMS = 9, 12  # values per exponent; how often the grid closes in on the best, by half each time
+EXPONENTS = 0.01, 2.0  # the range in which they are searched
+GRID, ZOOMS = 9, 12  # grid points per exponent; how often the grid is halved around the best one
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Law:
     terms: dict
 
     def at(self, **x):
-        """The loss at such sizes, one for each name of the terms: numbers or arrays."""
+        """The loss at given sizes: a number or an array for each name in terms."""
         return self.floor + sum(a * (x[name] / unit) ** -exponent for name, (a, exponent, unit) in self.terms.items())
 
     def inverse(self, loss):
-        """Of a law of one name: the x at which it reaches a loss; infinite for one that it never reaches."""
+        """The x at which a law of one term reaches a loss; infinite if it never does."""
         ((scale, exponent, unit),) = self.terms.values()
         if loss <= self.floor or not scale:
             return math.inf
@@ -44,9 +44,9 @@ class Law:
 
 def fit_law(x, losses):
     """
-    The Law with the least squares. x: {name: sizes}, each as long as losses.
+    The Law with the least squared error. x: {name: sizes}, each as long as losses.
 
-    Raises ValueError for fewer points than 2 more than it has numbers to find, or too few different sizes.
+    Raises ValueError if there are too few different sizes, or fewer than 2 points more than numbers to fit.
     """
     losses = np.asarray(losses, dtype=float)
     sizes = {name: np.asarray(values, dtype=float) for name, values in x.items()}
@@ -73,12 +73,12 @@ def fit_law(x, losses):
 
 
 def nonnegative_least_squares(columns, y):
-    """(numbers, squared errors) of the best non-negative combinations. columns: (problems, points, numbers); y:
-    (points,). Of a few numbers all choices of those that are not zero are tried."""
-    gram, projected = columns.transpose(0, 2, 1) @ columns, y @ columns  # X^T X and X^T y, all that it takes
+    """(numbers, squared errors) of the best non-negative combinations of columns. columns: (problems, points, numbers).
+    y: (points,). As there are only a few numbers, every choice of which of them are zero is tried."""
+    gram, projected = columns.transpose(0, 2, 1) @ columns, y @ columns  # X^T X and X^T y are all that is needed
     found, errors = np.zeros(projected.shape), np.full(len(columns), np.inf)
     for chosen in itertools.product((False, True), repeat=columns.shape[2]):
-        part = gram[:, chosen][:, :, chosen] + 1e-13 * np.eye(sum(chosen))  # columns that are alike are no error
+        part = gram[:, chosen][:, :, chosen] + 1e-13 * np.eye(sum(chosen))  # so that equal columns can be solved
         numbers = np.linalg.solve(part, projected[:, chosen, None])[..., 0]
         error = y @ y - (numbers * projected[:, chosen]).sum(1)
         better = (numbers >= 0).all(1) & (error < errors)
@@ -90,13 +90,13 @@ def nonnegative_least_squares(columns, y):
 
 def resampled(statistic, rows, numbers=1, times=200, share=0.95, seed=0):
     """
-    (low, high): the interval that holds the true value of a statistic with probability `share`, by drawing the runs
-    again, with replacement (bootstrap).
+    (low, high): the interval that contains the true value of a statistic with probability `share`, found by drawing
+    samples of the runs with replacement (bootstrap).
 
-    statistic: function of a list of rows, a number; samples of which it can make nothing, and raises ValueError, do
-    not count. numbers: what it fits to them. The quantiles lie further out than share says, by sqrt(n / (n - numbers))
-    of a normal distribution: those of few runs are too narrow otherwise (arXiv 1411.5279, expanded percentiles).
-    Raises ValueError for too few rows.
+    statistic: function from a list of rows to a number; it raises ValueError for a sample that it cannot use, which
+    then does not count. numbers: how many numbers it fits. With few runs, plain percentiles give too narrow an
+    interval, so they are moved outwards by a factor of sqrt(n / (n - numbers)) in quantiles of the normal distribution
+    (arXiv 1411.5279, expanded percentiles). Raises ValueError for too few rows.
     """
     generator, values = np.random.default_rng(seed), []
     for _ in range(times if len(rows) > numbers else 0):
@@ -112,7 +112,8 @@ def resampled(statistic, rows, numbers=1, times=200, share=0.95, seed=0):
 
 @dataclass
 class Rate:
-    """The best learning rate of a sweep: by the parabola, and of those tried; edge: 'lower', 'upper' or ''."""
+    """The best learning rate of a sweep, by the fitted parabola (`best`) and among those that were run (`tried`). edge:
+    'lower' or 'upper' if `tried` is the smallest or largest rate, else ''."""
 
     best: float
     loss: float
@@ -123,11 +124,11 @@ class Rate:
 
 def fit_rate(rates, losses, around=2):
     """
-    The parabola in log learning rate through the best rate tried and `around` of its neighbours on each side.
+    The Rate from a parabola in log learning rate, fitted to the best rate tried and `around` neighbours on each side.
 
-    Losses of the same rate, of other seeds, are averaged; runs that diverged (nan, inf) count as the worst of all.
-    Where the best is at an edge, or the parabola is not one with a lowest point between its points, best is the best
-    rate tried. Raises ValueError if no run has a loss.
+    Losses of several seeds at the same rate are averaged; runs that diverged (nan, inf) count as the worst of all. If
+    the best rate tried is at an edge, or the parabola has no minimum between the points, `best` is the best rate tried.
+    Raises ValueError if no run has a finite loss.
     """
     losses_by_rate = {}
     for rate, loss in zip(rates, losses, strict=True):

@@ -1,5 +1,5 @@
 """
-What compare.py --plan prints: the layouts that fit a cluster, why the first one is first, and how to start it.
+The text that compare.py --plan prints: the layouts that fit a cluster, why the first is first, and how to start it.
 
     print(report(config, train_keys, explicit))
 """
@@ -13,7 +13,8 @@ from runtime.files import read_json
 
 
 def report(config, keys, explicit):
-    """What compare.py --plan prints. config: its knobs; keys: of train scripts. Raises ValueError as layouts.rank()."""
+    """The text that compare.py --plan prints. config: compare.py's keys. keys: those given for train scripts. explicit:
+    which keys were given, and where. Raises ValueError as layouts.rank() does."""
     gpus, node_gpus = config.gpus, config.node_gpus
     if config.gpu == 'cpu':
         if not config.measured or not config.links:
@@ -52,7 +53,7 @@ def report(config, keys, explicit):
 
 
 def run_alone(out_dir):
-    """(configuration, rows after the warm-up) of a finished run of one process. Raises ValueError for others."""
+    """(configuration, rows after the warm-up) of a finished run in one process. Raises ValueError for any other."""
     run = results.read_run(Path(out_dir))
     if run is None or run.failure or run.about.get('world_size', 1) != 1:
         raise ValueError(f'measured={out_dir}: expected the out_dir of a finished run of one process')
@@ -60,7 +61,7 @@ def run_alone(out_dir):
 
 
 def reason(rows):
-    """Why the first is first, in one sentence."""
+    """A sentence that says why the first layout is first."""
     first, *others = rows
     lost = first['exposed'] + first['bubble']
     said = f'{first["name"]} is first: of {first["step"]:.3f} s per step it waits {lost:.3f} s for other ranks'
@@ -83,7 +84,7 @@ def reason(rows):
 
 
 def command(row, keys, explicit, cluster):
-    """What starts the layout's run, with the files and keys of compare.py's command line that are a train script's."""
+    """The command that starts a run with this layout, with the config files and train keys given to compare.py."""
     given = {key: value for key, value in keys.items() if explicit.get(key) == 'command line'}
     files = [word for word in sys.argv[1:] if word.endswith('.py') and not word.startswith('--')]
     options = [f'--{key}={value}' for key, value in {**given, **row['keys']}.items()]

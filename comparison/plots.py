@@ -1,9 +1,9 @@
 """
-Pictures of runs: loss and the load of experts, from the metrics.jsonl that a run writes; phases, memory and
-communication, from results.json.
+Pictures of runs: losses and the load of experts from each run's metrics.jsonl; phases, memory and communication from
+results.json.
 
-Colours are Okabe and Ito's, told apart with every kind of colour blindness; line styles and hatches repeat the
-distinction. Every function writes a PNG for a page of 800 to 1000 pixels and returns the figure.
+The colours are Okabe and Ito's, which can be told apart with every kind of colour blindness; line styles and hatches
+repeat the distinction. Every function writes a PNG for a page of 800 to 1000 pixels, and returns the figure.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#0
 LINE_STYLES = ('-', '--', '-.', ':')
 PHASE_COLOURS = ('#F0E442', '#56B4E9', '#0072B2', '#009E73', '#CC79A7')
 HELD = {'weights': '#0072B2', 'gradients': '#E69F00', 'optimizer': '#009E73'}
-WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication that compute waited for, and that beside it
+WAITED, HIDDEN = '#D55E00', '#56B4E9'  # communication: compute waited for it, or hid it
 LIMIT = 1e-4  # relative difference up to which two losses in fp32 agree
-MOST_MAPS = 8  # of runs with experts, in one picture
-EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a logarithmic axis has no zero
+MOST_MAPS = 8  # runs with experts in one picture, at most
+EQUAL = 1e-9  # smaller relative differences of the loss are drawn as this one: a logarithmic axis has no zero
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -35,13 +35,13 @@ EQUAL = 1e-9  # relative differences of the loss below it are drawn as it: a log
 
 def loss_curves(rows):
     """
-    {'loss': curve, 'val_loss': curve} of a run; a curve is equally long lists 'tokens' (seen), 'seconds' and 'loss'
-    (nats per token). Time is that of training, without evaluations and checkpoints.
+    {'loss': curve, 'val_loss': curve} of a run. A curve has three equally long lists: 'tokens' (seen so far), 'seconds'
+    and 'loss' (nats per token). Seconds count training only, without evaluations and checkpoints.
     """
     curves = {key: {'tokens': [], 'seconds': [], 'loss': []} for key in ('loss', 'val_loss')}
     seconds, last_step, step_ms = 0.0, 0, 0.0
     for row in rows:
-        step_ms = row.get('time/total', step_ms)  # an evaluation between two logged steps has no time of its own
+        step_ms = row.get('time/total', step_ms)  # an evaluation between two logged steps has no step time
         seconds += (row['step'] - last_step) * step_ms / 1000
         last_step = row['step']
         for key, curve in curves.items():
@@ -53,12 +53,12 @@ def loss_curves(rows):
 
 
 def running_mean(values, window):
-    """Mean of each value and up to window - 1 before it."""
+    """For each value, the mean of it and up to window - 1 values before it."""
     return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def plot_runs(runs, keys, output):
-    """compare.py --plot: the loss of any runs, or the keys that are asked for. output: None = beside the runs."""
+    """compare.py --plot: draw the loss of any runs, or given keys. output: None = in the runs' common folder."""
     runs = [Path(str(run)) for run in runs]
     common = Path(os.path.commonpath([run.absolute() for run in runs]))
     name = f'{"-".join(keys or ["loss"]).replace("/", "_")}.png'
@@ -71,7 +71,7 @@ def plot_runs(runs, keys, output):
 
 
 def plot_losses(runs, output):
-    """The runs' training loss (lines, lightly smoothed) and validation loss (circles). runs: their out_dirs."""
+    """Draw training losses (lines, lightly smoothed) and validation losses (circles). runs: their out_dirs."""
     curves = {str(run): loss_curves(read_rows(run, is_running=True)) for run in runs}
     figure, (by_tokens, by_time) = _panels(1, 2, height=4.5, sharey=True)
     _draw_losses(by_tokens, by_time, {label: pair['loss'] for label, pair in curves.items()})
@@ -87,8 +87,8 @@ def plot_losses(runs, output):
 
 def plot_keys(runs, keys, output):
     """
-    Any keys of metrics.jsonl, a panel each; of a key with a list in each row a map for each run, whose colours are the
-    numbers. runs: their out_dirs. Raises ValueError for a key that none has.
+    Draw any keys of metrics.jsonl, with a panel for each. A key whose values are lists is drawn as a map for each run,
+    in which colours show the numbers. runs: their out_dirs. Raises ValueError for a key that no run has.
     """
     rows_of = {str(run): [row for row in read_rows(run, is_running=True) if 'tokens' in row] for run in runs}
     panels = []  # (key, labels of the runs in it)
@@ -100,7 +100,7 @@ def plot_keys(runs, keys, output):
         are_lists = any(isinstance(row.get(key), list) for rows in rows_of.values() for row in rows)
         panels += [(key, [label]) for label in having] if are_lists else [(key, [*rows_of])]
     figure, all_axes = _panels(len(panels), 1, height=1 + 3.5 * len(panels), sharex=True)
-    named = set()  # in the one legend for all panels
+    named = set()  # labels that the common legend has already
     for (key, labels), axes in zip(panels, np.ravel(all_axes), strict=True):
         found = {label: [row for row in rows_of[label] if key in row] for label in labels}
         if any(isinstance(row[key], list) for rows in found.values() for row in rows):
@@ -121,7 +121,8 @@ def plot_keys(runs, keys, output):
 
 def plot_comparison(rows, output):
     """
-    The training loss of results.json's rows against tokens and against time, and how far it is from the first row's.
+    Draw the training losses of results.json's rows against tokens and against time, and how far each is from the first
+    row's.
     """
     figure, ((by_tokens, by_time), (apart, legend)) = _panels(2, 2, height=7.5)
     _draw_losses(by_tokens, by_time, {row['label']: row['curve'] for row in rows})
@@ -148,7 +149,7 @@ def plot_comparison(rows, output):
 
 
 def plot_rates(rows, output):
-    """Loss against learning rate of each group of a sweep, with the parabola's best where there is one."""
+    """Draw loss against learning rate for each group of a sweep, with the minimum of the parabola if there is one."""
     figure, (axes,) = _panels(1, 1, height=4.5)
     for number, row in enumerate(rows):
         grid = {rate: loss for rate, loss in row['grid'].items() if math.isfinite(loss)}
@@ -163,14 +164,14 @@ def plot_rates(rows, output):
 
 
 def plot_ladder(rows, output):
-    """Loss against compute: each recipe's runs at its best rate, and its law, to ten times the compute."""
+    """Draw loss against compute: each recipe's runs at its best rate, and its law up to ten times their compute."""
     figure, (axes,) = _panels(1, 1, height=5)
     recipes = [*dict.fromkeys(row['recipe'] for row in rows)]
     for number, recipe in enumerate(recipes):
         points = [(row['flops'], loss) for row in rows if row['recipe'] == recipe for loss in row['losses'].values()]
         line = _line(number, len(recipes))
         axes.plot(*zip(*points, strict=True), 'o', color=line['color'], label=recipe or 'runs')
-        with contextlib.suppress(ValueError):  # too few
+        with contextlib.suppress(ValueError):  # too few runs for a law
             compute, losses = zip(*points, strict=True)
             law = laws.fit_law({'compute': compute}, losses)
             along = np.geomspace(min(compute), 10 * max(compute), 100)
@@ -181,29 +182,29 @@ def plot_ladder(rows, output):
 
 
 def plot_coordinates(rows, parts, output):
-    """Mean |activation| of each part (columns) against the size along each axis (rows), a line per recipe."""
+    """Draw mean |activation| of each part (columns) against the size along each axis (rows), with a line per recipe."""
     axes_of, recipes = ([*dict.fromkeys(row[key] for row in rows)] for key in ('axis', 'recipe'))
     figure, panels = _panels(len(axes_of), len(parts), height=1 + 2.5 * len(axes_of), sharex='row')
     for (axis, part), panel in zip(itertools.product(axes_of, parts), panels.flat, strict=True):
         for number, recipe in enumerate(recipes):
-            sizes = {}  # size -> of all seeds
+            sizes = {}  # size -> values of all seeds
             for row in rows:
                 if (row['axis'], row['recipe']) == (axis, recipe):
                     sizes.setdefault(row['size'], []).append(row[part])
-            label = {'label': recipe} if (axis, part) == (axes_of[0], parts[0]) else {}  # one legend, for all panels
+            label = {'label': recipe} if (axis, part) == (axes_of[0], parts[0]) else {}  # one legend for all panels
             means = [statistics.geometric_mean(values) for values in sizes.values()]
             panel.plot([*sizes], means, marker='o', markersize=3, **_line(number, len(recipes)), **label)
         panel.set(xscale='log', yscale='log', xlabel=axis, title=part)
         panel.set_xticks([*sizes], [f'{size:g}' for size in sizes], fontsize=8)
         panel.minorticks_off()
-        low, high = panel.get_ylim()  # a decade at least, or noise would look like a slope
+        low, high = panel.get_ylim()  # at least a decade, or noise would look like a slope
         panel.set_ylim(min(low, high / 10), max(high, low * 10))
         panel.grid(alpha=0.25)
     return _save(figure, output, columns=len(recipes))
 
 
 def _line(number, count):
-    """Style of the line with this number of `count`; earlier ones are wider, and show where later ones lie on them."""
+    """The style of line `number` out of `count`. Earlier lines are wider, so they show where later ones cover them."""
     style = {'color': COLOURS[number % len(COLOURS)], 'linestyle': LINE_STYLES[number % len(LINE_STYLES)]}
     return {**style, 'linewidth': 1.3 + min(0.5, 3.5 / count) * (count - 1 - number)}
 
@@ -228,9 +229,9 @@ def _draw_losses(by_tokens, by_time, curves):
     by_time.set_xlabel('seconds of training (evaluation left out)')
     by_tokens.set_ylabel('loss (nats per token, log)')
     for axes in (by_tokens, by_time):
-        axes.set_yscale('log')  # the first steps fall far, the last ones differ little: both can be read
+        axes.set_yscale('log')  # so that both the steep first steps and the small last differences can be read
         axes.yaxis.set_major_formatter(StrMethodFormatter('{x:g}'))
-        low, high = axes.get_ylim()  # within a decade the ticks of a logarithmic axis are few
+        low, high = axes.get_ylim()  # a logarithmic axis has few ticks within a decade
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(7))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(which='both', alpha=0.25)
@@ -241,10 +242,11 @@ def _draw_losses(by_tokens, by_time, curves):
 
 def plot_experts(rows_of, output):
     """
-    How evenly the experts of mixtures are loaded: of each run a map of violation and one of dead experts, by step and
-    layer, and the experts of the layer that is worst at the end. Of many runs those that end least balanced.
+    Draw how evenly experts are loaded. Each run has a map of violation and one of dead experts, both by step and layer,
+    and bars for the experts of the layer that is worst at the end. If there are more than MOST_MAPS runs, those that
+    end least balanced are drawn.
 
-    rows_of: {label: rows of metrics.jsonl}, also of runs without experts. None if all are.
+    rows_of: {label: rows of metrics.jsonl}; runs without experts are skipped. Returns None if no run has experts.
     """
     keys = ('router/violation_of_layers', 'router/dead_of_layers')
     rows_of = {label: [row for row in rows if keys[0] in row] for label, rows in rows_of.items()}
@@ -286,12 +288,13 @@ def plot_experts(rows_of, output):
 
 
 def _largest(values):
-    """Of those that are numbers; 0 if none is."""
+    """The largest finite value; 0 if there is none."""
     return max((value for value in values if math.isfinite(value)), default=0)
 
 
 def _draw_map(axes, rows, key, along, most=1.0):
-    """A column for each row, from the row before to its own place `along`, a cell for each number in its list."""
+    """Draw a map with a column for each row, between the values of the key `along` in the row before and in this one,
+    and with a cell for each number in the row's list."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
 
@@ -300,9 +303,9 @@ def _draw_map(axes, rows, key, along, most=1.0):
     most = max(1.0, most, _largest(values.flat))
     colours = axes.pcolormesh(
         borders, np.arange(len(values) + 1) - 0.5, np.ma.masked_invalid(values), cmap='Blues', rasterized=True,
-        norm=PowerNorm(0.5, 0, most),  # the root: small differences between balanced layers show, too
+        norm=PowerNorm(0.5, 0, most),  # the root also shows small differences between balanced layers
     )  # fmt: skip
-    axes.set_facecolor('0.6')  # what is not a number
+    axes.set_facecolor('0.6')  # for cells that are not a number
     axes.invert_yaxis()  # the first layer on top
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -313,7 +316,8 @@ def _draw_map(axes, rows, key, along, most=1.0):
 
 
 def plot_phases(rows, output):
-    """A bar per row: milliseconds per step by phase; the hatched strip is communication that the compute waited for."""
+    """Draw a bar per row, the milliseconds per step by phase, with a hatched strip for the communication that compute
+    waited for."""
     figure, (axes,) = _panels(1, 1, height=1.6 + 0.55 * len(rows))
     bars = []
     for phase, colour in zip(PHASES, PHASE_COLOURS, strict=True):
@@ -328,7 +332,8 @@ def plot_phases(rows, output):
 
 
 def plot_memory(rows, output):
-    """Two bars per row, predicted (pale) and measured, of what a rank holds; and the largest peak of any rank."""
+    """Draw two bars per row with the memory that a rank holds, predicted (pale) and measured, and beside them the
+    largest peak of any rank."""
     figure, (state, peak) = _panels(1, 2, height=1.6 + 0.55 * len(rows), sharey=True, ratios=(3, 2))
     predicted = [{name: row.get('predicted', {}).get(f'{name}_gb') for name in HELD} for row in rows]
     measured = [{name: row.get(f'mem/{name}_gb') for name in HELD} for row in rows]
@@ -360,7 +365,8 @@ def plot_memory(rows, output):
 
 
 def plot_communication(rows, output):
-    """The share of a step's time in communication, waited for or beside compute; and MB that a rank sends per step."""
+    """Draw the share of a step's time that is communication, exposed or hidden by compute, and the MB that a rank sends
+    per step."""
     figure, (share, sent) = _panels(1, 2, height=1.6 + 0.45 * len(rows), sharey=True)
     unknown = ['none: one process' if row.get('world_size') == 1 else 'not measured' for row in rows]
     exposed, hidden, said = [], [], []
@@ -390,13 +396,13 @@ def plot_communication(rows, output):
 
 
 def _unit(sizes):
-    """(factor, name) of the unit in which the largest of these GB is 1 or more; None is unknown."""
+    """(factor, name) of the unit in which the largest of these sizes in GB is 1 or more. Sizes may be None."""
     largest = max(size or 0 for size in sizes)
     return next((unit for unit in ((1, 'GB'), (1e3, 'MB'), (1e6, 'kB')) if largest * unit[0] >= 1), (1e3, 'MB'))
 
 
 def _stack(axes, offset, height, bars):
-    """Draw bars (label, length for each row, style) end to end in each row; returns where the rows' bars end."""
+    """Draw bars, [(label, length for each row, style)], end to end in each row; returns where they end in each row."""
     ends = [0.0] * len(bars[0][1])
     for label, lengths, style in bars:
         if any(lengths):
@@ -408,24 +414,24 @@ def _stack(axes, offset, height, bars):
 
 
 def _mark(axes, sizes, scale, label, **style):
-    """A marker in each row whose size is known."""
+    """Draw a marker in each row whose size is known."""
     known = {place: size * scale for place, size in enumerate(sizes) if size is not None}
     if known:
         axes.plot(list(known.values()), list(known), linestyle='', label=label, **style)
 
 
 def _write(axes, ends, offset, texts, points=4):
-    """Values beside the ends of the rows' bars."""
+    """Write a text beside the end of each row's bar."""
     for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
         at = (end, place + offset)
         axes.annotate(text, at, (points, 0), textcoords='offset points', va='center', fontsize=8)
 
 
 def _finish_bars(axes, rows, room=1.2):
-    """room: how much longer than the longest bar the axis is, for the values at the ends."""
+    """Label the rows and set limits. room: length of the axis / longest bar, to leave room for the texts."""
     axes.set_yticks(range(len(rows)), ['\n'.join(textwrap.wrap(row['label'], 28)) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row on top
-    axes.set_xlim(0, room * max(axes.dataLim.x1, 1e-12))  # room for the values; there is no bar below zero
+    axes.set_xlim(0, room * max(axes.dataLim.x1, 1e-12))  # from 0, since there are no negative bars
     axes.grid(axis='x', alpha=0.25)
     axes.set_axisbelow(True)
     axes.tick_params(axis='y', length=0)
@@ -435,7 +441,7 @@ def _finish_bars(axes, rows, room=1.2):
 
 
 def _panels(rows, columns, height, ratios=None, **shared):
-    """(figure, its axes) 10 inches wide, without pyplot: no display and no state that outlives the figure."""
+    """(figure, its axes), 10 inches wide. Made without pyplot, so it needs no display and leaves no global state."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -446,12 +452,12 @@ def _panels(rows, columns, height, ratios=None, **shared):
 
 
 def _save(figure, output, columns=0):
-    """Write the PNG. columns: of a legend below all of it, which hides nothing."""
+    """Write the PNG. columns: of a legend below the panels, where it covers nothing; 0 = none."""
     if columns and any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
         figure.legend(loc='outside lower center', ncols=columns, frameon=False)
     try:
         figure.savefig(output)
-    except (OSError, ValueError) as error:  # no such folder, a full disk; an ending that names no kind of picture
+    except (OSError, ValueError) as error:  # no such folder, a full disk, or an unknown file ending
         why = ' '.join(str(error).split())
         raise OSError(f'{output} cannot be written ({why}): give a file in a folder that exists') from None
     return figure

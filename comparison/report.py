@@ -1,10 +1,10 @@
 """
-report.html: what a comparison, sweep or ladder says, as one page for a browser, without anything from elsewhere.
+Write report.html, a page with the results of a comparison, sweep or ladder. It needs no other files.
 
     report.write(folder, 'Sweep', verdict_lines, {'Learning rates': rows}, {'what the picture shows': figure})
 
-The page is the template report.html beside this file: verdict, pictures, tables, and what the files of the runs tell:
-the keys in which they differ, a command for each, and where they ran. Whatever comes from outside is escaped.
+The template is report.html beside this file. The page shows the verdict, pictures and tables, and from the files of the
+runs the keys in which they differ, a command to repeat each, and where they ran. All text from outside is escaped.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from string import Template
 
 from comparison import results
 
-# How a line of the verdict begins, and what a reader who does not know compare.py needs to hear.
+# {how a line of the verdict begins: what to print for readers who do not know compare.py}
 LEADS = {
     'agree': 'Same losses, so choose by speed and memory',
     'may differ': 'Other losses, as they should be',
@@ -29,8 +29,8 @@ WARNS = re.compile(r'WARNING|do NOT|NOT |do not trust|failed|not finished|.*EXTR
 
 def write(folder, kind, lines, tables, figures):
     """
-    Write folder/report.html. lines: the verdict, each 'lead: text'. tables: {title: [{column: text}]}. figures:
-    {caption: matplotlib's Figure}, none where it is not installed.
+    Write folder/report.html. lines: the verdict, each as 'lead: text'. tables: {title: [{column: text}]}. figures:
+    {caption: matplotlib's Figure}, empty if it is not installed.
     """
     runs = [run_facts(path) for path in sorted(folder.glob('runs/*/*'))]
     parts = [f'<figure class="card wide">{svg(figure, caption)}<figcaption>{escape(caption)}</figcaption></figure>'
@@ -59,7 +59,7 @@ def write(folder, kind, lines, tables, figures):
 
 
 def run_facts(path):
-    """What the files in a run's out_dir tell: name, results, config, and the head of its train.log."""
+    """{'name', 'rows', 'config', ...} from the files in a run's out_dir and from the head of its train.log."""
     run = results.read_run(path) or results.Run(failure='not finished')
     head = {'date': '', 'command': '', 'code': '', 'versions': '', 'host': ''}
     with contextlib.suppress(OSError):
@@ -72,7 +72,8 @@ def run_facts(path):
 
 
 def portable(command, name):
-    """A train.log's command as one types it in the project's folder; into another out_dir, as the old one is done."""
+    """The command in a train.log as you would type it in the project's folder, with a new out_dir, since the old one
+    has a run."""
     if not (found := re.fullmatch(r'\S+ \S*?([\w.]+\.py) ?(.*) \(WORLD_SIZE=(\d+)\)', command)):
         return command
     script, keys, ranks = found.groups()
@@ -82,7 +83,7 @@ def portable(command, name):
 
 
 def differences(runs):
-    """A row for each run: how it ended, and the keys of its configuration that are not the same in all."""
+    """A row for each run: how it ended, and those keys of its configuration that differ between runs."""
     configs = [{key: run['about'][key] for key in ('script', 'world_size') if key in run['about']} | run['config']
                for run in runs]  # fmt: skip
     keys = dict.fromkeys(key for config in configs for key in config if key not in ('out_dir', 'resume'))
@@ -99,7 +100,7 @@ def differences(runs):
 
 
 def environment(runs):
-    """What the logs tell of code and machine, a row each; several values where the runs are not alike."""
+    """Rows on the code and machine of the runs, from their logs, with several values if these differ."""
     of = {'git commit': 'code', 'versions': 'versions', 'machine': 'host'}
     found = {what: ' | '.join(dict.fromkeys(run[key] for run in runs if run[key])) for what, key in of.items()}
     return [{'what': what, 'value': value} for what, value in found.items() if value]
@@ -109,14 +110,14 @@ def environment(runs):
 
 
 def item(line):
-    """A line of the verdict, its lead in bold, marked where it warns."""
+    """A line of the verdict as HTML, with its lead in bold, and marked if it is a warning."""
     lead, colon, text = line.partition(': ')
     text = f'<b>{escape(LEADS.get(lead, lead))}:</b> {escape(text)}' if colon else escape(line)
     return f'<li{" class=warn" if WARNS.match(line) else ""}>{text}</li>'
 
 
 def table(rows):
-    """Rows {column: text} without empty columns; it scrolls in its box."""
+    """Rows {column: text} as an HTML table that scrolls in its box, without empty columns."""
     titles = [title for title in rows[0] if any(row[title] for row in rows)] if rows else []
     cells = [[f'<td{" class=long" if len(row[title]) > 15 else ""}>{escape(row[title])}</td>' for title in titles]
              for row in rows]  # fmt: skip
@@ -127,8 +128,9 @@ def table(rows):
 
 def svg(figure, caption):
     """
-    A Figure as an SVG in the page: as wide as that is, its text as text, and no id that another one has, too. So ids
-    that are looked up depend on the caption, and the others go; a map without any value is the same in several panels.
+    A Figure as SVG, as wide as the page and with its text as text. Two figures in a page must not share an id.
+    Therefore ids that are referred to depend on the caption, and the others are removed: maps without values would have
+    the same.
     """
     from matplotlib import rc_context
 

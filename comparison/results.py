@@ -1,12 +1,12 @@
 """
-What the runs of a comparison left: their files, and the medians, differences and speed-ups that follow from these.
+Read the files that the runs of a comparison wrote, and compute medians, differences of losses, and speed-ups.
 
     runs = results.read_runs('out/compare', plan)    # {label: {repeat: Run}}
-    rows = results.summarise(plan, runs, baseline)   # what results.json holds, and verdict.py puts in words
+    rows = results.summarise(plan, runs, baseline)   # the rows of results.json, which verdict.py puts in words
 
-Compared is what belongs together: runs whose keys of MATHEMATICS are equal, with the baseline or, where that is another
-model or optimizer, with the first of their kind. Speed-ups are ratios within a repeat, whose runs were started one
-after the other, so that a machine that is slow for a while is slow for all of them.
+A run is compared with the baseline if both have the same MATHEMATICS keys. Otherwise, as with another model or
+optimizer, it is compared with the first run that has the same ones. Speed-ups are ratios within a repeat. The runs of a
+repeat are started one after the other, so if the machine is slow for a while, it is slow for all of them.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from configurator import read_knobs
 from runtime import PHASES
 from runtime.files import ROOT, read_json, write_file
 
-WARM_UP = 10  # steps that are not timed, or the first quarter of a short run: allocations, compilation, new buckets
-# Runs are compared where these keys agree. Two of those tagged [result] only set max_iters and learning_rate, which are
-# here themselves; norm_eps and packed are no keys of a script, but follow from init_from and from the dataset.
+WARM_UP = 10  # first steps, not timed: allocations, compilation, new buckets; at most a quarter of the run
+# Runs are comparable if these keys agree: those tagged [result], without two that only set max_iters and learning_rate,
+# which are in here themselves. norm_eps and packed are no keys of a script; they follow from init_from and the dataset.
 MATHEMATICS = {key for key, knob in read_knobs(Path(ROOT, 'train_ddp.py')).items() if 'result' in knob.tags}
 MATHEMATICS = MATHEMATICS - {'num_epochs', 'lr_rule'} | {'norm_eps', 'packed'}
-# And these, if they are other than here, on those of DiLoCo.
+# With another value of one of these keys than here, DiLoCo's losses are not those of the other strategies.
 EXACT = {'outer_lr': 1, 'outer_momentum': 0, 'num_fragments': 1, 'overlap_steps': 0}
 EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 
@@ -36,8 +36,8 @@ EXACT |= {'fragment_mix': 0, 'exchange_dtype': 'float32'}
 @dataclass
 class Run:
     """
-    One run as its files tell it: rows of metrics.jsonl, config.json; failure: the line that ended it; others: the share
-    of the machine's time that went to other programs meanwhile.
+    One run, read from its files. rows: metrics.jsonl. about: config.json. failure: the line that says why it failed, or
+    ''. others: the share of the machine's time that went to other programs during the run.
     """
 
     rows: list = field(default_factory=list)
@@ -58,21 +58,21 @@ class Run:
 
 
 def folder_of(folder, entry, repeat):
-    """The out_dir of a run; repeat: a number, or a name."""
+    """The out_dir of a run. repeat: a number, or a name such as 'resumed'."""
     return folder / 'runs' / entry['label'] / (f'rep{repeat}' if isinstance(repeat, int) else repeat)
 
 
 def clear(out):
-    """Take away what an out_dir tells of a run that has ended, but not well."""
-    if (out / 'DONE').exists():  # but on other ranks, or damaged: from the start
+    """Remove the files in an out_dir that say how a run ended, so that it can run again."""
+    if (out / 'DONE').exists():  # done on other ranks, or damaged, so start from the beginning
         shutil.rmtree(out / 'checkpoints', ignore_errors=True)
     for marker in ('FAILED', 'DONE'):
         (out / marker).unlink(missing_ok=True)
 
 
 def keep_plan(folder, plan, may_grow=False):
-    """Write plan.json. Raises ValueError where another comparison is kept already, which this one would mix with.
-    may_grow: what has a label of its own is no other comparison."""
+    """Write plan.json. Raises ValueError if the folder holds another comparison, with which this one would mix.
+    may_grow: runs with new labels may be added."""
     path = folder / 'plan.json'
     if path.exists():
         old = {entry['label']: entry for entry in read_json(path)['runs']}
@@ -87,7 +87,7 @@ def keep_plan(folder, plan, may_grow=False):
 
 
 def read_runs(folder, plan):
-    """{label: {repeat: Run}} of the plan's repeats that have ended, well or not; a run under way does not count."""
+    """{label: {repeat: Run}} of the plan's runs that have ended, well or not. Runs under way are left out."""
     runs = {}
     for entry in plan['runs']:
         paths = (Path(folder) / 'runs' / entry['label']).glob('rep*')
@@ -97,21 +97,22 @@ def read_runs(folder, plan):
 
 
 def finished(runs):
-    """Those of {repeat: Run} that ended well."""
+    """The part of {repeat: Run} that ended well."""
     return {repeat: run for repeat, run in runs.items() if not run.failure}
 
 
 def read_run(folder, world_size=None):
-    """The Run in an out_dir, None where none has ended. With damaged files, or on other ranks than these, it failed."""
+    """The Run in an out_dir; None if none has ended. A run with damaged files, or one that ran on another number of
+    ranks than world_size, counts as failed."""
     about = {}
     try:
         about = read_json(folder / 'config.json') if (folder / 'config.json').exists() else {}
         if (folder / 'FAILED').exists():
-            said = (folder / 'FAILED').read_text(encoding='utf-8').strip()  # empty: by runs.sh
+            said = (folder / 'FAILED').read_text(encoding='utf-8').strip()  # runs.sh leaves it empty
             return Run([], about, said or last_error((folder / 'console.txt').read_text('utf-8', errors='replace')))
         if not (folder / 'DONE').exists():
             return None
-        others = float((folder / 'others').read_text()) if (folder / 'others').exists() else 0.0  # runs.sh has none
+        others = float((folder / 'others').read_text()) if (folder / 'others').exists() else 0.0  # runs.sh writes none
         run = Run(read_rows(folder), about, others=others)
     except (OSError, ValueError) as error:
         return Run([], about, str(error))
@@ -122,9 +123,9 @@ def read_run(folder, world_size=None):
 
 def read_rows(folder, is_running=False):
     """
-    The rows of metrics.jsonl, with 'nan' and 'inf' as numbers. is_running: leave out a last line that is half-written.
+    The rows of metrics.jsonl, with 'nan' and 'inf' as floats. is_running: leave out a last line that is half-written.
 
-    Raises FileNotFoundError without that file, ValueError for a damaged one or one without a row in it.
+    Raises FileNotFoundError if there is no such file, ValueError if it is damaged or has no row.
     """
     path = Path(folder) / 'metrics.jsonl'
     if not path.exists():
@@ -144,20 +145,21 @@ def read_rows(folder, is_running=False):
 
 
 def numbers_of(value):
-    """A value of metrics.jsonl: a number, or a list of them; 'nan' and 'inf' stand there as text."""
+    """A value of metrics.jsonl, a number or a list of numbers, with the texts 'nan' and 'inf' turned into floats."""
     if isinstance(value, list):
         return [numbers_of(number) for number in value]
     return float(value) if isinstance(value, str) else value
 
 
 def write_json(path, value):
-    """Numbers that are not finite become 'nan', 'inf' or '-inf', as in metrics.jsonl: JSON has none."""
+    """Write JSON. Numbers that are not finite, which JSON does not have, become 'nan', 'inf' or '-inf', as in
+    metrics.jsonl."""
     valid = json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))
     write(path, json.dumps(valid, indent=1) + '\n')
 
 
 def write(path, text):
-    """Write a file in full or not at all, with its folder. Raises OSError with the path and the reason."""
+    """Write a file completely or not at all, and make its folder. Raises OSError with the path and the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text)
@@ -166,7 +168,7 @@ def write(path, text):
 
 
 def last_error(console):
-    """The line of a failed run's console that says why: its first error line, else the exception, else the last one."""
+    """The line of a failed run's output that says why: the first error line, or else an exception, or the last line."""
     lines = [line.strip() for line in console.splitlines() if line.strip()]
     for pattern in (r'(\[\d+\] )?error: ', r'\S*(Error|Exception|Interrupt)\b'):
         if found := [line for line in lines if re.match(pattern, line)]:
@@ -179,9 +181,9 @@ def last_error(console):
 
 def summarise(plan, runs, baseline):
     """
-    A row per label, as results.json has it; keys whose value is unknown are left out.
+    A row for each label, as in results.json. Keys whose value is not known are left out.
 
-    runs: {label: {repeat: Run}}. What failed counts for nothing but the line that says why.
+    runs: {label: {repeat: Run}}. From runs that failed, only the line that says why is used.
     """
     rows = {}
     measured = {label: good for label, every in runs.items() if (good := finished(every))}
@@ -200,7 +202,8 @@ def summarise(plan, runs, baseline):
 
 
 def medians_of_repeats(runs):
-    """Of {repeat: Run}: the median of each repeat's median after warm-up. Losses are those of the first repeat."""
+    """Keys of a row from {repeat: Run}: the median over repeats of each repeat's median after warm-up. Losses are those
+    of the first repeat."""
     first = next(iter(runs.values()))
     row = {key: first.config.get(key) for key in ('dtype', 'compile')}
     row |= {key: first.rows[-1].get(key) for key in ('loss', 'val_loss')}
@@ -212,7 +215,7 @@ def medians_of_repeats(runs):
         row[key] = statistics.median(known.values()) if known else None
         if key == 'tokens_per_sec':
             row |= {**with_range(key, known.values()), f'{key}_repeats': known}
-    # Medians of parts do not add up to the median of the whole. Scaled, they do.
+    # Medians of the phases do not add up to the median of the step, so they are scaled until they do.
     parts = [f'time/{phase}' for phase in PHASES if row[f'time/{phase}']]
     scale = row['time/total'] / sum(row[part] for part in parts) if parts else 1
     row |= {part: row[part] * scale for part in parts}
@@ -220,7 +223,7 @@ def medians_of_repeats(runs):
     peaks = [value['mem/rank_max_gb'] for run in runs.values() for value in run.rows if 'mem/rank_max_gb' in value]
     row['mem/rank_max_gb'] = max(peaks, default=None)
     if first.config.get('num_replicas', 1) > 1 and row['time/outer'] is not None:
-        # Profiled are the inner steps alone, and those only if a replica has several ranks.
+        # The profiler covers only the inner steps, which communicate only if a replica has several ranks.
         for key in ('time/comm', 'time/comm_exposed'):
             row[key] = (row[key] or 0) + row['time/outer']
         row['outer_is_comm'] = True
@@ -228,7 +231,7 @@ def medians_of_repeats(runs):
 
 
 def with_range(key, values):
-    """Keys of a row: the median of these numbers and, of several, the smallest and the largest."""
+    """Keys of a row: the median of the values, and if there are several, the smallest and the largest."""
     if not values:
         return {}
     several = {f'{key}_min': min(values), f'{key}_max': max(values)} if len(values) > 1 else {}
@@ -236,15 +239,16 @@ def with_range(key, values):
 
 
 def ratios(row, other):
-    """Tokens per second of one run divided by those of another, in each repeat that both have."""
+    """[tokens per second of one run / those of the other, for each repeat that both have]."""
     mine, theirs = (one.get('tokens_per_sec_repeats', {}) for one in (row, other))
     return [mine[repeat] / theirs[repeat] for repeat in mine if repeat in theirs]
 
 
 def median_of_run(rows, key, round_steps=1):
     """
-    Median of a key over the rows after warm-up, of DiLoCo over its rounds: only one step in a round pays for the
-    exchange, and a median over steps would not see it. Where none of those has it: over all, and over what there is.
+    Median of a key over the rows after warm-up, or for DiLoCo over its rounds after warm-up, since only one step of a
+    round pays for the exchange and a median over steps would not show it. If none of these rows has the key, the median
+    over all rounds, or else over whatever rows there are. None if no row has the key.
     """
     warm = min(WARM_UP, rows[-1]['step'] / 4)
     rounds, timed = rounds_of(rows, round_steps)
@@ -256,14 +260,15 @@ def median_of_run(rows, key, round_steps=1):
 
 def rounds_of(rows, round_steps):
     """
-    (the rows put together to whole rounds, the rows that have times); `begin`: steps done before each.
+    (rows averaged over whole rounds, rows that have times). Each has 'begin', the number of steps done before it.
 
-    A row stands for log_interval steps: where that and a round do not divide each other, several rounds are one.
+    A row stands for log_interval steps. If log_interval and the length of a round do not divide each other, several
+    rounds are averaged together.
     """
     rounds, timed, begin = [], [], 0
     round_rows = []
     for row in rows:
-        if 'tokens_per_sec' in row:  # one without is of an evaluation, in the middle of what the next one stands for
+        if 'tokens_per_sec' in row:  # a row without it is an evaluation's, within the steps of the next row
             timed.append({**row, 'begin': begin})
             round_rows.append(timed[-1])
             begin = row['step']
@@ -274,13 +279,13 @@ def rounds_of(rows, round_steps):
 
 
 def mean_row(rows):
-    """Means per step of the numbers of consecutive rows; a row without time/outer had no exchange."""
+    """One row with the mean per step of consecutive rows. A missing time/outer counts as 0: there was no exchange."""
     if len(rows) == 1:
         return rows[0]
     mean = {'begin': rows[0]['begin'], 'step': rows[-1]['step']}
     numbers = {key for row in rows for key, value in row.items() if not isinstance(value, list)}
     for key in numbers - mean.keys():
-        known = [row for row in rows if key in row or key == 'time/outer']  # where a row lacks another, nobody looked
+        known = [row for row in rows if key in row or key == 'time/outer']  # other keys were not measured there
         average = statistics.harmonic_mean if key in ('tokens_per_sec', 'mfu') else statistics.fmean
         steps = [row['step'] - row['begin'] for row in known]
         mean[key] = average([row.get(key, 0) for row in known], weights=steps)
@@ -288,7 +293,8 @@ def mean_row(rows):
 
 
 def reference_of(label, baseline, measured):
-    """Label of the run that this one is compared with: the baseline, or the first that has the same mathematics."""
+    """The label of the run to compare with: the baseline if its MATHEMATICS keys are the same, else the first run with
+    the same ones."""
 
     def mathematics(other):
         config = next(iter(measured[other].values())).config
@@ -299,12 +305,12 @@ def reference_of(label, baseline, measured):
 
 
 def against(label, reference, measured):
-    """The keys of a row that compare its losses with its reference's, repeat by repeat."""
+    """The keys of a row that compare its losses with those of its reference, repeat by repeat."""
     if label == reference:
         return {'reference': reference}
     mine, theirs = measured[label], measured[reference]
     pairs = [(mine[repeat], theirs[repeat]) for repeat in mine if repeat in theirs]
-    pairs = pairs or [(next(iter(mine.values())), next(iter(theirs.values())))]  # losses do not depend on the repeat
+    pairs = pairs or [(next(iter(mine.values())), next(iter(theirs.values())))]  # losses do not depend on repeats
     compared = {'reference': reference, 'apart': why_apart(*pairs[0]) or None}
     differences = [difference(a.rows, b.rows) for a, b in pairs]
     compared['loss_diff'] = max((one for one in differences if one is not None), default=None)
@@ -312,7 +318,7 @@ def against(label, reference, measured):
 
 
 def why_apart(run, reference):
-    """Why other losses than the reference's are no mistake, or ''."""
+    """Why a run may have other losses than its reference, or '' if it should not."""
     mine, theirs = run.config, reference.config
     if mine.get('dtype') != theirs.get('dtype'):
         return f'{mine.get("dtype")} against {theirs.get("dtype")}'
@@ -325,12 +331,12 @@ def why_apart(run, reference):
 
 
 def outer_steps(config):
-    """What DiLoCo does to the losses, or '': parameters that are averaged, by one replica or ..."""
+    """Why DiLoCo changes the losses, in words; '' if it only averages parameters, of one replica or ..."""
     if 'outer_lr' not in config:
         return ''
     replicas, inner_steps = config['num_replicas'], config['inner_steps']
     exact = all(config.get(key, value) == value for key, value in EXACT.items())
-    # ... after each step of plain SGD, which is averaging gradients.
+    # ... after each step of plain SGD, which is the same as averaging gradients.
     averages_gradients = inner_steps == 1 and config['optimizer'] == 'sgd' and config['grad_clip'] == 0
     if exact and (replicas == 1 or averages_gradients):
         return ''
@@ -338,7 +344,7 @@ def outer_steps(config):
 
 
 def difference(rows, reference):
-    """Largest relative difference of the loss over the steps that both logged; None where there is none."""
+    """The largest relative difference of the loss over the steps that both logged; None if there is no such step."""
     theirs = {row['step']: row['loss'] for row in reference if 'loss' in row}
     pairs = [(row['loss'], theirs[row['step']]) for row in rows if 'loss' in row and row['step'] in theirs]
     if not pairs:
@@ -351,21 +357,22 @@ def difference(rows, reference):
 
 
 def predict(config, row, gpu_gb):
-    """What planning/ says of a run: memory and traffic here, and memory on a GPU in bfloat16; what it can."""
-    from planning import memory, sizes, traffic  # here, since it imports torch
+    """Keys of a row with planning's predictions, as far as they are possible: memory and traffic on this device, and
+    memory on a GPU in bfloat16."""
+    from planning import memory, sizes, traffic  # here, as it imports torch
 
     world_size = row['world_size']
     strategy = {'single': 'ddp', 'fsdp_manual': 'fsdp'}.get(row['strategy'], row['strategy'])
     predicted = {}
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # a run without config.json
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # the run has no config.json
         model = sizes.empty_model(config)
-        gb = Counter()  # deepspeed's offload has weights in both places
+        gb = Counter()  # with offload, deepspeed has weights in both places
         for part, size in memory.memory_bytes(config, model, world_size, strategy).items():
             gb[part.removeprefix('host ')] += size / 1e9
         predicted['predicted'] = {f'{part}_gb': gb[part] for part in ('weights', 'gradients', 'optimizer')}
         predicted['predicted']['total_gb'] = sum(gb.values())
         if world_size > 1:
-            every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step ends a round, too
+            every = min(config.get('inner_steps', 1), config['max_iters'])  # DiLoCo's last step also ends a round
             sent = traffic.communication_bytes({**config, 'inner_steps': every}, model, world_size, strategy)
             predicted['predicted_sent_gb'] = sent['sent'] / 1e9
         if gpu_gb:

@@ -1,8 +1,8 @@
 """
-Which runs a comparison consists of: strategies times the axes that they have, and the keys of each run.
+The runs of a comparison: strategies times the axes that each of them has, and the keys of each run.
 
-    plan, notes = planning.expand(config, train_keys, explicit)
-    for repeat, entry in planning.queue_of(plan['runs'], config): ...
+    plan, notes = run_matrix.expand(config, train_keys, explicit)
+    for repeat, entry in run_matrix.queue_of(plan['runs'], config): ...
 """
 
 import importlib.util
@@ -21,11 +21,11 @@ SCRIPTS |= {'deepspeed': 'train_deepspeed.py', 'diloco': 'train_diloco.py', 'pip
 STAGES = {'fsdp': (2, 3), 'fsdp_manual': (1, 2, 3), 'deepspeed': (1, 2, 3)}
 IMPLEMENTATIONS = {'fsdp': 'torch', 'fsdp_manual': 'manual'}
 
-# Where neither a file nor the command line says anything. A run of the small model takes some 10 seconds on 2 cores:
-# 4 layers of 128 = 0.8M parameters and 2 x 2048 x 128 of the vocabulary; fp32, so that agreement can be seen.
+# The model if neither a file nor the command line names one. A run of it takes some 10 seconds on 2 cores: 4 layers of
+# width 128 = 0.8M parameters, and 2 x 2048 x 128 for the vocabulary. In fp32, so that agreement can be seen.
 SMALL = {'arch': 'llama', 'n_layer': 4, 'n_head': 4, 'n_embd': 128, 'block_size': 128, 'batch_size': 4}
 SMALL |= {'dtype': 'float32', 'max_iters': 50, 'learning_rate': 3e-3, 'warmup_iters': 5}
-# Any of these given: not the small one
+# If any of these is given, the small model is not used.
 MODEL_KEYS = ('arch', 'heads', 'n_layer', 'n_head', 'n_embd', 'block_size', 'init_from')
 QUIET = {'log_interval': 2, 'eval_interval': 0, 'eval_iters': 10, 'checkpoint_interval': 0, 'keep_checkpoints': 0}
 BENCH = {'dataset': 'synthetic', 'eval_iters': 0, 'keep_checkpoints': 0, 'max_iters': 30, 'warmup_iters': 5}
@@ -34,11 +34,12 @@ BENCH |= {'log_interval': 2, 'global_batch_size': None, 'wandb_log': False, 'che
 
 def expand(config, train_keys, explicit=()):
     """
-    (plan, notes): every run of a comparison, and lines on what was left out.
+    (plan, notes): every run of a comparison, and lines that say what was left out.
 
-    config: has the knobs of compare.py. train_keys: of the train scripts, for all runs; explicit: those of the command
-    line, which also win over what --bench sets. plan: {'baseline': label, 'runs': [{label, strategy, script,
-    world_size, overrides}]}, the overrides being the keys given to the script. ValueError: what cannot be run.
+    config: compare.py's keys. train_keys: keys of the train scripts, for all runs. explicit: keys from the command
+    line, which also win over those that --bench sets. plan: {'baseline': label, 'runs': [{label, strategy, script,
+    world_size, overrides}]}, where the overrides are the keys that the script is given. Raises ValueError for a
+    comparison that cannot be run.
     """
     check(config)
     notes, runs = [], []
@@ -83,7 +84,7 @@ def choose_baseline(config, labels, default):
 
 
 def check(config):
-    """Raises ValueError for values of knobs that no run could have."""
+    """Raise ValueError for values of compare.py's keys that no run could have."""
     for key in ('variants', 'recipes', 'sizes'):
         for label, variant in getattr(config, key).items():
             if not re.fullmatch(r'[\w.+=-]+', str(label)) or not isinstance(variant, dict):
@@ -109,7 +110,7 @@ def check(config):
 
 
 def axes(strategy, config):
-    """[(ranks, keys, label)] of a strategy over the axes that it has; the label names axes with several values."""
+    """[(ranks, keys, label)] of a strategy for all combinations of its axes; labels name axes with several values."""
     points = {  # key: (its name in a label, values)
         'nproc': ('{}ranks', [1] if strategy == 'single' else config.nproc),
         'accumulation': ('{}micro', config.accumulations),
@@ -129,7 +130,8 @@ def axes(strategy, config):
 
 
 def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks):
-    """The keys that a run's script is given. Raises Mistake for one that it lacks, ValueError for a bad batch."""
+    """The keys that a run's script is given. Raises Mistake for a key that it does not have, ValueError for a batch
+    that cannot be divided."""
     script = Path(ROOT) / SCRIPTS[strategy]
     knobs = read_knobs(script)
     given = dict(given)
@@ -142,23 +144,23 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
     keys = {**QUIET, **(SMALL if is_small else {}), 'dataset': dataset, **train_keys}
     if config.bench:
         keys |= {key: value for key, value in BENCH.items() if key not in explicit}
-    # Random tokens in place of a dataset have its vocabulary, as far as that is known; otherwise GPT-2's, 50,304.
-    name = re.split('[:,]', train_keys.get('dataset', 'stdlib-bpe2048'))[0]  # of a mixture the first
+    # Random tokens that replace a dataset have its vocabulary if that is known, or else GPT-2's, 50,304.
+    name = re.split('[:,]', train_keys.get('dataset', 'stdlib-bpe2048'))[0]  # the first of a mixture
     replaced = data_dir / name / 'meta.json'
     if keys['dataset'] == 'synthetic' and replaced.exists():
         keys.setdefault('vocab_size', read_json(replaced)['vocab_size'])
     elif keys['dataset'] == 'synthetic' and 'dataset' not in train_keys and (is_small or not config.bench):
         keys.setdefault('vocab_size', 2048)  # of stdlib-bpe2048
-    if keys['dataset'] == 'synthetic':  # one source, without documents
+    if keys['dataset'] == 'synthetic':  # random tokens are one source, without documents
         keys |= {key: value for key, value in (('dataset_stages', ()), ('windows', 'stream')) if key in keys}
     keys |= given
     if strategy in IMPLEMENTATIONS:
         keys['fsdp_impl'] = IMPLEMENTATIONS[strategy]
     if strategy == 'diloco':
-        keys.setdefault('num_replicas', ranks)  # a rank each: one per node, the script's default, would be one here
+        keys.setdefault('num_replicas', ranks)  # one per rank; the default, one per node, would be one here
     if config.resume_check and keys.get('max_iters', 0) < 2:
         raise ValueError('resume_check stops half-way: expected --max_iters=2 or more')
-    if config.resume_check:  # rounded up: two checkpoints; permanent, so that those of interruptions push none out
+    if config.resume_check:  # rounded up: 2 of them; permanent, so that one saved at an interruption pushes none out
         keys |= dict.fromkeys(('checkpoint_interval', 'permanent_interval'), -(-keys['max_iters'] // 2))
         keys['keep_checkpoints'] = 2
     if config.trace:
@@ -171,15 +173,14 @@ def keys_of_run(strategy, ranks, given, config, train_keys, explicit, most_ranks
             '--batch_size, or other accumulations'
         )
     keys['batch_size'] = batch_size * most // accumulation
-    batches.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises what does not divide
+    batches.accumulation_steps(keys['global_batch_size'], keys['batch_size'], ranks)  # raises if it does not divide
     return {key: value for key, value in keys.items() if key in knobs and key != 'out_dir' and value is not None}
 
 
 def queue_of(entries, config):
     """
-    [(repeat, entry)] in the order in which they run. Each repeat begins with another run: none is always first or last.
-
-    With resume_check the first run of each strategy comes once more at the end, as the repeat 'resumed'.
+    [(repeat, entry)] in the order in which they run. Each repeat begins with a different run, so that none is always
+    first or last. With resume_check the first run of each strategy is repeated at the end, as the repeat 'resumed'.
     """
     queue, first_entries = [], {}
     for repeat in range(config.repeats):

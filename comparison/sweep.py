@@ -1,9 +1,9 @@
 """
-Sweeps and ladders: which runs they consist of, which come next, and what they say.
+Sweeps and ladders: which runs they consist of, which runs come next, and what the results say.
 
-A *group* is what gets a learning rate of its own: a size, a recipe, and values of swept keys other than the rate. All
-rates of the grid run with the first seed; while the best is at an edge of the grid, one more is tried beyond it; then
-the other seeds run at the best rate.
+A *group* is a size, a recipe, and values of the swept keys other than the learning rate. Each group has its own best
+rate. First all rates of the grid run with the first seed; as long as the best of them is at an edge, one more is tried
+beyond that edge; then the other seeds run at the best rate.
 
     groups = groups_of(config, train_keys, explicit)
     while todo := next_runs_of_all(folder, groups, config): ...
@@ -21,14 +21,14 @@ from pathlib import Path
 from comparison import laws, results, run_matrix
 from configurator import Mistake
 
-GRID = 'rate: loss, first seed'  # the column of the table that has the most in it
-BEYOND = 3  # rates beyond the grid, on each side
-DIVERGED, BAD_STEPS = 'diverged', 'bad steps in a row'  # in the line that ends such a run, by us or by itself
+GRID = 'rate: loss, first seed'  # the widest column of the table
+BEYOND = 3  # at most this many rates beyond the grid, on each side
+DIVERGED, BAD_STEPS = 'diverged', 'bad steps in a row'  # why a run was stopped by watch() or by itself
 
 
 def groups_of(config, train_keys, explicit):
     """
-    [{'label', 'size', 'recipe', 'strategy', 'script', 'world_size', 'overrides'}], the last four as planning has them.
+    [{'label', 'size', 'recipe', 'strategy', 'script', 'world_size', 'overrides'}], the last four as in run_matrix.py.
     Raises ValueError for keys that no run could have.
     """
     run_matrix.check(config)
@@ -69,24 +69,24 @@ def groups_of(config, train_keys, explicit):
 
 
 def entry_of(group, rate, seed):
-    """What is run of a group at one rate, as an entry of a plan; its folder has a folder for each seed."""
+    """The run of a group with one rate and seed, as an entry of a plan. Each seed has its own folder in the entry's."""
     keys = ({} if rate is None else {'learning_rate': rate}) | {'seed': seed}
     label = group['label'] + ('' if rate is None else f'-lr{float(rate)!r}')
     return {**group, 'label': label, 'overrides': {**group['overrides'], **keys}}
 
 
 def diverged(rows, max_iters):
-    """Why a run under way is not worth its end, or ''."""
-    first = next((row['loss'] for row in rows if 'loss' in row), math.inf)  # the row of step 0 has none
+    """Why a run should be stopped early, because its loss diverged; '' if not."""
+    first = next((row['loss'] for row in rows if 'loss' in row), math.inf)  # the row of step 0 has no loss
     last = rows[-1].get('loss', 0.0)
-    if rows[-1]['step'] >= max_iters / 5 and not last <= first + 1:  # nats; less may be noise
+    if rows[-1]['step'] >= max_iters / 5 and not last <= first + 1:  # 1 nat; less may be noise
         return f'{DIVERGED}: loss {last:.4g} at step {rows[-1]["step"]}, {first:.4g} at the beginning'
     return ''
 
 
 def next_runs(losses, rates, seeds):
-    """[(rate, seed)] that a group needs next. losses: {(rate, seed): loss or inf} of those that ended; rates: of the
-    grid, none for a group that keeps its rate, which is None then."""
+    """[(rate, seed)] that a group needs next; [] if it is complete. losses: {(rate, seed): loss, or inf if it diverged}
+    of the runs that ended. rates: the grid; empty if learning rates are not swept, and then the rate is None."""
     if missing := [(rate, seeds[0]) for rate in rates or [None] if (rate, seeds[0]) not in losses]:
         return missing
     first_seed_losses = {rate: loss for (rate, seed), loss in losses.items() if seed == seeds[0]}
@@ -105,22 +105,23 @@ def next_runs(losses, rates, seeds):
 
 
 def has_diverged(failure):
-    """Whether the line that ended a run says that its loss did: a result, not a mistake."""
+    """Whether a run's failure is that its loss diverged, which is a result of the sweep, not a mistake."""
     return DIVERGED in failure or BAD_STEPS in failure
 
 
 def how_it_ended(folder, repeat, entry, failure):
-    """The line about a run that has ended."""
+    """The line to print about a run that has ended."""
     last = {} if failure else results.read_rows(results.folder_of(folder, entry, repeat))[-1]
     return f'{entry["label"]}, {repeat}: ' + (failure or f'val loss {last["val_loss"]:.4f}')
 
 
 def runs_of(folder, group):
-    """{(rate, seed): {'loss', 'tokens', 'flops', 'config'}} of what has ended; {'loss': inf} of what diverged."""
+    """{(rate, seed): {'loss', 'tokens', 'flops', 'config'}} of the runs that ended well, and {'loss': inf} of those
+    that diverged."""
     found = {}
     for path in Path(folder, 'runs').glob(f'{group["label"]}*/seed*'):
         rate = path.parent.name.removeprefix(group['label'])
-        if not re.fullmatch(r'(-lr[\d.e+-]+)?', rate):  # of another group, whose name begins alike
+        if not re.fullmatch(r'(-lr[\d.e+-]+)?', rate):  # a run of another group whose label begins with this one
             continue
         key = float(rate[3:]) if rate else None, int(path.name[4:])
         run = results.read_run(path, group['world_size'])
@@ -135,7 +136,7 @@ def runs_of(folder, group):
 
 
 def next_runs_of_all(folder, groups, config):
-    """[(name of the run's folder in that of its entry, entry)], as a queue of planning has them."""
+    """[(name of the run's folder, such as 'seed1337', entry)] of all groups, in the form of run_matrix.queue_of()."""
     found = []
     for group in groups:
         losses = {key: run['loss'] for key, run in runs_of(folder, group).items()}
@@ -146,11 +147,12 @@ def next_runs_of_all(folder, groups, config):
 
 def summarise(group, runs, seeds):
     """
-    The row of a group, None if nothing of it has ended. runs: of runs_of().
+    The row of a group; None if no run of it has ended. runs: from runs_of().
 
-    'rate': laws.Rate of the first seed, with its interval; 'losses': {seed: loss} at the best rate tried.
+    'rate': the laws.Rate of the first seed, as a dict. 'interval': of the best rate, or None. 'losses': {seed: loss} at
+    the best rate that was tried.
     """
-    from planning import sizes  # here, since it imports torch
+    from planning import sizes  # here, as it imports torch
 
     row = {key: group[key] for key in ('label', 'size', 'recipe')}
     first = {rate: run['loss'] for (rate, seed), run in runs.items() if seed == seeds[0]}
@@ -175,7 +177,7 @@ def summarise(group, runs, seeds):
 
 
 def cells(rows):
-    """[{column: text}] of a sweep: each group's rates, its best one, and the loss over the seeds."""
+    """[{column: text}] of a sweep, a row for each group: its rates, the best one, and the loss over the seeds."""
     found = []
     for row in rows:
         losses, rate = [*row['losses'].values()], row.get('rate')
@@ -197,7 +199,7 @@ def cells(rows):
 
 
 def facts(rows):
-    """What a sweep says, as lines: each group's best rate and loss, which group is the best, what to doubt."""
+    """Lines that say what a sweep found: each group's best rate and loss, which group is best, and what to doubt."""
     lines, doubts = [], []
     for row in rows:
         losses, rate, label = [*row['losses'].values()], row.get('rate'), row['label']
@@ -237,11 +239,12 @@ def mean_and_error(values):
 
 def ladder(rows):
     """
-    What several sizes say, as lines: the compute that each recipe saves against the first one at equal loss, its law,
-    and the loss that the next size should have.
+    Lines that say what several sizes show: how much compute each recipe saves against the first one at equal loss, its
+    law, and the loss that the next size should have.
 
-    The compute of a run is its FLOPs, forward and backward. Saved is the compute that the first recipe's law needs for
-    the loss that another one has, over the compute that this one took: 1.2x means a sixth less.
+    The compute of a run is its FLOPs, forward and backward. The saving is the compute that the first recipe would need
+    by its law to reach the other recipe's loss, divided by the compute that the other recipe took. So 1.2x means that
+    this one needs a sixth less.
     """
     points = [
         (row['recipe'], row['size'], row['flops'], loss) for row in rows for loss in row['losses'].values()
@@ -276,7 +279,8 @@ def interval(statistic, points, form='{:.3f}'):
 
 
 def predictions(recipe, points, law):
-    """The next size's loss by the law of all, and the last one's by the law of those before, beside what it is."""
+    """Lines with the loss of the next size by the law of all sizes and, as a check, the loss of the largest size by the
+    law of the smaller ones, beside the loss that was measured."""
     compute = sorted({flops for *_, flops, _ in points})
     factor = compute[-1] / compute[-2]
     ahead = compute[-1] * factor
@@ -286,7 +290,7 @@ def predictions(recipe, points, law):
     last = [loss for *_, flops, loss in points if flops == compute[-1]]
     try:
         foretold = law_of(before).at(compute=compute[-1])
-    except ValueError:  # too few before
+    except ValueError:  # too few smaller sizes
         return lines
     said = interval(lambda some: law_of(some).at(compute=compute[-1]), before, '{:.4f}')
     return [
@@ -296,7 +300,8 @@ def predictions(recipe, points, law):
 
 
 def saved(points, base, recipe):
-    """Lines: how many times the compute the recipe `base` needs for the same loss, at each size, and how that grows."""
+    """Lines on how many times the compute the recipe `base` needs for the same loss, at each size, and how that grows
+    with compute."""
     compute = {size: flops for name, size, flops, _ in points if name == recipe}
 
     def ratio(some, size):
@@ -306,7 +311,7 @@ def saved(points, base, recipe):
         law = law_of([point for point in some if point[0] == base])
         return law.inverse(statistics.fmean(reached)) / compute[size]
 
-    def growth(some):  # of the ratio, at ten times the compute
+    def growth(some):  # factor by which the ratio grows when compute grows tenfold
         logs = [math.log(ratio(some, size)) for size in compute]
         if math.inf in logs:
             raise ValueError(f'{base} never reaches the loss of {recipe}')

@@ -1,9 +1,9 @@
 """
-What a comparison of runs says, from the rows of results.json: two Markdown tables and a list of facts.
+The verdict of a comparison, from the rows of results.json: two Markdown tables and a list of facts.
 
     print(verdict.table(rows), verdict.memory_table(rows), verdict.facts(rows), sep='\n\n')
 
-A key that a row lacks is unknown: its cell stays empty, and no fact is made of it.
+If a row lacks a key, its value is not known: the cell stays empty, and no fact is derived from it.
 """
 
 import math
@@ -12,22 +12,22 @@ import statistics
 from comparison.results import ratios
 from runtime import PHASES
 
-# Largest relative difference of a logged loss that counts as agreement; half precision keeps 8 or 11 bits of a number.
+# The largest relative difference of a logged loss that counts as agreement. Half precision has 8 or 11 bits per number.
 AGREEMENT = {'float32': 1e-4, 'bfloat16': 1e-2, 'float16': 2e-3}
-APART = 1.5  # factor between the speeds of a run's repeats from which on they say little
-OTHERS = 0.1  # share of the machine's time for other programs from which on they count
+APART = 1.5  # if the speeds of a run's repeats differ by a larger factor, they say little
+OTHERS = 0.1  # if other programs take a larger share of the machine's time, they matter
 
 # --- TABLES -----------------------------------------------------------------------------------------------------------
 
 
 def cells(rows):
-    """[{column: text}], a row for each run."""
+    """[{column: text}], with a row for each run."""
     phases = [phase for phase in PHASES if any(f'time/{phase}' in row for row in rows)]
     has_references = len({row.get('reference') for row in rows if 'loss_diff' in row}) > 1
     found = []
     for row in rows:
         exposed = row.get('time/comm_exposed', 0) / row.get('time/total', 1)
-        share = f' ({exposed:.0%})' if 0 < exposed <= 1 else ''  # above 1: the profiled step was slower than the others
+        share = f' ({exposed:.0%})' if 0 < exposed <= 1 else ''  # it is above 1 if the profiled step was a slow one
         failed = f'failed: {row["failed"]}' if 'failed' in row else ''
         times = [number(row, f'time/{phase}', '{:.1f}') for phase in phases if f'time/{phase}' in row]
         found.append({
@@ -61,7 +61,8 @@ def table(rows):
 
 
 def memory_cells(rows):
-    """What a rank holds in MB, measured and, in brackets, predicted and their ratio; [] if nothing was measured."""
+    """[{column: text}] of the MB that a rank holds: measured and, in brackets, predicted and their ratio. [] if nothing
+    was measured."""
     found = []
     for row in rows:
         found.append({'run': row['label']})
@@ -80,13 +81,13 @@ def number(row, key, form):
 
 
 def with_range(row, key, form):
-    """'1,234 (1,200 to 1,300)', the range of the repeats, if there are several."""
+    """'1,234 (1,200 to 1,300)': the value, and the range of the repeats if there are several."""
     several = f' ({form.format(row[f"{key}_min"])} to {form.format(row[f"{key}_max"])})' if f'{key}_min' in row else ''
     return number(row, key, form) + several
 
 
 def megabytes(measured, predicted):
-    """'12.3 (12.1, 1.02x)' of GB: measured, predicted, and the first divided by the second."""
+    """'12.3 (12.1, 1.02x)' from values in GB: measured, predicted, and the first divided by the second."""
     if measured is None or predicted is None:
         return '' if measured is None else f'{measured * 1e3:.4g}'
     ratio = f', {measured / predicted:.2f}x' if predicted else ''
@@ -94,7 +95,7 @@ def megabytes(measured, predicted):
 
 
 def markdown(rows):
-    """A Markdown table of rows {title: cell}, without empty columns, padded so that it can be read as text, too."""
+    """A Markdown table of rows {title: cell}, without empty columns, padded so that it reads well as plain text."""
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     widths = [max(len(title), *(len(row[title]) for row in rows)) for title in titles]
     lines = [titles, ['-' * width for width in widths], *([row[title] for title in titles] for row in rows)]
@@ -107,9 +108,9 @@ def markdown(rows):
 
 def facts(rows, gpu_gb=0):
     """
-    A Markdown list: which runs agree, were resumed, are fastest, fit a GPU, have failed.
+    A Markdown list that says which runs agree, were resumed correctly, are fastest, fit a GPU, have failed.
 
-    gpu_gb: memory of a GPU, beside which row['gpu_gb'] is what is predicted for it; 0 = do not ask.
+    gpu_gb: a GPU's memory, with which the prediction row['gpu_gb'] is compared; 0 = do not.
     """
     finished = [row for row in rows if row['rows']]
     lines = []
@@ -128,7 +129,7 @@ def facts(rows, gpu_gb=0):
 
 
 def agreement(rows, reference):
-    """Which runs have the losses of the one that they are compared with."""
+    """Lines on which runs have the losses of their reference."""
     lines = [f'may differ: {row["label"]} and {reference} ({row["apart"]})' for row in rows if 'apart' in row]
     same = [row for row in rows if 'loss_diff' in row and 'apart' not in row]
     good = [row for row in same if row['loss_diff'] <= limit(row)]
@@ -139,7 +140,7 @@ def agreement(rows, reference):
 
 
 def resumption(rows):
-    """Which of the runs that were resumed from the middle have the losses of the whole run."""
+    """Lines on which of the runs that were resumed from the middle have the losses of the uninterrupted run."""
     resumed = [row for row in rows if 'resume_diff' in row]
     lines = []
     for word, is_good in (('resumed', True), ('NOT resumed', False)):
@@ -149,7 +150,8 @@ def resumption(rows):
 
 
 def fastest(rows, reference):
-    """Which of the runs that should agree is fastest, and how much faster than the reference, or else the next one."""
+    """A line on which of the runs that should agree is fastest, and by how much: against the reference or, if that is
+    among the fastest, the next run."""
     ranked = sorted((row for row in rows if 'speedup' in row and 'apart' not in row), key=lambda row: -row['speedup'])
     if len(ranked) < 2:
         return []
@@ -167,7 +169,7 @@ def fastest(rows, reference):
 
 
 def doubts(rows):
-    """Warnings about times and speed-ups that a busy machine may have made."""
+    """Warnings about times and speed-ups that may be due to a busy machine."""
     lines, ranks = [], {row['label']: row['world_size'] for row in rows}
     for row in rows:
         slowest, fastest = row.get('tokens_per_sec_min', math.inf), row.get('tokens_per_sec_max', 0)
@@ -189,14 +191,15 @@ def doubts(rows):
 
 
 def is_clear(row, other):
-    """Whether one of two runs is faster in all repeats that both have; a single one decides from half a percent on."""
+    """Whether the same one of two runs is faster in all repeats that both have, and by at least half a percent if there
+    is only one."""
     found = ratios(row, other)
     margin = 0.005 if len(found) == 1 else 0
     return bool(found) and (min(found) > 1 + margin or max(found) < 1 - margin)
 
 
 def fitting(rows, gpu_gb):
-    """Which runs a GPU with gpu_gb of memory would hold, by prediction."""
+    """Lines on which runs should fit a GPU with gpu_gb of memory, by prediction."""
     known = sorted((row for row in rows if 'gpu_gb' in row), key=lambda row: row['gpu_gb'])
     lines = []
     for word, fits in (('fit', True), ('do NOT fit', False)):

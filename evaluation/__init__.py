@@ -1,1 +1,1 @@
-"""Tasks, their scores, and text from a model: for evaluate.py, sample.py, and for scores in a run."""
+"""Tasks and their scores, and text from a model, for evaluate.py, for sample.py and for scores during a run."""

@@ -1,9 +1,9 @@
 """
-A conversation in a terminal, or with whatever writes into a pipe.
+A conversation in the terminal, or with a program that writes into a pipe.
 
-    converse(model, language, system, positions, say, ...)  # until there is no line any more
+    converse(model, language, system, positions, say, ...)  # until the lines end
 
-A line is a message; the answer is written as it comes. The model sees all that was said before.
+Each line is a message, and the answer is printed token by token. The model sees the whole conversation so far.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ HELP = 'a line is a message; /reset begins anew, /system TEXT too, with that sys
 
 def converse(model, language, system, positions, say, max_new_tokens, generator_of, show_ids=False, **draw):
     """
-    system: the first system message, or None. positions: of the model. say: takes notes, which are no part of the
-    conversation. generator_of: from the number of a turn to its torch.Generator. draw: how tokens are drawn, see
-    sampling.stream_batch().
+    Answer messages until an empty line or the end of the input.
+
+    system: the first system message, or None. positions: the model's. say: function that prints a note, which is not
+    part of the conversation. generator_of: function from the number of a turn to its torch.Generator. draw: options of
+    sampling.stream_batch() for how tokens are drawn.
     """
     say(HELP)
     messages, turn, memory = begin(system), 0, Memory()
@@ -55,13 +57,13 @@ def begin(system):
 
 
 def lines():
-    """What is typed, with a mark before it and the keys of readline; or what comes through a pipe."""
+    """Yield lines that are typed, with a prompt and readline's editing; or the lines that come through a pipe."""
     if not sys.stdin.isatty():
         sys.stdin.reconfigure(encoding='utf-8', errors='replace')
         yield from sys.stdin
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 -- input() then has a history
+        import readline  # noqa: F401 -- gives input() a history
 
     with contextlib.suppress(EOFError):
         while True:

@@ -1,11 +1,11 @@
 """
-What a model writes behind many prompts, on all ranks of a run.
+Answers of a model to many prompts, which all ranks of a run share.
 
     texts = write_answers(model, prompts, encoder, batch_size, device)  # [text of each tasks.Prompt]
 
-A sharded model gathers weights in each forward pass, so all ranks have to make equally many; but answers end when they
-end. So before each pass the ranks count how many of them still write. One that has nothing left makes a pass over a
-token that nobody asks for, until all are done.
+A sharded model gathers weights in each forward pass, so all ranks have to make equally many passes, although their
+answers differ in length. Before each pass the ranks therefore count how many of them still write. A rank that has
+finished runs the model on a dummy token until all are done.
 """
 
 import functools
@@ -20,7 +20,8 @@ from runtime import processes
 
 
 def batches_of(prompts, batch_size):
-    """Lists of numbers of prompts whose answers end alike, with about equal lengths, the longest first."""
+    """[[index into prompts, ...] of each batch], the longest prompts first. The prompts of a batch have about equal
+    lengths, and the same stop texts and max_new_tokens."""
     batches = []
     for number in sorted(range(len(prompts)), key=lambda number: (prompts[number][1:], -len(prompts[number].tokens))):
         last = batches[-1] if batches else []
@@ -31,8 +32,8 @@ def batches_of(prompts, batch_size):
 
 
 def ends(ids, stop, encoder):
-    """Whether what is written holds one of the texts `stop`; of that its end alone is looked at, for a token has a byte
-    or more, and earlier ones have been looked at before."""
+    """Whether the text of the ids contains one of the texts `stop`. A look at its end is enough: it is called after
+    each token, and a token has at least one byte."""
     longest = max(len(text.encode()) for text in stop)
     text = encoder.decode(ids[-longest - 8 :])
     return any(end in text for end in stop)
@@ -40,14 +41,15 @@ def ends(ids, stop, encoder):
 
 @torch.no_grad()
 def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=lambda: None):
-    """[text of each prompt, without what ends it], on every rank; each token is the likeliest one. Collective.
+    """[text of each prompt, without the stop text that ended it], the same on every rank. Each token is the likeliest
+    one. Collective.
 
-    model: as it is called, wrapped or sharded, in eval mode. prompts: tasks.Prompt. encoder: of tasks. batch_size:
-    prompts per rank and forward pass. bar: its title, to draw one. beat: called before each forward pass. Batches do
-    not depend on the number of ranks, so neither do the texts.
+    model: as it is called, wrapped or sharded, in eval mode. prompts: [tasks.Prompt]. encoder: one of tasks.py.
+    batch_size: prompts per rank and forward pass. bar: the title of a progress bar; None = no bar. beat: called before
+    each forward pass. Batches do not depend on the number of ranks, so the texts do not, either.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # every rank has all weights
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP: every rank has all weights
     batches, busy, written = batches_of(prompts, batch_size), torch.zeros(1, device=device), {}
 
     def count_the_busy(is_busy):
@@ -56,7 +58,7 @@ def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=la
         dist.all_reduce(busy)
         return busy.item()
 
-    # Before FSDP's hook, which gathers weights: ranks without work count first, too.
+    # This hook runs before FSDP's, which gathers weights, because ranks without work count before their pass, too.
     hook = model.register_forward_pre_hook(lambda *_: count_the_busy(1) and None, prepend=True)
     for numbers in tqdm(batches[rank::world_size], desc=bar, disable=None if bar and rank == 0 else True):
         _, stop, longest = prompts[numbers[0]]
@@ -72,7 +74,7 @@ def write_answers(model, prompts, encoder, batch_size, device, bar=None, beat=la
     hook.remove()
     while count_the_busy(0):
         model(torch.zeros(1, 1, dtype=torch.int64, device=device), then=lambda hidden, _: hidden)
-    processes.reshard(model)  # free what forward left gathered, for no backward pass will
+    processes.reshard(model)  # free what forward left gathered, as there is no backward pass to do it
     of_ranks = [None] * world_size
     dist.all_gather_object(of_ranks, written)
     whole = {number: text for part in of_ranks for number, text in part.items()}

@@ -1,7 +1,7 @@
 """
-Scores of tasks (evaluation/tasks.py says what these are), by evaluate.py and in a run.
+Scores on tasks (see evaluation/tasks.py), for evaluate.py and during a training run.
 
-    tasks = tasks_of(config, pretrained, device)  # read and tokenized, before the run begins
+    tasks = tasks_of(config, pretrained, device)  # before the run begins: read and tokenize them
     row.update(tasks.scores(model, step, log.say, watchdog.at))  # {'piqa/acc': 0.52, 'piqa/acc_stderr': 0.01, ...}
 """
 
@@ -27,12 +27,12 @@ from text.tokenizer import load_transformers_tokenizer, tokenizer_of
 
 class Evaluation:
     """
-    Tasks in files, ready to be scored.
+    Tasks read from files, ready to be scored.
 
-    encoder: of evaluation.tasks. window: tokens that the model sees. pretrained: the finetune.Pretrained of the model,
-    or None. batch_size: requests per rank and forward pass. tensor_parallel: over how many ranks every matrix is cut.
-    as_chat: write them with the tokenizer's chat template. options: those of tasks.read_task(). Raises ValueError for a
-    bad row, and for a choice or a prompt longer than the window.
+    encoder: one of evaluation.tasks. window: how many tokens the model sees. pretrained: the model's
+    finetune.Pretrained, or None. batch_size: requests per rank and forward pass. tensor_parallel: how many ranks share
+    each matrix. as_chat: write the items with the tokenizer's chat template. options: for tasks.read_task(). Raises
+    ValueError for a bad row, and for a choice or a prompt that is longer than the window.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Evaluation:
             )
         self.batch_size, self.device, self.encoder = batch_size, device, encoder
         self.tensor_parallel = tensor_parallel
-        # Our attention for transformers' models reaches sliding_window tokens back.
+        # The attention that these scripts give transformers' models reaches sliding_window tokens back.
         text = pretrained.config.get_text_config() if pretrained else None
         self.longest = min(window, getattr(text, 'sliding_window', None) or window)
 
     def run(self, model, bars=False, beat=lambda: None):
-        """Yields (task, {score: value}, its line, what was found of each item) of each: log-likelihoods of scoring.py,
-        or the text that was written. Collective.
+        """Yield (task, {score: value}, line to print, [result of each item]) for each task. The result of an item is
+        its log-likelihoods (see scoring.py) or the text that the model wrote. Collective.
 
-        The model, which may be wrapped or sharded, is in eval mode meanwhile. Scores that are not finite are left
-        out. bars: draw one for each task. beat: called before each forward pass."""
+        The model may be wrapped or sharded, and is put into eval mode meanwhile. Scores that are not finite are left
+        out. bars: draw a progress bar for each task. beat: called before each forward pass."""
         raw_model, was_training = getattr(model, 'module', model), model.training  # DDP has a module
         model.eval()
         for task, requests in zip(self.tasks, self.requests, strict=True):
@@ -80,13 +80,13 @@ class Evaluation:
         model.train(was_training)
 
     def found(self, model, task, requests, bar, beat):
-        """(what run() yields of each item, {score: (value, standard error)})."""
+        """([result of each item, as in run()], {score: (value, standard error)})."""
         if task.form == 'prompt':
             prompts = [prompt for (prompt,) in requests]
             texts = generating.write_answers(model, prompts, self.encoder, self.batch_size, self.device, bar, beat)
             return texts, scores_of_answers(task, texts)
         config = getattr(model, 'module', model).config  # DDP has a module
-        # Transformers' own attention would not see the branches of a row; model.py's does.
+        # Rows with branches (see scoring.py) need these scripts' attention: transformers' own would mix the branches.
         shares = getattr(config, '_attn_implementation', finetune.ATTENTION) == finetune.ATTENTION
         options = (self.longest, self.batch_size, self.device, shares, bar, beat, self.tensor_parallel)
         found = scoring.log_likelihoods(model, requests, *options)
@@ -94,8 +94,8 @@ class Evaluation:
         return found, scores_of(task, requests, nats, greedy)
 
     def scores(self, model, step, say, at):
-        """{'task/score': value} for the row of `step`; say is called with a line of each task, at('evaluation', step)
-        before each forward pass. Collective. What is compiled runs as it is written, for shapes differ here."""
+        """{'task/score': value} for the metrics of `step`. Calls say(line) for each task, and at('evaluation', step)
+        before each forward pass. Collective. Compiled models run in eager mode here, since shapes vary."""
         row = {}
         if not self.tasks:
             return row
@@ -107,12 +107,12 @@ class Evaluation:
 
 
 def score_in_words(name, value, error):
-    """'acc 0.5000 ± 0.0500'; a single item has no error."""
+    """'acc 0.5000 ± 0.0500'; of a single item there is no error to print."""
     return f'{name} {value:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
 
 
 def refuse_tokens_beyond(vocab_size, tasks, requests):
-    """Raise ValueError for a token that has no row in the embedding: tokenizers may have more tokens than models."""
+    """Raise ValueError for a token without a row in the embedding: a tokenizer can have more tokens than its model."""
     for task, task_requests in zip(tasks, requests, strict=True):
         for item, item_requests in zip(task.items, task_requests, strict=True):
             largest = max(max(request.tokens) for request in item_requests)
@@ -122,14 +122,14 @@ def refuse_tokens_beyond(vocab_size, tasks, requests):
 
 
 def encoder_of(pretrained, tokenizer):
-    """The encoder of a model of transformers."""
+    """The TransformersEncoder of a model of transformers."""
     named_ends = getattr(pretrained.config.get_text_config(), 'eos_token_id', None)
     return TransformersEncoder(tokenizer, ends_of_texts(tokenizer, pretrained.folder, named_ends))
 
 
 def tasks_of(config, pretrained, device):
-    """The Evaluation of a train script's eval_tasks; of none if there are none. Raises ValueError, too, where the data
-    of the run names no tokenizer."""
+    """The Evaluation of a train script's eval_tasks, which may be none. Raises ValueError as Evaluation does, and if
+    the dataset of the run has no tokenizer."""
     encoder, files = None, vars(config).get('eval_tasks', [])  # train_pipeline.py has none
     if files and pretrained:
         encoder = encoder_of(pretrained, load_transformers_tokenizer(pretrained.folder, config.trust_remote_code))

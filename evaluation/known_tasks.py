@@ -1,11 +1,12 @@
 """
-Well-known tasks, from datasets of the Hugging Face hub to files as in tasks.py:
+Make files of well-known tasks, in the format of tasks.py, from datasets of the Hugging Face hub:
 
     python prepare_data.py --tasks=piqa,gsm8k                 # from the hub
     python prepare_data.py --tasks=piqa=FOLDER,gsm8k=FILE     # from a copy of the hub's dataset on this machine
 
-The text of each item is that of lm-evaluation-harness 0.4.13, lm_eval/tasks/NAME; with examples from the split that it
-takes them from, in TASK.fewshot.jsonl. tasks/pins.json notes the revision of each dataset and the sha256 of each file.
+Each item has the text that lm-evaluation-harness 0.4.13 gives it (lm_eval/tasks/NAME). TASK.fewshot.jsonl has the
+examples, from the same split as the harness takes them. tasks/pins.json records the revision of each dataset and the
+sha256 of each file.
 """
 
 import csv
@@ -33,7 +34,7 @@ class Known(NamedTuple):
 
 def hellaswag(row):
     def cleaned(text):
-        text = re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. '))  # what WikiHow's articles have left
+        text = re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. '))  # markup left from WikiHow's articles
         return text.replace('  ', ' ')
 
     context = f'{row["activity_label"]}: {row["ctx_a"]} {row["ctx_b"].capitalize()}'
@@ -75,14 +76,14 @@ def letters(text, choices, gold):
 
 
 def mmlu(row):
-    """Choices are letters; the few-shot examples are the first ones of the same subject."""
+    """The choices are letters. The few-shot examples are the first ones of the same subject."""
     start = 'The following are multiple choice questions (with answers) about'
     subject_fields = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
     return letters(row['question'], row['choices'], row['answer']) | subject_fields
 
 
 def mmlu_continuation(row):
-    """Choices are the answers themselves, which small models understand."""
+    """The choices are the answers themselves, which small models understand."""
     start = 'The following are questions (with answers) about'
     subject_fields = {'group': row['subject'], 'description': f'{start} {row["subject"].replace("_", " ")}.\n\n'}
     return question(row['question'].strip(), row['choices'], row['answer']) | subject_fields
@@ -105,7 +106,7 @@ def commonsense_qa(row):
 
 
 def gsm8k(row):
-    """The model writes its answer, which ends in `#### 18` as those of the examples do."""
+    """The model writes an answer that ends in a line such as `#### 18`, as the examples' answers do."""
     prompt = f'Question: {row["question"]}\nAnswer:'
     stop = ['Question:', '</s>', '<|im_end|>']
     return {'prompt': prompt, 'answer': row['answer'], 'stop': stop, 'rule': 'gsm8k', 'num_fewshot': 5}
@@ -128,7 +129,7 @@ KNOWN = {
 SPLITS = 'train', 'validation', 'test', 'dev'
 
 
-CORE_KEYS = {  # of the rows of each type, and what they are called here
+CORE_KEYS = {  # for each type of task: {key in DCLM's rows: its name here}
     'multiple_choice': {'query': 'context', 'choices': 'choices', 'gold': 'gold'},
     'schema': {'context_options': 'contexts', 'continuation': 'continuation', 'gold': 'gold'},
     'language_modeling': {'context': 'context', 'continuation': 'continuation'},
@@ -136,9 +137,9 @@ CORE_KEYS = {  # of the rows of each type, and what they are called here
 
 
 def make_core_tasks(config_file, folder):
-    """Write the tasks of core.yaml in DCLM's evaluation bundle, beside which lie eval_meta_data.csv and eval_data/.
+    """Write the tasks of core.yaml, which is in DCLM's evaluation bundle beside eval_meta_data.csv and eval_data/.
 
-    In the order in which nanochat evaluates them, from which it draws examples: shuffled by Random(1337).
+    The rows are shuffled by Random(1337), as in nanochat, since the choice of few-shot examples depends on their order.
     """
     import yaml
 
@@ -160,13 +161,14 @@ def make_core_tasks(config_file, folder):
 
 
 def is_dataset(path):
-    """Whether rows lie there: in a file, or in a folder that datasets' save_to_disk has written for one split."""
+    """Whether a path is one split: a file with rows, or a folder that save_to_disk of `datasets` has written."""
     return path.suffix in ('.jsonl', '.arrow', '.parquet') if path.is_file() else (path / 'state.json').exists()
 
 
 def splits_in(place):
-    """{split: [path, ...]} of the datasets in a folder, by their names: test/, test.jsonl, test-00000-of-00001.parquet,
-    gsm8k_test.jsonl; and of the folders in it, in the order of their names, as MMLU has one for each subject."""
+    """{split: [path, ...]} of the datasets in a folder, found by name: test/, test.jsonl, gsm8k_test.jsonl,
+    test-00000-of-00001.parquet. Folders within it are searched as well, in the order of their names: MMLU has one for
+    each subject."""
     found = {}
     for path in sorted(place.iterdir()):
         if is_dataset(path):
@@ -182,8 +184,9 @@ def splits_in(place):
 def find_rows(name, place):
     """(paths of the items of task `name`, paths of its few-shot examples) in a dataset on this machine.
 
-    place: a folder that holds the split that the harness takes; or one split, whatever it is called, as a file or a
-    folder of save_to_disk. Then the examples are what lies beside it under the other split's name."""
+    place: a folder with the split that the harness evaluates; or one split of any name, as a file or as a folder of
+    save_to_disk. In the second case the examples are beside it, under the name of the few-shot split. Raises ValueError
+    if the split is not there."""
     known, place = KNOWN[name], Path(place).expanduser()
     if not place.exists():
         raise ValueError(f'tasks={name}={place}: there is no such file or folder')
@@ -201,7 +204,7 @@ def find_rows(name, place):
 
 
 def rows_at(path):
-    """Yields the rows of a dataset on this machine, as {field: value}. Raises ValueError where it cannot be read."""
+    """Yield the rows of a dataset on this machine as {field: value}. Raises ValueError if it cannot be read."""
     try:
         if path.suffix == '.jsonl':
             with open(path, encoding='utf-8-sig') as file:
@@ -216,13 +219,13 @@ def rows_at(path):
 
         rows = datasets.Dataset.from_file(str(path)) if path.is_file() else datasets.load_from_disk(str(path))
         yield from rows
-    except Exception as error:  # datasets and pyarrow raise all kinds
+    except Exception as error:  # datasets and pyarrow raise errors of all kinds
         raise ValueError(f'{path}: cannot be read: {one_line(error)}') from error
 
 
 def lines_made(name, rows, place, are_items):
-    """Lines of the task's file, from the dataset's rows. Raises ValueError for one that is not as the hub has it, and
-    where are_items for one whose answer is missing, as those of some test splits are."""
+    """The lines of a task's file, made from the dataset's rows. Raises ValueError for a row that is not as on the hub.
+    If are_items, also for a row without an answer, as some test splits have them."""
     lines = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -238,8 +241,8 @@ def lines_made(name, rows, place, are_items):
 
 
 def read_dataset(name, place, hub_folder):
-    """({ending of a file of the task: (its lines, where they are from)}, what pins.json says of the dataset).
-    place: where it lies on this machine, or None = the hub."""
+    """({ending of a file's name: (its lines, where they are from)}, the dataset's entry in pins.json) of a task.
+    place: a path on this machine; None = the hub."""
     known, made = KNOWN[name], {}
     if place is None:
         for split, ending in ((known.split, '.jsonl'), (known.fewshot_split, '.fewshot.jsonl')):
@@ -259,11 +262,11 @@ def read_dataset(name, place, hub_folder):
 
 
 def make_tasks(names, hub_folder, folder=Path('tasks')):
-    """Write tasks/NAME.jsonl and NAME.fewshot.jsonl of these tasks, and note in tasks/pins.json what they are. A name
-    may have '=' behind it and where the dataset lies on this machine.
+    """Write tasks/NAME.jsonl and NAME.fewshot.jsonl for each name, and record their origin in tasks/pins.json. A name
+    may be followed by '=' and the dataset's path on this machine.
 
-    Raises ValueError for a name that is not known, for what the hub or the machine cannot give, and where a task that
-    is made again is not what pins.json says: numbers of two versions must not be compared.
+    Raises ValueError for an unknown name, and if the dataset cannot be had. It is also raised if a task is made again
+    and comes out different from what pins.json records, because scores on two versions must not be compared.
     """
     for given in names:
         name = given.partition('=')[0]
@@ -295,5 +298,5 @@ def make_tasks(names, hub_folder, folder=Path('tasks')):
 
 
 def version_of(about):
-    """Of an entry in pins.json."""
+    """The version that an entry of pins.json names, in words."""
     return f'revision {about["revision"]}' if 'revision' in about else about['read_from']

@@ -1,13 +1,13 @@
 """
-What a model is asked, as ids, and what it says, as text.
+From a prompt to ids, and from the ids of an answer to text.
 
     rows = read_rows('questions.jsonl')  # [{'prompt': ..., 'system': ...} or {'messages': [...]}, ...]
-    language = OwnLanguage(tokenizer)                # of a run from scratch: text.tokenizer's, for text alone
-    language = TransformersLanguage(tokenizer, folder, named_ends)    # of transformers' class, perhaps with a template
-    prompt = language.prompt_of('def ')              # ids, and what belongs to them
+    language = OwnLanguage(tokenizer)                # for a run from scratch: a tokenizer of text.tokenizer; text only
+    language = TransformersLanguage(tokenizer, folder, named_ends)    # a tokenizer of transformers; may have a template
+    prompt = language.prompt_of('def ')              # a Prompt: its ids, and what text_of() needs
     prompt = language.prompt_of_chat([{'role': 'user', 'content': 'What is a shard?'}])
     text = language.text_of(prompt, new_ids)
-    stream = Stream(lambda ids: language.text_of(prompt, ids))       # the same, as the ids come
+    stream = Stream(lambda ids: language.text_of(prompt, ids))       # the same text, piece by piece as ids arrive
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from runtime.errors import one_line
 from text.chat_rows import INSTRUCTIONS
 from text.conversations import DATE, fold_system_messages
 
-UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are no character yet
+UNFINISHED = '\ufffd'  # what a tokenizer writes for bytes that are not yet a whole character
 
 
 # --- rows of a file ---------------------------------------------------------------------------------------------------
 
 
 def read_rows(path):
-    """The rows of a .jsonl file: {"prompt"} with or without "system", or {"messages"}; other fields stay as they are.
-    Raises ValueError with the number of a line that has neither."""
+    """The rows of a .jsonl file: {"prompt"} with or without "system", or {"messages"}; other fields are kept. Raises
+    ValueError with the line number of a row that has neither."""
     rows = []
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
@@ -58,8 +58,8 @@ def is_dialogue(row):
 
 
 def messages_of(row, system, name):
-    """What a row asks, as messages. system: of rows that have none of their own, or None. Raises ValueError for an
-    empty question; name: 'the prompt', or which."""
+    """The messages of a row, up to the one to answer. system: the system message for rows without their own, or None.
+    name: what an error calls the row, such as 'the prompt'. Raises ValueError for an empty question."""
     messages = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
     if not messages[-1]['content'].strip():
         raise ValueError(f'{name} is empty: give the message to answer, or --chat=False')
@@ -73,13 +73,13 @@ def messages_of(row, system, name):
 
 class Prompt(NamedTuple):
     ids: list
-    begin: str = ''  # text behind that of the ids, with which the first new token has to begin
-    first: list | None = None  # the tokens that do
+    begin: str = ''  # the end of the prompt if it is not in ids; the first new token has to begin with it
+    first: list | None = None  # the tokens that begin with it
     is_chat: bool = False
 
 
 class OwnLanguage:
-    """Of models from scratch."""
+    """For models trained from scratch: a tokenizer of text.tokenizer, without a chat template."""
 
     has_template = False
 
@@ -89,26 +89,27 @@ class OwnLanguage:
     def prompt_of(self, text):
         tokens = self.tokenizer.encode(text)
         begin, first = '', None
-        # "def " ends in a token of its own for the space, but in the text that was learned the space begins the token
-        # of the next word, and after a lone one the model is lost. So the first new token is one that begins with it.
+        # A prompt such as "def " would end in a token for the space alone. In the training text, however, the space is
+        # the beginning of the next word's token, so that after a lone space the model is lost. Therefore the space is
+        # left out here, and the first new token has to begin with it.
         if text.endswith(' '):
             begin = self.decode([tokens.pop()])
             first = [token for token in range(self.tokenizer.vocab_size) if self.decode([token]).startswith(begin)]
-        # As in training: what the tokenizer puts before a text, or where that is nothing, eot, which ends the one
-        # before.
+        # As in training, BOS comes first if the tokenizer has one. If it has none and the prompt is empty, eot does,
+        # which in training ended the document before.
         return Prompt([*self.tokenizer.bos, *tokens] or [self.tokenizer.eot], begin, first)
 
     def decode(self, ids):
         return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
 
     def text_of(self, prompt, new):
-        """What is behind the prompt. (A vocab_size above the tokenizer's leaves ids without a meaning.)"""
+        """The text that follows the prompt. (Ids beyond the tokenizer's vocabulary mean nothing, and are left out.)"""
         return self.decode(new).removeprefix(prompt.begin)
 
 
 def ends_of_texts(tokenizer, folder, named_ends=None):
-    """Ids of the tokens that end a text: as the tokenizer, the model's configuration (named_ends: an id, a list or
-    None) and the folder's generation_config.json have them."""
+    """The ids of the tokens that end a text, according to the tokenizer, to the model's configuration (named_ends: an
+    id, a list or None) and to the folder's generation_config.json."""
     named = [tokenizer.eos_token_id, named_ends]
     with contextlib.suppress(OSError):  # there is no generation_config.json
         named.append(transformers_offline().GenerationConfig.from_pretrained(folder).eos_token_id)
@@ -117,8 +118,8 @@ def ends_of_texts(tokenizer, folder, named_ends=None):
 
 
 class TransformersLanguage:
-    """Of models of transformers. folder: of the tokenizer. named_ends: ids that end a text, as the model's
-    configuration has them: an id, a list or None."""
+    """For models of transformers. folder: where the tokenizer is. named_ends: what the model's configuration names as
+    the end of a text: an id, a list of ids or None."""
 
     def __init__(self, tokenizer, folder, named_ends=None):
         self.tokenizer, self.folder, self.has_template = tokenizer, folder, bool(tokenizer.chat_template)
@@ -128,7 +129,7 @@ class TransformersLanguage:
         tokenizer = self.tokenizer
         tokens = tokenizer(text).input_ids
         if tokens and tokens[-1] == tokenizer.eos_token_id:
-            tokens.pop()  # some tokenizers end every text
+            tokens.pop()  # some tokenizers add EOS to every text
         starts = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # the end of a document starts the next one
         tokens = tokens or [token for token in starts if token is not None][:1]
         if not tokens:
@@ -141,8 +142,8 @@ class TransformersLanguage:
         return Prompt(self.tokenizer.encode(written, add_special_tokens=False), is_chat=True)
 
     def render(self, messages, **options):
-        """What the chat template writes. System messages that it refuses go to the user, as prepare_data.py folds
-        them."""
+        """The text that the chat template makes of the messages. If it refuses system messages, they become part of the
+        user's, as prepare_data.py --fold_system does it. Raises ValueError if the template refuses that, too."""
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options)
         except Exception as error:  # a template may raise anything
@@ -152,8 +153,8 @@ class TransformersLanguage:
             raise ValueError(f'the chat template in {self.folder} refuses: {one_line(error)}') from error
 
     def end_of_answer(self):
-        """The token that the template writes behind an answer, in a list: where a model without a template was given
-        one, its folder names the end of a text alone."""
+        """[the token that the template writes behind an answer], if it is a special one. It has to be found in this way
+        for models that were given a template later: their folder names only the token that ends a text."""
         conversation = [{'role': 'user', 'content': 'Question'}, {'role': 'assistant', 'content': 'Answer'}]
         behind = self.render(conversation).partition('Answer')[2].strip()
         following = self.tokenizer.encode(behind, add_special_tokens=False)[:1]
@@ -163,36 +164,36 @@ class TransformersLanguage:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def text_of(self, prompt, new):
-        """What is behind the prompt, or the answer to it."""
+        """The text that follows the prompt; of a chat, the answer."""
         if prompt.is_chat:
             return self.decode(new).strip()
-        # Decoded with the prompt: some tokenizers drop the space that a text begins with.
+        # Decode them together with the prompt, because some tokenizers drop a space at the beginning of a text.
         return self.decode(prompt.ids + new).removeprefix(self.decode(prompt.ids))
 
 
 def refuse_what_does_not_fit(prompt, name, language, positions, vocab_size):
-    """Raise ValueError for a prompt that fills all positions of a model, or has a token beyond its vocabulary."""
+    """Raise ValueError for a prompt that fills all positions of the model, or has a token beyond its vocabulary."""
     if len(prompt.ids) >= positions:
         raise ValueError(f'{name} has {len(prompt.ids)} tokens, the model {positions} positions: shorten it')
-    if (largest := max(prompt.ids)) >= vocab_size:  # tokenizers may have more tokens than models
+    if (largest := max(prompt.ids)) >= vocab_size:  # a tokenizer can have more tokens than its model
         spelled = language.tokenizer.decode([largest])
         raise ValueError(f'{name} spells the token {spelled!r} ({largest}), the model has {vocab_size}: leave it out')
 
 
 class Stream:
-    """Text of ids that come one by one, in whole characters. text_of: from all ids to all text."""
+    """Turns ids that arrive one by one into text, in whole characters. text_of: function from all ids to all text."""
 
     def __init__(self, text_of):
         self.text_of, self.ids, self.shown = text_of, [], ''
 
     def add(self, token):
-        """What can be shown now. Bytes that may still become another character wait, and so do spaces: those at the end
-        are no part of an answer."""
+        """The text that can be shown after this token. Bytes of an incomplete character wait for the rest. Spaces wait,
+        too, because those at the end do not belong to an answer."""
         self.ids.append(token)
         return self.show(self.text_of(self.ids).rstrip().rstrip(UNFINISHED).rstrip())
 
     def end(self):
-        """What is left."""
+        """The text that has not been shown yet."""
         return self.show(self.text_of(self.ids))
 
     def show(self, text):

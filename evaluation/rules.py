@@ -1,16 +1,18 @@
 """
-Is what a model wrote the answer? The rules by which generated text is right or wrong, for rows with a "prompt".
+Did the model write the answer? The rules that decide whether generated text is right, for rows with a "prompt".
 
-    rule = Rule.of(row, place)  # of {"prompt": ..., "answer": "18", "rule": "number"}
+    rule = Rule.of(row, place)  # for a row such as {"prompt": ..., "answer": "18", "rule": "number"}
     {name of a score: 0 or 1} = rule.judge(text)
 
-    exact       the text is the answer, but for white space around it
-    contains    the answer stands somewhere in the text
-    number      the last number of the text is the last one of the answer: 1,000 and $1000.00 are equal
-    regex       what "pattern" finds first in the text (its group, if it has one) is what it finds in the answer; or the
-                answer itself, where it finds nothing there
-    gsm8k       both of lm-evaluation-harness's: strict_match takes the number behind ####, flexible_extract the
-                last one
+A text is right by the rule
+
+    exact       if it is the answer, apart from white space around it;
+    contains    if it contains the answer;
+    number      if its last number equals the last number of the answer, where 1,000 and $1000.00 are equal;
+    regex       if the first match of "pattern" (or its first group, if it has one) is the same in text and answer; if
+                the pattern does not match the answer, the text's match has to be the answer itself;
+    gsm8k       by two rules of lm-evaluation-harness, each with its own score: strict_match takes the number behind
+                ####, flexible_extract the last number.
 """
 
 import re
@@ -19,7 +21,7 @@ from typing import NamedTuple
 
 RULES = ('exact', 'contains', 'number', 'regex', 'gsm8k')
 NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?|-?\.\d+')
-# lm_eval/tasks/gsm8k/gsm8k.yaml: {score: (pattern, which of its matches counts)}, and what does not count within them
+# From lm_eval/tasks/gsm8k/gsm8k.yaml: {score: (pattern, which of its matches counts)}, and what to ignore in a match.
 GSM8K = {
     'strict_match': (re.compile(r'#### (\-?[0-9\.\,]+)'), 0),
     'flexible_extract': (re.compile(r'(-?[$0-9.,]{2,})|(-?[0-9]+)'), -1),
@@ -29,12 +31,12 @@ IGNORED = [re.compile(pattern) for pattern in (',', r'\$', '(?s).*#### ', r'\.$'
 
 class Rule(NamedTuple):
     name: str
-    answers: tuple  # texts, any of which is right
+    answers: tuple  # texts, each of which is right
     pattern: re.Pattern | None
 
     @classmethod
     def of(cls, row, place):
-        """Raises ValueError where the rule cannot read the answer."""
+        """The Rule of a row. place: file and row, for messages. Raises ValueError for an answer that it cannot read."""
         name, answers, pattern = row.get('rule', 'exact'), row['answer'], row.get('pattern')
         answers = tuple(answers) if isinstance(answers, list) else (answers,)
         if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -57,7 +59,7 @@ class Rule(NamedTuple):
         return rule
 
     def judge(self, text):
-        """{name of a score: whether the text is right by it}."""
+        """{name of a score: whether the text is right}."""
         if self.name == 'gsm8k':
             golds = [without_ignored(answer) for answer in self.answers]
             return {
@@ -76,19 +78,19 @@ class Rule(NamedTuple):
 
 
 def number_in(text):
-    """The last number of a text; None where it has none."""
+    """The last number of a text as a Decimal; None if it has none."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(',', '')) if found else None
 
 
 def first_group(pattern, text):
-    """What a pattern finds first in a text: its first group, if it has one; None = nothing."""
+    """The first match of a pattern in a text, or its first group if the pattern has any; None if nothing matches."""
     match = pattern.search(text)
     return match and (match[1] if pattern.groups else match[0] or '').strip()
 
 
 def nth_match(pattern, which, text):
-    """The harness's filter `regex`: of a pattern with groups the first that is not empty."""
+    """The harness's filter `regex`: the chosen match, or its first non-empty group if the pattern has groups."""
     found = pattern.findall(text)
     if not found:
         return '[invalid]'

@@ -1,14 +1,14 @@
 """
-Text from a model, model.py's or one of transformers (finetune.for_training): one token after the other, each drawn from
-what the model says of the tokens before it. Several prompts go on at once.
+Generate text with a model of model.py or of transformers (finetune.for_training), token by token: each is drawn from
+the probabilities that the model gives after the tokens before it. Several prompts are continued at the same time.
 
     answers = generate_batch(model, [[5, 1], [7]], max_new_tokens=100, stop_tokens=[0])  # lists of new ids
     for row, token in stream_batch(model, prompts, ...): ...  # the same, each token as soon as it is drawn
     token = sample_token(logits, temperature=0.8, top_p=0.95)
 
-A batch of prompts of different lengths begins with padding, which no token sees, and positions count from where a
-prompt begins. Rows that have ended leave the batch. So a row does not depend on those beside it, but for rounding:
-matmuls of another size, and attention with a mask, add up in another order.
+If the prompts of a batch differ in length, shorter ones begin with padding. No token attends to it, and positions count
+from the beginning of the prompt. Rows that have ended leave the batch. So a row does not depend on the other rows,
+except for rounding: matmuls of another size, and attention with a mask, add up in another order.
 """
 
 import math
@@ -19,7 +19,7 @@ from model import GPT, MaskedLayout
 
 
 def generate_batch(model, prompts, max_new_tokens, stop_tokens=(), **options):
-    """[[new ids], ...] of each prompt, without the one of stop_tokens that ended it. options: of stream_batch()."""
+    """[[new id, ...] of each prompt], without the stop token that ended it. options: for stream_batch()."""
     rows = [[] for _ in prompts]
     for row, token in stream_batch(model, prompts, max_new_tokens, stop_tokens, **options):
         rows[row].append(token)
@@ -41,19 +41,20 @@ def stream_batch(
     memory=None,
 ):
     """
-    Yields (number of a prompt, its next id): in turn one id of each prompt that has not ended.
+    Yield (number of a prompt, its next id), one id at a time for each prompt that has not ended, in turn.
 
-    model: model.GPT or finetune.ForTraining, on any device; it is in eval mode meanwhile. prompts: lists of ids, of at
-    least one each, and for transformers of fewer than the model's positions. A row ends
+    model: model.GPT or finetune.ForTraining, on any device; it is in eval mode meanwhile. prompts: lists of at least
+    one id; for a model of transformers, of fewer ids than it has positions. A row ends
 
     - with one of stop_tokens, which is not yielded;
-    - after the token with which stop(its new ids) is true;
-    - after max_new_tokens, and at the last position of a model of transformers. model.py's goes on from the latest half
-      of its block_size tokens.
+    - after a token for which stop(its new ids) is true;
+    - after max_new_tokens, and at the last position of a model of transformers. When a GPT of model.py has used its
+      block_size positions, it continues from the later half of these tokens.
 
-    temperature 0: the likeliest token; else see sample_token(). generators: a torch.Generator on the CPU for each
-    prompt; None = torch's own. first: for each prompt None, or the ids of which its first new one is drawn. memory: a
-    Memory, for one prompt that may go on where an earlier one ended.
+    temperature: 0 = always the likeliest token; otherwise as for sample_token(). generators: for each prompt a
+    torch.Generator on the CPU; None = torch's own. first: for each prompt None, or the ids from which its first new id
+    is drawn. memory: a Memory, for a single prompt that may continue where an earlier one ended. Raises ValueError for
+    an empty prompt.
     """
     if not all(prompts):
         raise ValueError('an empty prompt: expected at least one token')
@@ -62,7 +63,7 @@ def stream_batch(
     config = itself.config if slides else itself.config.get_text_config()
     positions = config.block_size if slides else getattr(config, 'max_position_embeddings', None) or math.inf
     texts, stop_tokens = [list(prompt) for prompt in prompts], set(stop_tokens)
-    begins = [max(0, len(text) - positions) if slides else 0 for text in texts]  # of what the model still sees
+    begins = [max(0, len(text) - positions) if slides else 0 for text in texts]  # of the part that the model sees
     together = [[*range(len(texts))]] if itself.takes_padding else [[row] for row in range(len(texts))]
     reader, was_training = None, model.training
     model.eval()
@@ -90,7 +91,7 @@ def stream_batch(
                 if temperature and generators:
                     uniform = torch.stack([torch.rand((), generator=generators[row]) for row in rows])  # (B)
                 drawn = sample_token(logits, temperature, top_k, top_p, uniform)[:, 0].tolist()
-                going_on = []  # places in the batch
+                going_on = []  # places in the batch of the rows that continue
                 for place, (row, token) in enumerate(zip(rows, drawn, strict=True)):
                     if token in stop_tokens:
                         continue
@@ -115,37 +116,38 @@ def stream_batch(
 
 
 class Reader:
-    """Reads several texts side by side: their ids in columns, of which a text begins with so many pads (B)."""
+    """Feeds several texts to the model, whose cache keeps what was read. Column i has the i-th id of each text; text b
+    begins with pads[b] pads."""
 
     def __init__(self, model, cache, pads):
         self.model, self.cache, self.pads = model, cache, pads
         self.device, self.length = next(model.parameters()).device, 0  # columns so far
 
     def read(self, columns):
-        """Logits (B, vocab_size) behind further ids of each text, a list of equally long lists."""
+        """Logits (B, vocab_size) after further ids of each text. columns: equally long lists of ids, one per text."""
         self.length += len(columns[0])
         layout = layout_behind(self.pads, len(columns[0]), self.length, self.device)
         return self.model(torch.tensor(columns, device=self.device), layout=layout, cache=self.cache)[:, -1]
 
     def keep(self, itself, places):
-        """Go on with the texts at these places alone. itself: the model, with its method."""
+        """Continue only with the texts at these places. itself: the unwrapped model, which has keep_rows()."""
         itself.keep_rows(self.cache, torch.tensor(places, device=self.device))
         self.pads = [self.pads[place] for place in places]
 
 
 class Memory:
-    """What a model has read of a conversation, so that the next turn need not begin with all of it."""
+    """Keeps what a model has read of a conversation, so that the next turn need not read all of it again."""
 
     reader, ids = None, ()
 
     def fits(self, text):
-        """Whether a text begins with what was read, and goes on."""
+        """Whether a text begins with what was read, and is longer."""
         return self.reader is not None and len(self.ids) < len(text) and text[: len(self.ids)] == self.ids
 
 
 def layout_behind(pads, T, length, device):
-    """The attention layout of the last T of `length` columns, of which each row begins with so many pads (B); None
-    where no mask is needed. A pad sees itself: what has nothing to see would become NaN."""
+    """The attention layout of the last T of `length` columns; None if no mask is needed. pads (B): with how many pads
+    each row begins. A pad attends to itself, since attention to nothing would give NaN."""
     if not any(pads) and T in (1, length):
         return None
     columns, pads = torch.arange(length, device=device), torch.tensor(pads, device=device)[:, None]
@@ -156,11 +158,12 @@ def layout_behind(pads, T, length, device):
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, uniform=None):
-    """Draw one token per row of logits (B, vocab_size); returns (B, 1). temperature 0: the likeliest.
+    """Draw one token per row of logits (B, vocab_size); returns ids (B, 1). temperature: 0 = the likeliest token.
 
-    top_k: only among the k likeliest. top_p: only among the fewest likeliest whose probabilities add up to top_p or
-    more (nucleus sampling, Holtzman et al., arXiv 1904.09751), after top_k if both are given. None or 0: off.
-    uniform: a random number from 0 to 1 for each row (B); None = draw them here.
+    top_k: draw only among the k likeliest tokens. top_p: draw only among the fewest likeliest tokens whose
+    probabilities add up to top_p or more (nucleus sampling, Holtzman et al., arXiv 1904.09751); applied after top_k.
+    None or 0 turn them off. uniform: a random number from 0 to 1 for each row (B); None = draw them here. Raises
+    ValueError for values out of range.
     """
     if temperature < 0 or (top_k or 1) < 1 or not 0 < (top_p or 1) <= 1:
         given = f'temperature={temperature}, top_k={top_k}, top_p={top_p}'
@@ -177,7 +180,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, uniform=None):
         probabilities[before >= top_p] = 0
     if uniform is None:
         uniform = torch.rand(len(logits))
-    # The tokens lie side by side, each as wide as its probability: take the one at this part of the whole width.
+    # Lay the tokens side by side, each as wide as its probability, and take the one at `uniform` of the total width.
     ends = probabilities.cumsum(-1)
     place = torch.searchsorted(ends, uniform.to(ends)[:, None] * ends[:, -1:], right=True)  # (B, 1)
     last = (probabilities > 0).sum(-1, keepdim=True) - 1

@@ -1,11 +1,12 @@
 """
-Log-likelihoods of many requests by one model, on all ranks of a run.
+Log-likelihoods of many requests by one model, which all ranks of a run share.
 
     totals = log_likelihoods(model, requests, longest, batch_size, device)  # [[(nats, greedy), ...] of each item]
 
-The requests of an item share their beginning: choices their context, single letters all of it. So they become one
-row, a trunk with branches: `Question ... Answer:` | `red` | `blue`. A token sees the trunk, and what is before it in
-its own branch; its position counts as if the other branches were not there.
+The requests of an item begin alike: choices share their context, and if they are single letters, all input tokens. To
+compute the common beginning once, the requests become one row, a trunk with branches: `Question ... Answer:` | `red` |
+`blue`. A token attends to the trunk and to the earlier tokens of its own branch, and has the position that it would
+have without the other branches.
 """
 
 import os
@@ -18,20 +19,21 @@ from tqdm import tqdm
 from model import MaskedLayout
 from runtime import processes
 
-LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # of one chunk
+LOGITS_BYTES = {'cpu': 1 << 25, 'cuda': 1 << 28}  # at most, for one chunk of tokens
 
 
 class Row(NamedTuple):
-    tokens: list  # (T): the trunk, then one branch behind the other
+    tokens: list  # (T): the trunk, then the branches one after the other
     positions: list  # (T)
     branches: list  # (T): number of the branch, 0 = trunk
-    wanted: list  # [(place in the row, the token whose probability behind it is wanted, number of the request), ...]
+    wanted: list  # [(place in the row, token whose probability at the next place is wanted, request's number)]
 
 
 def rows_of(requests, first_number, longest, shares):
-    """Rows of at most `longest` tokens with the requests of one item, which are numbered from first_number on."""
+    """The requests of one item as Rows of at most `longest` tokens. Requests are numbered from first_number on. shares:
+    whether requests may share a row; otherwise each has its own."""
     inputs = [request.tokens[:-1] for request in requests]
-    trunk = len(os.path.commonprefix(inputs)) if shares else 0  # it takes lists, too
+    trunk = len(os.path.commonprefix(inputs)) if shares else 0  # works for lists, too
     rows, row = [], None
     for number, (request, tokens) in enumerate(zip(requests, inputs, strict=True), start=first_number):
         branch = tokens[trunk:]
@@ -41,16 +43,17 @@ def rows_of(requests, first_number, longest, shares):
         shift = len(row.tokens) - trunk
         row.tokens.extend(branch)
         row.positions.extend(range(trunk, len(tokens)))
-        row.branches.extend([1 + shift if trunk else 0] * len(branch))  # any number that no other branch has
+        row.branches.extend([1 + shift if trunk else 0] * len(branch))  # a number that no other branch of the row has
         for place in range(len(tokens) - request.n_targets, len(tokens)):
             row.wanted.append((place + shift * (place >= trunk), request.tokens[place + 1], number))
     return rows
 
 
 def batches_of(rows, batch_size):
-    """Lists of rows of about equal lengths, the longest first, with at most batch_size requests together."""
+    """[[Row, ...] of each batch], the longest rows first, each batch with at most batch_size requests and with rows of
+    about equal lengths."""
     batches, count = [], 0
-    for row in sorted(rows, key=lambda row: -len(row.tokens)):  # stable: the same on every rank
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):  # sorted() is stable, so all ranks agree
         size = len({number for _, _, number in row.wanted})
         if not batches or count + size > batch_size:
             batches.append([])
@@ -61,8 +64,8 @@ def batches_of(rows, batch_size):
 
 
 def tensors_of(rows, device, multiple=1):
-    """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch; T is a multiple of this. tree: None
-    where no row has branches, else their attention layout."""
+    """(tokens (B, T), tree, places (N), targets (N), requests (N)) of a batch, with T padded to a multiple of
+    `multiple`. tree: the rows' attention layout, or None if no row has branches. places: in the flattened tokens."""
     T = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
 
     def padded(lists, value):
@@ -82,12 +85,13 @@ def tensors_of(rows, device, multiple=1):
 def log_likelihoods(
     model, requests, longest, batch_size, device, shares=True, bar=None, beat=lambda: None, tensor_parallel=1
 ):
-    """[[(nats, whether all targets are the likeliest tokens), ...] of each item], on every rank. Collective.
+    """[[(nats, whether all targets are the likeliest tokens), ...] of each item], the same on every rank. Collective.
 
     model: as it is called, wrapped or sharded, in eval mode. requests: [[tasks.Request, ...] of each item]. longest:
-    tokens of a row. batch_size: requests per rank and forward pass. shares: the model takes trees, see rows_of().
-    bar: its title, to draw one. beat: called before each forward pass. tensor_parallel: so many ranks in a row compute
-    each batch together. Batches do not depend on the number of ranks, so neither do the numbers.
+    the most tokens of a row. batch_size: requests per rank and forward pass. shares: whether the model's attention
+    takes rows with branches. bar: the title of a progress bar; None = no bar. beat: called before each forward pass.
+    tensor_parallel: how many neighbouring ranks compute each batch together. Batches do not depend on the number of
+    ranks, so the log-likelihoods do not, either.
     """
     rank, world_size = dist.get_rank() // tensor_parallel, dist.get_world_size() // tensor_parallel
     flat, rows = [request for item_requests in requests for request in item_requests], []
@@ -101,7 +105,8 @@ def log_likelihoods(
     for first in tqdm(range(0, len(batches), world_size), desc=bar, disable=None if has_bar else True):
         beat()
         mine = first + rank
-        # Every rank makes equally many forward passes, for sharded models gather weights in them.
+        # Every rank makes equally many forward passes, because sharded models gather weights in them. One without a
+        # batch left computes the last one again, and its result is not counted.
         batch = batches[min(mine, len(batches) - 1)]
         tokens, tree, places, targets, numbers = tensors_of(batch, device, tensor_parallel)
 
@@ -112,16 +117,16 @@ def log_likelihoods(
         if mine < len(batches):
             totals[0].index_add_(0, numbers, nats.double())
             totals[1].index_add_(0, numbers, is_likeliest.double())
-    processes.reshard(model)  # free what forward left gathered, for no backward pass will
+    processes.reshard(model)  # free what forward left gathered, as there is no backward pass to do it
     dist.all_reduce(totals)
-    totals /= tensor_parallel  # so many ranks have counted each request
+    totals /= tensor_parallel  # as many ranks have counted each request
     found = iter([(nats, hits == r.n_targets) for nats, hits, r in zip(*totals.tolist(), flat, strict=True)])
     return [[next(found) for _ in item_requests] for item_requests in requests]
 
 
 def score_tokens(hidden, weight, tokens):
-    """(log-probability (N) of each token behind hidden (N, C), whether it is the likeliest); in chunks, so that logits
-    never exist whole. weight (V, C); None: hidden are the logits."""
+    """(log-probability (N) of each token given hidden (N, C), whether it is the likeliest token (N)). Computed in
+    chunks, so that the logits of all tokens never exist at once. weight: (V, C), or None if hidden are the logits."""
     rows = hidden.shape[1] if weight is None else weight.shape[0]
     most = max(1, LOGITS_BYTES['cpu' if hidden.is_cpu else 'cuda'] // (4 * rows))
     matrix = None if weight is None else weight.to(hidden.dtype).T  # (C, V)

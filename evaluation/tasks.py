@@ -1,20 +1,22 @@
 """
-Tasks that a language model is evaluated on: JSON lines, one item each, of one of five forms.
+Tasks to evaluate a language model on. A task is a file of JSON lines, one item per line, in one of five forms:
 
     {"context": "Question: ...\\nAnswer:", "choices": ["red", "blue"], "gold": 1}     which choice is the likeliest?
-    {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   behind which is it the likeliest?
+    {"contexts": ["The cup", "The bag"], "continuation": "is too big.", "gold": 0}   after which is it the likeliest?
     {"context": "She opened the", "continuation": "door"}                            would the model say that?
     {"text": "A whole document."}                                                    how likely is it?
     {"prompt": "2 + 3 =", "answer": "5", "stop": ["\\n"], "rule": "number"}            does it write the answer?
 
-What a prompt may have beside its answer says rules.py; "stop" are texts with which what is written ends, and
-"max_new_tokens", 256 unless it is given, how long that becomes at most.
-Any item but a text may have a "delimiter" (between context and choice, " " without one), a "description" (before all
-else) and a "group" (its few-shot examples are of the same one). These lie beside TASK.jsonl in TASK.fewshot.jsonl.
-The first row may have "num_fewshot", for who does not ask for another number, and "chance", what guessing scores.
+What the model writes after a prompt ends with one of the texts "stop", or after "max_new_tokens" (256 if not given).
+rules.py explains "rule" and "pattern", which decide whether it is right.
+In every form but "text" a row may have a "delimiter" between context and choice (" " if not given), a "description",
+which comes before everything else, and a "group", from which its few-shot examples are taken. Few-shot examples are in
+TASK.fewshot.jsonl beside TASK.jsonl. The first row may have "num_fewshot", the default number of examples, and any row
+"chance", the score of a guess.
 
-The rules are those of EleutherAI's lm-evaluation-harness 0.4.13: api/task.py, api/model.py, api/samplers.py and
-models/huggingface.py there. Or, with protocol='core', those of CORE (DCLM, arXiv 2406.11794) as nanochat scores it.
+Items are written and scored by the rules of EleutherAI's lm-evaluation-harness 0.4.13 (api/task.py, api/model.py,
+api/samplers.py and models/huggingface.py there), or with protocol='core' by those of CORE (DCLM, arXiv 2406.11794) as
+nanochat implements it.
 """
 
 import json
@@ -40,28 +42,28 @@ FORMS = {
     'prompt': {'prompt', 'answer'},
 }
 OPTIONAL = {'delimiter': str, 'description': str, 'group': str, 'num_fewshot': int, 'chance': float}
-OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # optional, too
-MAX_NEW_TOKENS = 256  # the harness's
-FEWSHOT_SEED = 1234  # the harness's
+OF_PROMPTS = {'stop': list, 'rule': str, 'pattern': str, 'max_new_tokens': int}  # also optional
+MAX_NEW_TOKENS = 256  # as in the harness
+FEWSHOT_SEED = 1234  # as in the harness
 
 
 @dataclass
 class Item:
-    """One row. pairs: [(context, continuation), ...] of which the log-likelihoods are wanted, or [('', text)], or
+    """One row. pairs: [(context, continuation), ...] whose log-likelihoods are compared, or [('', text)], or
     [(prompt, answer)]."""
 
     form: str
     pairs: list
-    lengths: list  # of what acc_norm compares, in characters, without the delimiter
-    byte_lengths: list
+    lengths: list  # of each choice in characters, without the delimiter, for acc_norm
+    byte_lengths: list  # the same in bytes, for acc_bytes
     gold: int | None
     group: str | None
     description: str
     delimiter: str
     num_fewshot: int
-    chance: float  # what guessing scores
+    chance: float  # score of a guess
     place: str  # file and row, for messages
-    rule: Rule | None = None  # of a prompt, and how what is written ends
+    rule: Rule | None = None  # this and the rest are for prompts only
     stop: tuple = ()
     max_new_tokens: int = MAX_NEW_TOKENS
 
@@ -75,14 +77,14 @@ class Task(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The log-likelihood of the last n_targets of these tokens, each behind all tokens before it, is wanted."""
+    """Asks for the log-likelihood of the last n_targets of these tokens, each given all tokens before it."""
 
     tokens: list
     n_targets: int
 
 
 class Prompt(NamedTuple):
-    """What the model writes behind these tokens is wanted: up to one of the texts `stop`."""
+    """Asks for what the model writes after these tokens, up to one of the texts `stop`."""
 
     tokens: list
     stop: tuple
@@ -93,16 +95,18 @@ class Prompt(NamedTuple):
 
 
 def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None):
-    """The Task in a file. num_fewshot: so many examples with their answers stand before each item; None = what the
-    first row says, or none. limit: only the first so many items. chat: what writes messages as the text that the model
-    is to answer; None = there are no messages. Raises ValueError with the number of a row that is none, or where
-    examples are too few."""
+    """The Task in a file.
+
+    num_fewshot: how many examples with their answers come before each item; None = as the first row says, or none.
+    limit: take only this many items, the first ones. chat: function that writes messages as the text that the model is
+    to answer; None = write plain text. Raises ValueError with the number of a bad row, or if there are too few
+    examples."""
     path = Path(path)
     all_items = read_items(path)
     items = all_items[:limit]
     num_fewshot = items[0].num_fewshot if num_fewshot is None else num_fewshot
     for item in all_items if protocol == 'core' and items[0].form == 'continuation' else ():
-        ((context, answer),) = item.pairs  # CORE counts the delimiter, which may be a word, as context
+        ((context, answer),) = item.pairs  # in CORE the delimiter, which may be a word, is part of the context
         item.pairs = [(context.strip() + item.delimiter, answer[len(item.delimiter) :])]
     if items[0].form == 'text' and (num_fewshot or protocol == 'core' or chat):
         given = f'num_fewshot={num_fewshot}, protocol={protocol}' + ', apply_chat_template=True' * bool(chat)
@@ -114,14 +118,14 @@ def read_task(path, num_fewshot=None, limit=None, protocol='harness', chat=None)
         raise ValueError(f'{given} {why}: use --protocol=harness')
     examples = examples_of(items, all_items, path, num_fewshot, protocol) if num_fewshot else [[]] * len(items)
     written = [with_examples(item, shown, chat) for item, shown in zip(items, examples, strict=True)]
-    for item, pairs in zip(items, written, strict=True):  # now: items may be examples of others
+    for item, pairs in zip(items, written, strict=True):  # only now, since items may be examples of others
         item.pairs = pairs
     return Task(path.stem, items[0].form, items, num_fewshot, protocol)
 
 
 def read_items(path):
     items, name = [], str(path).partition('=')[0]
-    if '=' in str(path) and not path.exists():  # as prepare_data.py takes it
+    if '=' in str(path) and not path.exists():  # NAME=PATH is how prepare_data.py takes it
         raise ValueError(f'{path}: `python prepare_data.py --tasks={path}` first; then --tasks=tasks/{name}.jsonl')
     if path.is_dir() or path.suffix in ('.arrow', '.parquet'):
         raise ValueError(f'{path}: a dataset: `python prepare_data.py --tasks=NAME={path}` makes a file of tasks of it')
@@ -138,7 +142,7 @@ def read_items(path):
 
 
 def item_of(line, place):
-    """An Item. Raises ValueError that says what is wrong with the row."""
+    """The Item of a line. place: file and row, for messages. Raises ValueError that says what is wrong with the row."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -191,15 +195,16 @@ def item_of_prompt(row, place):
     if (longest := row.get('max_new_tokens', MAX_NEW_TOKENS)) < 1:
         raise ValueError(f'{place}: max_new_tokens={longest}; expected 1 or more')
     delimiter = row.get('delimiter', ' ')
-    pairs = [(row['prompt'], delimiter + rule.answers[0])]  # the answer, for when it is an example
+    pairs = [(row['prompt'], delimiter + rule.answers[0])]  # with the answer, in case it becomes an example
     texts = (row.get('group'), row.get('description', ''), delimiter)
     return Item('prompt', pairs, [], [], None, *texts, row.get('num_fewshot', 0), 0.0, place, rule, stop, longest)
 
 
 def examples_of(items, all_items, path, num_fewshot, protocol):
-    """[[Item, ...] that are shown before each item], chosen as the harness does: an item with a group has the first
-    ones of its group (so does MMLU), others have some that are drawn anew for each item. Without a file of examples
-    they are drawn from the task's other items, as CORE always does, by a generator of the item's own."""
+    """[[Item, ...] shown before each item], chosen as in the harness: for an item with a group, the first examples of
+    that group (as in MMLU); for others, examples that are drawn anew for each item. Without a file of examples they are
+    drawn from the task's other items. CORE always does that, with a generator that is seeded for each item. Raises
+    ValueError if there are too few."""
     beside = path.with_name(f'{path.stem}.fewshot.jsonl')
     is_own = protocol == 'core' or not beside.exists()
     examples = all_items if is_own else read_items(beside)
@@ -211,21 +216,21 @@ def examples_of(items, all_items, path, num_fewshot, protocol):
             raise ValueError(f'num_fewshot={num_fewshot}: {where} has {len(pool)} examples, too few for {item.place}')
         if protocol == 'core':
             pool, draws = [example for example in pool if example is not item], random.Random(FEWSHOT_SEED + number)
-        extra = is_own and protocol != 'core'  # for the item itself, if it is drawn
+        extra = is_own and protocol != 'core'  # one more, in case the item itself is drawn
         chosen = pool if item.group else draws.sample(pool, num_fewshot + extra)
         found.append([example for example in chosen if example is not item][:num_fewshot])
     return found
 
 
 def with_examples(item, shown, chat):
-    """The pairs of an item with its description and the examples before it, in text or, by chat, as messages: the
-    description is the system's, each example a question of the user and an answer of the assistant."""
+    """The pairs of an item with its description and its examples before the context. With chat they are messages: the
+    description is the system message, and each example a question of the user and an answer of the assistant."""
     if not chat:
         texts = [''.join(example.pairs[example.gold or 0]) + '\n\n' for example in shown]
         return [(item.description + ''.join(texts) + context, answer) for context, answer in item.pairs]
 
     def without_delimiter(answer, item):
-        """The template alone stands between a question and its answer. (The harness leaves words their space.)"""
+        """In a chat the template separates question and answer. (For continuations the harness keeps the space.)"""
         return answer if item.form == 'continuation' else answer[len(item.delimiter) :]
 
     messages = [{'role': 'system', 'content': item.description}] if item.description else []
@@ -233,7 +238,7 @@ def with_examples(item, shown, chat):
         context, answer = example.pairs[example.gold or 0]
         messages.append({'role': 'user', 'content': context})
         messages.append({'role': 'assistant', 'content': without_delimiter(answer, example)})
-    asked = list(dict.fromkeys(context for context, _ in item.pairs))  # choices have one context
+    asked = list(dict.fromkeys(context for context, _ in item.pairs))  # all choices have the same context
     written = {context: chat([*messages, {'role': 'user', 'content': context}]) for context in asked}
     return [(written[context], without_delimiter(answer, item)) for context, answer in item.pairs]
 
@@ -242,8 +247,8 @@ def with_examples(item, shown, chat):
 
 
 class NativeEncoder:
-    """A tokenizer of text.tokenizer, with what it puts before a text: BOS, for some. Before an empty context comes that
-    or, where it puts nothing, the end of a document, which starts the next one."""
+    """Encodes with a tokenizer of text.tokenizer, which puts BOS before a text if it has one. An empty context becomes
+    BOS or, without one, eot: the end of a document also starts the next one."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.bos = tokenizer, list(tokenizer.bos)
@@ -251,15 +256,15 @@ class NativeEncoder:
         self.stop_tokens = [tokenizer.eot]
 
     def encode(self, texts, special=True):
-        """special=False: without the tokens before them."""
+        """[ids of each text]. special=False: without BOS."""
         bos = self.bos if special else []
         return [bos + array.tolist() for array in self.tokenizer.encode_batch(texts)]
 
     def decode(self, ids):
-        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])  # a model has more
+        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])  # models have more
 
     def tokens_spelled(self, texts):
-        """Control tokens that these texts spell: none, for text is text here."""
+        """Special tokens that these texts spell: none, since these tokenizers never read text as special tokens."""
         return []
 
     def chat(self, messages):
@@ -269,11 +274,11 @@ class NativeEncoder:
 
 
 class TransformersEncoder:
-    """A tokenizer of transformers, with the special tokens that it puts before a text by itself: BOS, for some. What it
-    puts behind one, as some do with EOS, is left out: the text goes on."""
+    """Encodes with a tokenizer of transformers, with the special tokens that it adds before a text, such as BOS. An EOS
+    that some tokenizers add after a text is removed, because the text continues."""
 
     def __init__(self, tokenizer, stop_tokens=()):
-        """stop_tokens: those that end what the model writes."""
+        """stop_tokens: ids that end what the model writes. Raises ValueError for a tokenizer without BOS and EOS."""
         self.tokenizer, self.stop_tokens = tokenizer, list(stop_tokens)
         starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         self.prefix = next((token for token in starts if token is not None), None)
@@ -283,7 +288,7 @@ class TransformersEncoder:
         self.ends_texts = tokenizer('a').input_ids[-1:] == [tokenizer.eos_token_id]
 
     def encode(self, texts, special=True):
-        """special=False: without the tokens that it adds. A text that spells the prefix gets none, either."""
+        """[ids of each text]. special=False: without added tokens. A text that spells BOS gets none, either."""
         tokens = [None] * len(texts)
         for adds in (True, False):
             numbers = [n for n, text in enumerate(texts) if (special and not text.startswith(self.spelled)) == adds]
@@ -296,13 +301,14 @@ class TransformersEncoder:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def tokens_spelled(self, texts):
-        """Control tokens that these texts spell, which decode() does not show."""
+        """Special tokens that these texts spell. decode() does not show them."""
         added = self.tokenizer.get_added_vocab()
         return [added[text] for text in texts if text in added]
 
     def chat(self, messages):
-        """What the chat template writes, for the model to answer. Without the system's message, as the harness has it,
-        where the template refuses one."""
+        """The text that the chat template makes of the messages, for the model to answer. If the template refuses a
+        system message, that is left out, as in the harness. Raises ValueError if there is no template, or if it still
+        refuses."""
         if not self.tokenizer.chat_template:
             given = f'apply_chat_template=True: the tokenizer in {self.tokenizer.name_or_path} has no chat template'
             raise ValueError(f'{given}: leave it out')
@@ -318,12 +324,12 @@ class TransformersEncoder:
 
 
 def requests_of(task, encoder, window):
-    """[[Request, ...] of each item] by the harness's rules, for a model that sees `window` tokens. Raises ValueError
-    for a continuation that is longer than that."""
+    """[[Request, ...] of each item] by the rules of the task's protocol, for a model that sees `window` tokens; of
+    prompts, see prompts_of(). Raises ValueError for a continuation that is longer than the window."""
     if task.protocol == 'core':
         return requests_of_core(task, encoder, window)
     if task.form == 'text':
-        # The harness puts the prefix before documents that begin with BOS already; the runs here have not learned that.
+        # The harness puts BOS even before documents that begin with BOS. Runs from scratch here have not learned that.
         special = isinstance(encoder, TransformersEncoder)
         documents = encoder.encode([item.pairs[0][1] for item in task.items], special)
         return [rolling(document, encoder.prefix, window) for document in documents]
@@ -338,7 +344,7 @@ def requests_of(task, encoder, window):
     for item in task.items:
         requests.append([])
         for context, answer in (next(left) for _ in item.pairs):
-            if context:  # encoded together, since tokens may reach over the border
+            if context:  # encoded together, since a token may cross the border
                 before, whole = tokens[context], tokens[context + answer]
                 targets = whole[len(before) :]
             else:
@@ -350,8 +356,8 @@ def requests_of(task, encoder, window):
 
 
 def prompts_of(task, encoder, window):
-    """[[Prompt] of each item]. Raises ValueError for one that leaves no room for an answer: without the beginning,
-    which the harness cuts off, it would be another one."""
+    """[[Prompt] of each item]. Raises ValueError for a prompt that leaves no room for its answer. (The harness cuts off
+    its beginning, which makes it another prompt.)"""
     prompts = []
     for item, tokens in zip(task.items, encoder.encode([item.pairs[0][0] for item in task.items]), strict=True):
         if len(tokens) + item.max_new_tokens > window:
@@ -363,16 +369,16 @@ def prompts_of(task, encoder, window):
 
 
 def requests_of_core(task, encoder, window):
-    """The same by CORE's rules: BOS first. Scored is of choices what follows their common beginning, of contexts the
-    common end, of a continuation what follows the tokens of its context; in tokens, not in characters."""
+    """The same by CORE's rules, which put BOS first and compare tokens, not characters. The scored part is what follows
+    the common beginning of the choices, the common end after the contexts, or what follows the context's tokens."""
     requests, pairs = [], [with_spaces_behind(*pair) for item in task.items for pair in item.pairs]
     encoded = iter(encoder.encode([context + answer for context, answer in pairs], special=False))
     contexts = [context for context, _ in pairs] if task.form == 'continuation' else []
     before = iter(encoder.encode(contexts, special=False))
     for item in task.items:
         whole = [next(encoded) for _ in item.pairs]
-        if item.form == 'choices':  # one that begins another would have no token: it keeps its last
-            shared = min(len(os.path.commonprefix(whole)), min(map(len, whole)) - 1)  # it takes lists, too
+        if item.form == 'choices':  # a choice with which another begins would have no token left: it keeps its last one
+            shared = min(len(os.path.commonprefix(whole)), min(map(len, whole)) - 1)  # works for lists, too
             counts = [len(tokens) - shared for tokens in whole]
         elif item.form == 'contexts':
             counts = [len(os.path.commonprefix([tokens[::-1] for tokens in whole]))] * len(whole)
@@ -384,7 +390,7 @@ def requests_of_core(task, encoder, window):
 
 
 def request_of(tokens, n_targets, window, item, answer):
-    """A Request of tokens that the model sees."""
+    """The Request for the last n_targets tokens, cut to what the model sees. Raises ValueError for too many or none."""
     if not 0 < n_targets <= window:
         why = f'is longer than the {window} tokens that the model sees' if n_targets > 0 else 'adds no token'
         raise ValueError(f'{item.place}: {answer[:40]!r} has {n_targets} tokens: it {why}')
@@ -392,13 +398,13 @@ def request_of(tokens, n_targets, window, item, answer):
 
 
 def with_spaces_behind(context, continuation):
-    """White space that ends the context belongs to the continuation: words are learned with the space before them."""
+    """Move white space from the end of the context to the continuation: a word's token begins with the space before."""
     stripped = context.rstrip()
     return stripped, context[len(stripped) :] + continuation
 
 
 def rolling(tokens, prefix, window):
-    """Requests for all tokens of a document, each once: windows side by side, the last one with more context."""
+    """Requests that score each token of a document once: windows side by side, the last one with more context."""
     whole, requests = [prefix, *tokens], []
     for first in range(0, len(tokens), window):
         end = min(first + window, len(tokens))
@@ -410,7 +416,7 @@ def rolling(tokens, prefix, window):
 
 
 def scores_of_core(task, requests, log_likelihoods, greedy):
-    """acc, by the mean log-likelihood per token, and centered, which is 0 for guessing and 1 where all is right."""
+    """acc, by the mean log-likelihood per token, and centered, which is 0 for a guess and 1 if all items are right."""
     hits = [int(all(flags)) for flags in greedy]
     if task.form != 'continuation':
         sizes = [[request.n_targets for request in item_requests] for item_requests in requests]
@@ -421,9 +427,9 @@ def scores_of_core(task, requests, log_likelihoods, greedy):
 
 
 def scores_of_answers(task, texts):
-    """{name of the score: (value, standard error)} of what the model has written for each item."""
+    """{name of the score: (value, standard error)} from the text that the model has written for each item."""
     judged = [item.rule.judge(text) for item, text in zip(task.items, texts, strict=True)]
-    names = dict.fromkeys(name for found in judged for name in found)  # rows may have rules of their own
+    names = dict.fromkeys(name for found in judged for name in found)  # each row may have its own rule
     return {name: mean_of([found[name] for found in judged if name in found]) for name in names}
 
 
@@ -431,8 +437,9 @@ def scores_of(task, requests, log_likelihoods, greedy):
     """{name of the score: (value, standard error)}.
 
     log_likelihoods: [[nats of each request] of each item]; greedy: [[whether all its targets are the likeliest ones]].
-    acc_norm divides by characters, acc_bytes by bytes of UTF-8. Perplexities of texts are per word and per byte; their
-    errors are those of a ratio of sums over documents, carried through exp() (delta method).
+    acc_norm divides the log-likelihood by the choice's characters, acc_bytes by its bytes in UTF-8. Perplexities of
+    texts are per word and per byte. Their errors are those of a ratio of sums over documents, carried through exp() by
+    the delta method.
     """
     items = task.items
     if task.protocol == 'core':
@@ -462,19 +469,19 @@ def scores_of(task, requests, log_likelihoods, greedy):
 
 
 def perplexity_of(mean, error):
-    """(exp(-mean), its standard error); inf where a float does not hold it: a model that knows nothing, a long text."""
+    """(exp(-mean), its standard error); inf if it overflows a float: a bad model, a long text."""
     perplexity = math.exp(-mean) if -mean < 709 else math.inf
     return perplexity, perplexity * error
 
 
 def mean_of(values):
-    """(mean, its standard error: nan of a single value)."""
+    """(mean, its standard error, which is nan for a single value)."""
     values = np.array(values, dtype=float)
     return values.mean().item(), (values.std(ddof=1) / math.sqrt(len(values))).item() if len(values) > 1 else math.nan
 
 
 def ratio_of(sums, sizes):
-    """(sum of sums / sum of sizes, its standard error, of the deviations of single documents from that ratio)."""
+    """(sum of sums / sum of sizes, its standard error from the deviations of each document from that ratio)."""
     sums, sizes = np.array(sums, dtype=float), np.array(sizes, dtype=float)
     ratio = sums.sum() / sizes.sum()
     return ratio.item(), mean_of((sums - ratio * sizes) / sizes.mean())[1]

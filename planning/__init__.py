@@ -1,1 +1,1 @@
-"""Before a run: published rules, memory, traffic, time, and which layout."""
+"""What can be known before a run: its keys by published rules, its memory, traffic and time, and the best layout."""

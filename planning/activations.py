@@ -1,7 +1,7 @@
 """
-What one micro-step keeps for backward, and what backward needs beyond that, without running it.
+The activations that a micro-step keeps for backward, and what backward needs beyond them, without running it.
 
-    activation_bytes(config, 'fsdp')  # {'activations': bytes, 'logits': bytes}, on a GPU with
+    activation_bytes(config, 'fsdp')  # {'activations': bytes, 'logits': bytes}; on a GPU with
     # activation_checkpointing=offload also {'host activations': bytes}
 """
 
@@ -22,25 +22,26 @@ import model as model_module
 from huggingface import lora, nf4
 from planning.sizes import part_of_rank
 
-# The activations of one micro-step on one rank do not depend on these keys: plans that differ in no other share them.
+# The activations of one micro-step on one rank do not depend on these keys, so layouts that differ in no other keys
+# have them computed once.
 SHARDING_KEYS = {'zero_stage', 'fsdp_impl', 'replicate_size', 'accumulate', 'global_batch_size', 'num_replicas'}
 SHARDING_KEYS |= {'pipeline_stages', 'pipeline_chunks'}
 known_activations = {}
 
 
 def activation_bytes(config, strategy):
-    """{'activations', 'logits': bytes} of one micro-step, see memory.memory_bytes(); {} where they cannot be found.
+    """{'activations', 'logits': bytes} of one micro-step, as in memory.memory_bytes(); {} if they cannot be found.
 
-    All blocks are alike: from few of them follow as many as there are, in a tenth of the time. What is found is
-    kept, for compare.py --plan asks again and again.
+    Because all blocks are alike, the bytes of the whole model are extrapolated from models of a few blocks, which takes
+    a tenth of the time. Results are kept, because compare.py --plan asks for the same ones again and again.
     """
-    first = 2 if config['activation_checkpointing'] == 'offload' else 1  # two inputs stay on the GPU
+    first = 2 if config['activation_checkpointing'] == 'offload' else 1  # the inputs of two blocks stay on the GPU
     is_long = config['n_layer'] > first + 1 and 'transformers' not in config
     sizes = [first, first + 1] if is_long else [config['n_layer']]
     found = []
     for size in sizes:
         one = {**config, 'n_layer': size}
-        if 'expert_parallel' in one:  # as many rows arrive on 2 ranks that share experts as on more
+        if 'expert_parallel' in one:  # with balanced routers as many rows arrive as with more ranks
             one['expert_parallel'] = min(2, one['expert_parallel'])
         key = strategy != 'ddp', repr(sorted((name, one[name]) for name in one.keys() - SHARDING_KEYS))
         if key not in known_activations:
@@ -51,14 +52,15 @@ def activation_bytes(config, strategy):
 
 def micro_step_bytes(make_model, config, is_sharded):
     """
-    {'activations', 'logits': bytes}, see memory.memory_bytes(). The model's own forward, loss and backward run on
-    tensors without data, and after each operation the bytes of those that are alive are added up.
+    {'activations', 'logits': bytes}, as in memory.memory_bytes(). The model's own forward, loss and backward run on
+    tensors without data, and after each operation the bytes of all tensors that are alive are added up.
 
-    For a CPU they are fake tensors. Fake ones of CUDA have no backward on a machine without CUDA, so for it they are on
-    the meta device, see kernels_of_cuda(). Some models of transformers look at values, which meta tensors refuse: then
-    the numbers are those of a CPU. {} where that fails, too: mixtures under train_ddp.py in bfloat16.
+    For a CPU these are fake tensors. For CUDA they are on the meta device (see kernels_of_cuda()), because fake CUDA
+    tensors have no backward on a machine without CUDA. Some models of transformers look at values, which meta tensors
+    refuse; then the bytes are those of a CPU. If that fails as well, the result is {}: this is so for mixtures of
+    experts under train_ddp.py in bfloat16.
     """
-    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure has a traceback there
+    logging.getLogger('torch._subclasses.fake_tensor').setLevel(logging.CRITICAL)  # a failure would log a traceback
     for device in ('meta', 'cpu') if config['device'].startswith('cuda') else ('cpu',):
         with contextlib.suppress(RuntimeError):
             return follow_micro_step(make_model, config, device, is_sharded)
@@ -66,7 +68,7 @@ def micro_step_bytes(make_model, config, is_sharded):
 
 
 def follow_micro_step(make_model, config, device, is_sharded):
-    """micro_step_bytes() on one kind of tensors. is_sharded: weights arrive in the compute dtype."""
+    """micro_step_bytes() for device 'cpu' or 'meta'. is_sharded: as under FSDP, with weights in the compute dtype."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     dtype = getattr(torch, config['dtype'])
@@ -93,7 +95,7 @@ def follow_micro_step(make_model, config, device, is_sharded):
         for parameter in model.parameters():
             if is_sharded and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-            if parameter.requires_grad and is_sharded:  # its gradient counts as 'reduction'
+            if parameter.requires_grad and is_sharded:  # its gradient is counted as 'reduction'
                 parameter.register_post_accumulate_grad_hook(drop_gradient)
             elif parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -110,7 +112,7 @@ def follow_micro_step(make_model, config, device, is_sharded):
     sizes = {'activations': kept[0] + live.peak - peak_of_forward, 'logits': peak_of_forward - kept[0]}
     if offloads and config['device'].startswith(
         'cuda'
-    ):  # see offload.InputsOnHost: of the last two one stays, one goes
+    ):  # see offload.InputsOnHost: of the last two, one stays and one goes
         n, size = len(inputs_of_blocks), inputs_of_blocks[0]
         sizes['activations'] -= max(0, n - 2) * size
         sizes['host activations'] = (n - 1) * size
@@ -118,19 +120,20 @@ def follow_micro_step(make_model, config, device, is_sharded):
 
 
 def evenly(ends, rows):
-    """In place of model.rows_of_each(), which would look at values."""
+    """Replaces model.rows_of_each(), which would look at values: every expert gets equally many rows."""
     each, more = divmod(rows.shape[0], ends.shape[0])
     return [each + (number < more) for number in range(ends.shape[0])]
 
 
 def evenly_by_rank(counts, arriving, rows):
-    """In place of expert_manual.rows_by_rank(): as many rows arrive as leave. Routers that are not balanced send a rank
-    up to expert_parallel times as many, and what its experts keep of them grows as much."""
+    """Replaces expert_manual.rows_by_rank(): as many rows arrive as leave. Unbalanced routers may send a rank up to
+    expert_parallel times as many, and what its experts keep of them grows by the same factor."""
     return (evenly(counts, rows),) * 2
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all storages that operations make, but of `others`: `now`, and at the `peak`."""
+    """Counts the bytes of all storages that operations make, except those of the tensors `others`: alive `now`, and at
+    the `peak`."""
 
     def __init__(self, others):
         super().__init__()
@@ -160,9 +163,10 @@ class LiveBytes(TorchDispatchMode):
 @contextlib.contextmanager
 def kernels_of_cuda(autocast_to=None):
     """
-    On the meta device, one operation for what CUDA has one kernel for, which keeps less than the several of others.
+    Replace operations for the meta device. Where CUDA has one fused kernel, one operation is called, which keeps less
+    for backward than the several operations that other devices use.
 
-    autocast_to: dtype of matmuls, or None. Autocast itself leaves meta tensors alone.
+    autocast_to: dtype to which inputs of matmuls are cast, or None; autocast itself does not work on meta tensors.
     """
 
     def casting(function):
@@ -185,7 +189,7 @@ def kernels_of_cuda(autocast_to=None):
 
 
 def fused_rms_norm(x, shape, weight=None, eps=None):
-    return F.layer_norm(x, shape, weight)  # which keeps as much
+    return F.layer_norm(x, shape, weight)  # keeps as much for backward
 
 
 def fused_dropout(x, p=0.5, training=True, inplace=False):
@@ -193,10 +197,10 @@ def fused_dropout(x, p=0.5, training=True, inplace=False):
 
 
 def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Flash attention, or the memory-efficient kernel where there is a mask or fp32."""
+    """Flash attention, or the memory-efficient kernel if there is a mask or if q is fp32."""
     if attn_mask is None and q.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    if enable_gqa:  # no kernel: scores exist whole
+    if enable_gqa:  # no fused kernel: the scores are materialised
         return scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
     bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(-1, q.shape[1], -1, -1)
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]

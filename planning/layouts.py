@@ -1,7 +1,8 @@
 """
-Which layout is fastest for a model on a cluster? Memory and time of all that the scripts have: compare.py --plan.
+Which layout is fastest for a model on a cluster? Predicts memory and time of all layouts of the scripts, for
+compare.py --plan.
 
-    rows = layouts.rank(keys, step_time.assumed('h100', gpus=64, node_gpus=4))  # of those that fit, the fastest first
+    rows = layouts.rank(keys, step_time.assumed('h100', gpus=64, node_gpus=4))  # those that fit, the fastest first
 """
 
 import itertools
@@ -14,15 +15,16 @@ from model import ModelConfig
 from planning import memory, rules, step_time, traffic
 from runtime.files import ROOT, read_json
 
-TIE = 0.03  # steps that are nearer to each other than this are equal
-RESERVED_GB = 2  # of a GPU's memory: CUDA's context, NCCL's buffers, fragments
+TIE = 0.03  # relative difference up to which two step times count as equal
+RESERVED_GB = 2  # of a GPU's memory, for CUDA's context, NCCL's buffers and fragments
 
 
 # --- ALL LAYOUTS ------------------------------------------------------------------------------------------------------
 
 
 def keys_of(script, keys, on_cpu):
-    """A run's keys: the script's defaults, those given, the published rules and the model's. Raises ValueError."""
+    """All keys of a run: the script's defaults, those given, those set by published rules, and the model's. Raises
+    ValueError if the model or its vocabulary is not known."""
     knobs = read_knobs(Path(ROOT) / script)
     config = {key: knob.default for key, knob in knobs.items()} | {k: v for k, v in keys.items() if k in knobs}
     if config['init_from'] != 'scratch':
@@ -44,11 +46,11 @@ def powers(most):
 
 
 def candidates(keys, cluster):
-    """(strategy, script, keys of a layout) of all that the scripts have; some may not divide, or not fit."""
+    """Yield (strategy, script, keys) of all layouts that the scripts have, also of those that do not divide or fit."""
     node = min(cluster.gpus, cluster.node_gpus)
     nodes = cluster.gpus // node
     stages_of_zero = [('torch', 3), ('torch', 2), ('manual', 1)]
-    if cluster.device.peak is None:  # on CPUs both implementations differ in what they send
+    if cluster.device.peak is None:  # on CPUs the two implementations do not send the same
         stages_of_zero += [('manual', 3), ('manual', 2)]
     is_mixture = bool(keys.get('n_experts'))
     tensors, pipelines, experts = powers(node), powers(cluster.gpus)[1:], [1]
@@ -61,10 +63,10 @@ def candidates(keys, cluster):
         for (impl, stage), tensor, context in itertools.product(stages_of_zero, tensors, powers(cluster.gpus)):
             for replicas, share, accumulate in itertools.product(sorted({1, nodes}), experts, ('unsharded', 'sharded')):
                 layout = {'zero_stage': stage, 'accumulate': accumulate}
-                if impl == 'manual' or (share > 1 and mode == 'selective'):  # which fully_shard does not have
+                if impl == 'manual' or (share > 1 and mode == 'selective'):  # fully_shard cannot do this
                     layout['fsdp_impl'] = 'manual'
                 sizes = (('replicate_size', replicas), ('tensor_parallel', tensor), ('context_parallel', context))
-                layout |= {'expert_parallel': share} if is_mixture else {}  # 1, too: a file may say otherwise
+                layout |= {'expert_parallel': share} if is_mixture else {}  # also 1: a file may set another
                 yield 'fsdp', 'train_fsdp.py', common | layout | {key: size for key, size in sizes if size > 1}
         for stages, chunks, tensor in itertools.product(pipelines, (1, 2, 4), tensors):
             layout = {'pipeline_stages': stages, 'pipeline_chunks': chunks}
@@ -77,8 +79,9 @@ def candidates(keys, cluster):
 
 def rank(keys, cluster, most=12):
     """
-    Rows of the layouts that fit, in_order(); of each kind of layout the best batch_size, checkpointing and
-    accumulation. keys: of train scripts. Raises ValueError if nothing fits, with what comes nearest.
+    Rows of the layouts that fit, in_order(): of each kind of layout one, with its best batch_size, checkpointing and
+    accumulation. keys: those given, of train scripts. Raises ValueError if nothing fits, with the layout that comes
+    nearest.
     """
     if not keys.get('global_batch_size'):
         raise ValueError('global_batch_size is not known: give it, as in --global_batch_size=512')
@@ -121,9 +124,9 @@ def rank(keys, cluster, most=12):
 
 def in_order(rows):
     """
-    Rows with 'step', 'name' and 'strategy', the fastest first. But among those within TIE of the fastest, the one with
-    the fewest dimensions comes first: no prediction is better than that, and less can go wrong. DiLoCo, whose losses
-    differ, is never it.
+    Rows with 'step', 'name' and 'strategy', the fastest first. Among the rows within TIE of the fastest, however, the
+    one with the fewest dimensions is put first, because the prediction is no better than TIE, and less can go wrong
+    with a simple layout. That row is never DiLoCo, whose losses differ.
     """
     rows = sorted(rows, key=lambda row: row['step'])
     close = [row for row in rows if row['step'] <= (1 + TIE) * rows[0]['step'] and row['strategy'] != 'diloco']
@@ -135,7 +138,7 @@ def in_order(rows):
 
 
 def check(config, strategy, gpus):
-    """Raises ValueError for what a script would refuse."""
+    """Raise ValueError for a layout that its script would refuse."""
     if strategy == 'pipeline':
         meshes.check_pipeline(config, meshes.ranks_of_stage(config, gpus))
     else:
@@ -152,12 +155,12 @@ def check(config, strategy, gpus):
 
 
 def memory_gb(config, model, strategy, gpus):
-    """What --dry_run says of a rank, in GB."""
+    """The memory of a rank that --dry_run would print, in GB."""
     return memory.totals(memory.memory_bytes(config, model, gpus, strategy))['total on the device'] / 1e9
 
 
 def name_of(row):
-    """Of a kind of layout: 'fsdp 3 hsdp4 cp2'. One word for each dimension; ZeRO's stage counts as part of fsdp."""
+    """The name of a kind of layout, such as 'fsdp3 hsdp4 cp2': a word for each dimension; 3 is ZeRO's stage."""
     keys = row['keys']
     parts = {'replicate_size': 'hsdp', 'tensor_parallel': 'tp', 'context_parallel': 'cp', 'pipeline_stages': 'pp'}
     parts |= {'pipeline_chunks': 'chunks', 'num_replicas': 'diloco', 'expert_parallel': 'ep'}

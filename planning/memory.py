@@ -1,5 +1,5 @@
 """
-The memory of a rank at the peak of a step, before the run: weights, gradients, optimizer state, activations.
+Predict the memory of a rank at the peak of a step: weights, gradients, optimizer state, activations.
 
     model = empty_model(config)
     memory_bytes(config, model, world_size, 'fsdp')  # {'weights': bytes, 'gradients': ...}
@@ -36,39 +36,40 @@ from planning.sizes import (
     travelling_bytes,
 )
 
-# fp32 numbers per parameter; of Muon in the matrices of blocks 1, see moments()
+# Numbers that each optimizer keeps per parameter. (Muon keeps only 1 for matrices of blocks, see moments().)
 OPTIMIZER_MOMENTS = {'adamw': 2, 'muon': 2, 'sgd': 0} | {
     name: len(update.moments) for name, update in optim.UPDATES.items()
 }
-DEEPSPEED_BUCKET = 2**25  # numbers that are reduced together: deepspeed_engine.py asks for it
+DEEPSPEED_BUCKET = 2**25  # numbers that are reduced together; set by deepspeed_engine.py
 
 
 def memory_bytes(config, model, world_size, strategy='ddp'):
     """
-    {part: bytes} that one rank holds in a training step; parts that begin with 'host' are in the host's memory.
+    {part: bytes} that one rank holds in a training step. Parts that begin with 'host' are in the host's memory.
 
-    weights       fp32 masters, and what is frozen in its frozen_dtype: whole under ddp, 1/shard_size under fsdp;
-                  deepspeed: see there
-    gradients     fp32, like the weights; none of frozen weights
+    weights       fp32 masters, and frozen weights in their frozen_dtype: whole under ddp, 1/shard_size under fsdp;
+                  for deepspeed see deepspeed_states()
+    gradients     fp32, divided like the weights; none for frozen weights
     accumulated   fsdp: what whole gradients need beyond that, while micro-steps add up without communication
-    optimizer     moments, none of frozen weights; by optimizer_dtype fp32 or fewer bits, with their scales
-    outer         diloco: fp32 outer parameters and momentum, and with error feedback what was lost
-    gathered      fsdp: whole weights in the compute dtype; pipeline: those of its blocks, for half a precision
+    optimizer     moments, none for frozen weights; in fp32 or, with optimizer_dtype, fewer bits and their scales
+    outer         diloco: outer parameters and momentum in fp32, and with error feedback what compression lost
+    gathered      fsdp: whole weights in the compute dtype; pipeline: the blocks' weights cast to half precision
     reduction     fsdp: gradients on their way into the reduce-scatter
     activations   what forward keeps for backward, and what backward needs beyond the room that the logits leave
-    logits        what the loss of one chunk of tokens needs, and the gradients by hidden states and head it hands on
-    travelling    fsdp with context_parallel: keys and values of other ranks, and in fp32 their gradients, of a layer;
+    logits        what the loss of one chunk of tokens needs, and the gradients that it passes to hidden states and head
+    travelling    fsdp with context_parallel: keys and values of other ranks for one layer, and their gradients in fp32;
                   with tensor_parallel: activations that arrive and leave
     minus: not at the same moment   fsdp, negative: the parts do not all peak at the same moment; this is the overlap,
                   so that the sum is the true peak
 
-    With expert_parallel the ranks that share experts have each some of them, and the rest of shard_size has the same
-    ones; what is whole, is what a rank has of them. Activations are those of balanced routers, see activations.py.
+    shard_size is the number of ranks that together hold one copy of the model. With expert_parallel each of the ranks
+    that share experts holds only some of them, which it shards with the ranks of the copy that hold the same ones;
+    "whole" then means these experts. Activations are those of balanced routers, see activations.py.
 
-    model: empty_model(config). shard_size: ranks that hold one copy of the model.
-    Not counted: fragments of the allocator, CUDA's context (0.5 GB), NCCL's buffers. Eager mode is assumed;
-    torch.compile keeps less. The tests measure the CPU, and follow a step as on CUDA without a GPU.
-    strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage). ValueError: ranks do not divide.
+    model: empty_model(config). strategy: 'ddp', 'fsdp', 'diloco', 'deepspeed' or 'pipeline' (its fullest stage).
+    Raises ValueError if the ranks do not divide.
+    Not counted are fragments of the allocator, CUDA's context (0.5 GB) and NCCL's buffers. Eager mode is assumed;
+    torch.compile keeps less. The tests measure on the CPU, and follow a step as on CUDA without a GPU.
     """
     model = held_model(config, model)
     if strategy == 'pipeline':
@@ -82,7 +83,7 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
     if strategy == 'ddp':
         return {
             'weights': stored_bytes(model.parameters()),
-            'gradients': FP32 * trainable,  # the buckets of the all-reduce: .grad are views of them
+            'gradients': FP32 * trainable,  # in the buckets of the all-reduce, of which .grad are views
             'optimizer': moment_bytes(config, model),
             **activations,
         }
@@ -107,10 +108,10 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         outer += FP32 * trained // config['num_fragments'] if config.get('overlap_steps') else 0  # in flight
         parts['host outer' if config['outer_on_host'] or host else 'outer'] = outer
     if config['accumulate'] == 'unsharded' and micro_steps > 1:
-        # The sums of a unit's gradients over the micro-steps so far. When the last micro-step reduces them, they shrink
-        # to this rank's shard, which is counted already.
+        # Whole gradients, summed over the micro-steps so far. When the last micro-step reduces them, they shrink to
+        # this rank's shard, which 'gradients' counts already.
         parts['accumulated'] = FP32 * (trainable - (0 if host else trained))
-    # A unit's gradients as autograd made them, and the flat fp32 input of the reduce-scatter.
+    # The gradients of a unit exist as autograd makes them, and again in the flat fp32 input of the reduce-scatter.
     in_block, in_root = [*model.blocks[0].parameters()], root_parameters(model)
     block_reduction, root_reduction = ((compute + FP32) * count(trained_of(part)) for part in (in_block, in_root))
     if config['fsdp_impl'] == 'manual':
@@ -121,23 +122,24 @@ def memory_bytes(config, model, world_size, strategy='ddp'):
         'reduction': max(block_reduction, root_reduction),
         **activations,
     }
-    if (sharing := config.get('context_parallel', 1)) > 1:  # of ranks: two at a time, with three gradients; or of all
+    if (sharing := config.get('context_parallel', 1)) > 1:  # a ring holds 2 ranks' keys and values and 3 gradients
         numbers, bytes_per_number = keys_and_values(config)
         blocks = (2, 3) if config['context_impl'] == 'ring' else (sharing, 2 * sharing)
         parts['travelling'] = numbers * (blocks[0] * bytes_per_number + blocks[1] * FP32)
     if config.get('tensor_parallel', 1) > 1:
         parts['travelling'] = parts.get('travelling', 0) + travelling_bytes(config)
-    # Activations go while gradients come. So the peak is either where backward begins, without gradients unless
-    # micro-steps add up, or where it ends with those of the root.
+    # During backward, activations are freed while gradients are made. So the peak is either at the beginning of
+    # backward, when there are no gradients yet unless micro-steps add up, or at its end, when the root's gradients are
+    # reduced.
     begin = block_reduction + activation_sum - (parts.get('gradients', 0) if micro_steps == 1 else 0)
     return parts | {'minus: not at the same moment': max(begin, root_reduction) - parts['reduction'] - activation_sum}
 
 
 def gathered_of_blocks(config, model, shard_size):
     """
-    Bytes of the blocks that are whole at once: the unit at work (below stage 3 all units), and the flat buffers in
-    which the next ones arrive. fully_shard holds the unit after that, too. Experts that ranks share are units of their
-    own, under fully_shard of one block each, and without a buffer where a rank has them alone.
+    Bytes of the blocks that are whole at the same time: the unit that computes (below stage 3, all units), and the flat
+    buffers in which the next ones arrive. fully_shard also holds the unit after the next. Experts that ranks share are
+    separate units, of one block each under fully_shard; they need no buffer if no other rank holds the same ones.
     """
     is_manual, n_layer, nbytes = config['fsdp_impl'] == 'manual', len(model.blocks), 0
     for are_experts, parameters in dense_and_experts(model.blocks[0].parameters()):
@@ -152,13 +154,14 @@ def gathered_of_blocks(config, model, shard_size):
 
 def reduction_of_root(model, compute, blocks_per_unit, shard_size, adds_up):
     """
-    Bytes of gradients on their way at the end of fsdp_manual's backward: the root's as autograd made them, the fp32
-    input of its largest unit, and that of the blocks, which is kept. adds_up: shards have gradients of earlier
-    micro-steps, so that averages are beside these: of the root, and of experts, whose last reduction is in flight.
+    Bytes of gradients on their way at the end of fsdp_manual's backward: the root's gradients as autograd made them,
+    the fp32 input to the reduction of its largest unit, and the one of the blocks, which is kept. adds_up: the shards
+    hold gradients of earlier micro-steps, so the new averages need their own memory until they are added: those of the
+    root, and of experts, whose last reduction is in flight.
     """
     in_block, in_root = trained_of(model.blocks[0].parameters()), trained_of(root_parameters(model))
     largest_block = blocks_per_unit * count(in_block)
-    large = [p.numel() for p in in_root if p.numel() > largest_block]  # each a unit of its own
+    large = [p.numel() for p in in_root if p.numel() > largest_block]  # each is a unit by itself
     largest = max([count(in_root) - sum(large), *large])
     kept = blocks_per_unit * count(p for p in in_block if pieces(p, shard_size) > 1)
     averages = []
@@ -169,9 +172,9 @@ def reduction_of_root(model, compute, blocks_per_unit, shard_size, adds_up):
 
 def stage_memory(config, model, world_size, stage):
     """
-    memory_bytes() of one stage of a pipeline: its blocks; the first has the embedding, the last the head.
-    activations are those of all micro-steps on their way, reduction is what is sent beyond the room that they leave.
-    model: part_of_rank(config).
+    memory_bytes() of one stage of a pipeline, which has some of the blocks; the first also has the embedding, the last
+    the head. 'activations' are those of all micro-steps in flight. 'reduction' is what the exchange of gradients
+    needs beyond the room that activations leave when they are freed. model: part_of_rank(config).
     """
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     largest_part = max(meshes.blocks_of_parts(config, stages * chunks)[stage::stages])
@@ -181,8 +184,8 @@ def stage_memory(config, model, world_size, stage):
     moments_held = moment_bytes(config, model, parameters=[*in_blocks, *at_ends])
     in_blocks, at_ends = count(in_blocks), count(at_ends)
     held = in_blocks + at_ends
-    # The bytes of one block are the difference between a model of two blocks and one of one block. (With 'offload' the
-    # inputs of the last two blocks stay, so there it is three and two.) What is left belongs to embedding and head.
+    # The bytes of one block are the difference between models of two blocks and of one. (With 'offload' the inputs of
+    # the last two blocks stay on the GPU, so there it is three and two.) The remainder belongs to embedding and head.
     first = 2 if config['activation_checkpointing'] == 'offload' else 1
     few, more = (activation_bytes({**config, 'n_layer': n}, 'pipeline') for n in (first, first + 1))
     block_activations = more['activations'] - few['activations']
@@ -209,16 +212,16 @@ def stage_memory(config, model, world_size, stage):
 
 def deepspeed_states(config, model, world_size):
     """
-    memory_bytes() of what ZeRO has besides activations and logits, as in DeepSpeed 0.19 with its defaults.
+    memory_bytes() of ZeRO without activations and logits, as in DeepSpeed 0.19 with its defaults.
 
-    Unlike fsdp it has weights in the compute dtype (in fp32, too) beside the fp32 ones: whole, or in stage 3 a slice
-    and all small parameters whole. Stage 1 in bf16 keeps a whole fp32 gradient, else one of several micro-steps.
-    In fp32 stages 1 and 2 have whole parameters' gradients, see reaching_into_slices().
+    Unlike fsdp, ZeRO holds a second copy of the weights in the compute dtype, even if that is fp32: whole, or in stage
+    3 a slice, with small parameters whole. Stage 1 holds a whole fp32 gradient: in bf16 always, otherwise while several
+    micro-steps add up. In fp32, stages 1 and 2 hold the gradients of whole parameters, see reaching_into_slices().
     """
     stage, compute = config['zero_stage'], BYTES[config['dtype']]
     counts = counts_of(model)
     whole, trainable = counts['total'], counts['trainable']
-    small = small_parameters(model) if world_size > 1 else 0  # alone, a slice is the whole
+    small = small_parameters(model) if world_size > 1 else 0  # on one rank the slice is everything
     part = math.ceil(trainable / world_size)
     host = 'host ' if config['cpu_offload'] != 'none' else ''
     host_of_slices = 'host ' if config['cpu_offload'] == 'params' else ''
@@ -241,15 +244,15 @@ def deepspeed_states(config, model, world_size):
         parts['gathered'] = compute * min(whole - small, DEEPSPEED_REUSE)
     on_cuda = config['device'].startswith('cuda')
     used = min(DEEPSPEED_BUCKET, trainable)
-    bucket = 2 * DEEPSPEED_BUCKET if on_cuda else used  # one is filled while one is reduced; unused memory of a host
+    bucket = 2 * DEEPSPEED_BUCKET if on_cuda else used  # 2: one fills, one is reduced; hosts touch only what is used
     bytes_per_number = compute if stage == 2 else FP32
     return parts | {'reduction': bytes_per_number * bucket + (FP32 * used if bytes_per_number < FP32 else 0)}
 
 
 def reaching_into_slices(model, world_size):
     """
-    Numbers in the parameters of which rank 0's slices have a part, all being trained. ZeRO lays each group of the
-    optimizer out in its order and cuts it into equal slices, of even sizes.
+    Numbers in all parameters that rank 0's slices have a part of, if every parameter is trained. ZeRO lays out the
+    parameters of each optimizer group in order, and cuts them into equal slices of an even number of elements.
     """
     numbers = 0
     for group in optim.parameter_groups(model, weight_decay=0.0):
@@ -260,7 +263,7 @@ def reaching_into_slices(model, world_size):
 
 
 def moment_bytes(config, model, shard_size=1, parameters=None):
-    """What the optimizer keeps on one rank, of all parameters of the model or of these."""
+    """Bytes of optimizer state on one rank, for the given parameters or for all of the model's."""
     dtype = config.get('optimizer_dtype', 'float32')
     if dtype == 'float32':
         return FP32 * moments(config, model, shard_size, parameters)
@@ -273,7 +276,7 @@ def moment_bytes(config, model, shard_size=1, parameters=None):
 
 
 def moments(config, model, shard_size=1, parameters=None):
-    """Numbers that the optimizer keeps on one rank; none of frozen weights."""
+    """How many numbers the optimizer keeps on one rank; none for frozen weights."""
     parameters = trained_of(model.parameters() if parameters is None else parameters)
     numbers = OPTIMIZER_MOMENTS[config['optimizer']] * count(parameters, shard_size)
     if config['optimizer'] == 'muon':
@@ -283,7 +286,7 @@ def moments(config, model, shard_size=1, parameters=None):
 
 
 def totals(parts):
-    """{'total on the device', 'total on the host': bytes} of what memory_bytes() returns, if there is something."""
+    """{'total on the device', 'total on the host': bytes} from what memory_bytes() returns, without an empty total."""
     places = {'device': False, 'host': True}
     sizes = {
         place: [size for part, size in parts.items() if part.startswith('host') == on_host]

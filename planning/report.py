@@ -1,5 +1,5 @@
 """
-What a run takes, before it runs: what `--dry_run` prints, and what to lower after a run has run out of memory.
+What a run will need: the text that `--dry_run` prints, and advice on what to lower after a run ran out of memory.
 
     print(dry_run(config, model_config.to_dict(), world_size, strategy='fsdp'))
 
@@ -19,21 +19,21 @@ from runtime.batches import batch_line, counted
 
 def dry_run(config, shape, world_size, strategy='ddp'):
     """
-    What --dry_run prints. shape: to_dict() of the ModelConfig, or of the Pretrained.
-    Raises ValueError as memory_bytes() and micro_steps() do.
+    The text that --dry_run prints. shape: to_dict() of the ModelConfig or of the Pretrained. Raises ValueError as
+    memory_bytes() and micro_steps() do.
     """
     config = {**config, **shape}
     model = empty_model(config)
     is_fine_tuned, counts = 'transformers' in config, counts_of(model)
     stages = range(config['pipeline_stages'] if strategy == 'pipeline' else 0)
     memory = {} if stages else memory_bytes(config, model, world_size, strategy)
-    ranks = world_size // len(stages) if stages else world_size  # that share out the global batch
+    ranks = world_size // len(stages) if stages else world_size  # that share the global batch
     micro_steps = meshes.micro_steps(config, ranks)
     tokens = config['global_batch_size'] * config['block_size']
     flops = model.flops_per_token()
-    saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA's leave out what it does not train
+    saved = counts['trainable' if config.get('lora_rank') else 'total']  # LoRA saves only what it trains
     checkpoint = FP32 * (saved + moments(config, model))
-    if strategy == 'diloco':  # in the middle of a round each replica has parameters of its own
+    if strategy == 'diloco':  # within a round each replica has its own parameters
         checkpoint = FP32 * 2 * counts['trainable'] + checkpoint * config['num_replicas']
 
     names = ['n_layer', 'n_head', 'n_kv_head', 'head_dim', 'n_embd', 'mlp_hidden_dim', 'vocab_size', 'block_size']
@@ -76,7 +76,7 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     lines += ['', 'schedule', *(f'  {line}' for line in schedule_lines(config, tokens))]
     flops = {'per token': flops, 'per step': flops * tokens, 'per run': flops * tokens * config['max_iters']}
     lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
-    copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the oldest goes when the newest is there
+    copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the newest comes before the oldest goes
     copies += bool(copies and (config.get('keep_best') or config.get('patience')))
     disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
@@ -94,7 +94,7 @@ def columns(parts_by_stage):
 
 
 def schedule_lines(config, tokens_per_step):
-    """Steps, tokens and learning rates of the run, in words."""
+    """Lines on the steps, tokens and learning rates of the run."""
     peak = config['learning_rate']
     lines = [f'{config["max_iters"]:,} steps x {tokens_per_step:,} = {config["max_iters"] * tokens_per_step:,} tokens']
     lines.append(f'{config["optimizer"]}: warm-up over {config["warmup_iters"]:,} steps to learning rate {peak:.3g}')
@@ -105,20 +105,20 @@ def schedule_lines(config, tokens_per_step):
 
 def out_of_memory_advice(config, world_size, strategy):
     """
-    One line for a run that ran out of memory: the predicted need and the keys to lower, the most effective first.
+    One line for a run that ran out of memory: the predicted need, and the keys to change, the most effective first.
 
-    config: with the model's keys filled in, config.update(model_config.to_dict()); before that there is no prediction.
-    strategy: as for memory_bytes().
+    config: with the model's keys, as after config.update(model_config.to_dict()). Without them nothing can be
+    predicted, and the advice is general. strategy: as for memory_bytes().
     """
     try:
         parts = memory_bytes(config, empty_model(config), world_size, strategy)
-    except (KeyError, TypeError, ValueError):  # not resolved yet
+    except (KeyError, TypeError, ValueError):  # the model's keys are missing
         return 'lower batch_size or block_size'
     device_parts = {part: size for part, size in parts.items() if not part.startswith('host')}
     largest = max(device_parts, key=device_parts.get)
     need = f'predicted need {sum(device_parts.values()) / 1e9:.2f} GB per rank, most of it {largest}'
     sharing = config.get('expert_parallel', 1)
-    if sharing > 1:  # others send a rank more rows, see activations.py
+    if sharing > 1:  # otherwise more rows come, see activations.py
         need += ', if its experts get their share of the tokens'
 
     on_cuda = config['device'].startswith('cuda')
@@ -131,14 +131,14 @@ def out_of_memory_advice(config, world_size, strategy):
     has_untrained = largest in ('optimizer', 'gradients', 'accumulated') and 'transformers' in config
     has_more_than_4_bits = config.get('lora_rank') and config.get('frozen_dtype') != 'nf4' and strategy != 'deepspeed'
     has_fp32_moments = config['optimizer'] in UPDATES and config.get('optimizer_dtype', 'float32') == 'float32'
-    together = 1  # ranks that could share experts, on a node: more would send tokens between nodes
+    together = 1  # how many ranks could share experts: at most 8, a node, so that tokens stay within it
     is_refused = config['optimizer'] == 'muon' or config['activation_checkpointing'] == 'selective'
     if config.get('n_experts') and strategy in ('fsdp', 'diloco') and not is_refused:
         axes = meshes.diloco_axes if strategy == 'diloco' else meshes.fsdp_axes
         possible = math.gcd(axes(config, world_size)['shard'], config['n_experts'])
         together = max(n for n in range(1, 9) if possible % n == 0)
-    fewer_bits = 'bfloat16' if config.get('tensor_parallel', 1) > 1 else 'int8'  # whose blocks a cut would divide
-    state_helps = {  # of frozen weights there are none
+    fewer_bits = 'bfloat16' if config.get('tensor_parallel', 1) > 1 else 'int8'  # a cut would divide int8's blocks
+    state_helps = {  # frozen weights have no state
         f'set --expert_parallel={together}': largest in ('gathered', 'accumulated', 'reduction') and sharing < together,
         'set --frozen_dtype=nf4': largest in ('weights', 'gathered') and has_more_than_4_bits,
         'set --lora_rank=16': has_untrained and not config['lora_rank'],

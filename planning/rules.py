@@ -1,10 +1,10 @@
 """
-The published rules: from a number of heads to a whole run, its sizes, steps, learning rate and weight decay.
+The published rules that derive a whole run from a number of heads: model size, steps, learning rate, weight decay.
 
-    python -m planning.rules --heads=8 --arch=enoki  # what they give; --ladder: for all published sizes
+    python -m planning.rules --heads=8 --arch=enoki  # print what they give; --ladder prints all published sizes
     filled, notes = fill_from_heads(config, explicit)
 
-arXiv 2602.05298 and its code (github.com/mlexpos/adana). `config` is a script's config as a dict.
+Source: arXiv 2602.05298 and its code (github.com/mlexpos/adana). `config` is a script's config as a dict.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import torch
 from model import GPT, ModelConfig
 from optim import DANA_FAMILY
 
-RULE_VOCAB_SIZE = 50304  # GPT-2's 50257, padded; what the paper counts
-RULE_BLOCK_SIZE = 2048  # tokens per sequence in the fits
-LADDER = (6, 8, 12, 16, 24)  # heads of the published runs
+RULE_VOCAB_SIZE = 50304  # GPT-2's 50257, padded, as the paper counts it
+RULE_BLOCK_SIZE = 2048  # tokens per sequence in the runs that were fitted
+LADDER = (6, 8, 12, 16, 24)  # heads of the published models
 RULES = {  # n_layer = a * heads // b; head_dim = n_embd / heads; mlp_hidden_dim / n_embd; attention_gate
     'enoki': (3, 4, 64, 4, False),
     'qwen3': (2, 1, 128, 3, True),
@@ -49,14 +49,15 @@ LEARNING_RATE_FITS = {
 
 def fill_from_heads(config, explicit):
     """
-    (filled, notes): the keys that `heads` and `arch` decide, and lines for the log. Without heads: wd_ts and weight
-    decay of optimizers whose decay follows the length of the run.
+    (filled, notes): the keys that `heads` and `arch` decide, and lines for the log. Without heads, only wd_ts and
+    weight_decay are filled, and only for optimizers whose decay depends on the length of the run.
 
-    A key in `explicit` (a file or the command line set it, not to None) is kept, and the others follow its value. What
-    is counted has config's vocabulary, or the paper's while that is None. Raises ValueError where there is no rule.
+    A key in `explicit`, which a file or the command line has set to a value other than None, is kept, and the rules for
+    the other keys use its value. Parameters are counted with config's vocabulary, or with the paper's if that is None.
+    Raises ValueError if there is no rule.
     """
     heads, arch, optimizer, lr_rule = (config[key] for key in ('heads', 'arch', 'optimizer', 'lr_rule'))
-    if heads is None and optimizer in (*DANA_FAMILY, 'adamw-decay'):  # the rules of decay need no heads
+    if heads is None and optimizer in (*DANA_FAMILY, 'adamw-decay'):  # the rules for decay need no heads
         filled = {'wd_ts': config['wd_ts'] or max(1, config['max_iters'] // 10)}
         if optimizer in DANA_FAMILY and 'weight_decay' not in explicit:
             filled['weight_decay'] = config['omega'] / filled['wd_ts']
@@ -66,7 +67,7 @@ def fill_from_heads(config, explicit):
     if arch not in RULES:
         raise ValueError(f'arch={arch!r}: expected {" or ".join(RULES)} with heads={heads}, no other has a rule')
     layers, per_heads, head_dim, mlp_ratio, gate = RULES[arch]
-    fewest = 1 if 'n_layer' in explicit else math.ceil(per_heads / layers)  # that make a layer
+    fewest = 1 if 'n_layer' in explicit else math.ceil(per_heads / layers)  # that give one layer
     if heads < fewest:
         raise ValueError(f'heads={heads}: expected {fewest} or more with arch={arch!r}')
     run, filled, notes = dict(config), {}, []
@@ -105,14 +106,15 @@ def fill_from_heads(config, explicit):
     if optimizer in (*DANA_FAMILY, 'adamw-decay'):
         settle(wd_ts=max(1, steps // 10))
         steps = run['wd_ts']
-    rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # the others decay by learning rate x weight_decay
+    rate = 1 if optimizer in DANA_FAMILY else run['learning_rate']  # others decay by learning rate x weight_decay
     settle(weight_decay=config['omega'] / (rate * steps), above=-1)
     values = [f'{key}={value:.4g}' if isinstance(value, float) else f'{key}={value}' for key, value in filled.items()]
     return filled, [f'heads={heads}, arch={arch!r} set {", ".join(values)}', *notes]
 
 
 def rule_counts(run):
-    """(non-embedding parameters, total), without norms as in the paper: at 8 heads 18,874,368 and 70,385,664."""
+    """(non-embedding parameters, all parameters), without norms as in the paper: for 8 heads 18,874,368 and
+    70,385,664."""
     with torch.device('meta'):
         model = GPT(ModelConfig.from_keys({**run, 'vocab_size': run['vocab_size'] or RULE_VOCAB_SIZE}))
     counts = model.parameter_counts()
@@ -120,7 +122,7 @@ def rule_counts(run):
 
 
 def fitted_learning_rate(arch, optimizer, non_embedding, lr_rule=32, kappa=0.85):
-    """a * (b + non_embedding)^d; adana-released has adana's fit. Raises ValueError with the fits that there are."""
+    """a * (b + non_embedding)^d; adana-released has adana's fit. If there is no fit, a ValueError lists those known."""
     name = optimizer.removesuffix('-released')
     fit = LEARNING_RATE_FITS.get((arch, lr_rule, name, None)) or LEARNING_RATE_FITS.get((arch, lr_rule, name, kappa))
     if fit is None:
@@ -133,7 +135,7 @@ def fitted_learning_rate(arch, optimizer, non_embedding, lr_rule=32, kappa=0.85)
 
 
 def rule_rows(run):
-    """{name: text}: what `heads` decides. run: a config with the filled keys."""
+    """{name: text} of everything that `heads` decides. run: a config with the filled keys."""
     counts = (*rule_counts(run), run['global_batch_size'] * run['block_size'])
     rows = {'n_head': run['n_head'], 'n_layer': run['n_layer'], 'n_embd': run['n_embd'], 'mlp': run['mlp_hidden_dim']}
     rows |= dict(zip(('non-embedding', 'total', 'tokens per step'), (f'{number:,}' for number in counts), strict=True))

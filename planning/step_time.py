@@ -1,13 +1,14 @@
 """
-Seconds of a training step on many GPUs, put together from what one computes alone, what travels and how fast links are.
+Predict the seconds of a training step on many GPUs, from the work of one GPU, the bytes that travel, and the speed of
+the links.
 
     cluster = step_time.assumed('h100', gpus=64, node_gpus=4)  # or with a step and links that were measured
     step_time.step(config, 'fsdp', cluster)  # {'step': seconds, 'exposed': ..., 'bubble': ..., ...}
 
-Nothing is fitted to runs of several GPUs; docs/parallelism.md says how far off it is.
+Nothing is fitted to runs on several GPUs. docs/parallelism.md says how far off the predictions are.
 
-A rank computes the whole model's layers, or with a pipeline its stage's, 1/tensor_parallel of each matrix and head, and
-1/context_parallel of each sequence. So its work is that of a smaller model; see model_of_rank().
+A rank computes all layers, or with a pipeline those of its stage; 1/tensor_parallel of each matrix and of the heads;
+and 1/context_parallel of each sequence. So its work is that of a smaller model, see model_of_rank().
 """
 
 import math
@@ -21,47 +22,48 @@ from model import ModelConfig, idle_numbers
 from planning import sizes, traffic
 from runtime import meter
 
-# What a GPU reaches, where nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention: the
-# same of FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an A100).
-# memory: bytes/s, 0.9 of the data sheet. within: of NVLink one way, between: of the GPU's own network card, bytes/s;
-# both 0.8 of the data sheet, as all-reduces of nccl-tests reach. gb: memory.
+# What a GPU reaches, for use if nothing was measured. matmul: share of the peak in large bfloat16 matmuls. attention:
+# the same for FlashAttention-2, forward and backward (arXiv 2407.08608: 35% on an H100; 2307.08691: 50 to 73% on an
+# A100). memory: bytes/s, 0.9 of the data sheet. within: bytes/s of NVLink one way. between: bytes/s of the network card
+# that each GPU has. Both are 0.8 of the data sheet, which all-reduces of nccl-tests reach. gb: GB of memory.
 Gpu = namedtuple('Gpu', 'matmul attention memory within between gb')
 GPUS = {
     'h100': Gpu(0.70, 0.35, 0.9 * 3.35e12, 0.8 * 450e9, 0.8 * 50e9, 80),
     'h200': Gpu(0.70, 0.35, 0.9 * 4.80e12, 0.8 * 450e9, 0.8 * 50e9, 141),
     'a100': Gpu(0.75, 0.55, 0.9 * 2.04e12, 0.8 * 300e9, 0.8 * 25e9, 80),
 }
-# Seconds of a step of a ring within a node and between nodes, and of starting a collective: NCCL's own table for its
-# protocol of large messages (src/graph/tuning.cc).
+# Seconds of a step of a ring within a node, of one between nodes, and of starting a collective, from NCCL's own table
+# for the protocol that it uses for large messages (src/graph/tuning.cc).
 WITHIN_S, BETWEEN_S, START_S = 3.4e-6, 9.6e-6, 8.4e-6
 DDP_BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
 
-# What one rank computes with. matmul, attention: FLOP/s; memory: bytes/s; update: seconds per parameter that the rank
-# holds; peak: FLOP/s for the MFU, None where they are not known. Two corrections come from measured steps, and are
-# (1, 1) and nothing where none was measured. scale: what to multiply the times of forward and backward by, where they
-# follow from these rates. beside: seconds that each block takes on top of that, under 'ddp' or a kind of FSDP.
+# The speed of one rank. matmul, attention: FLOP/s. memory: bytes/s. update: seconds per parameter that the rank holds.
+# peak: FLOP/s for the MFU, or None if not known, as on a CPU. The last two correct the times of (forward, backward),
+# and come from measured steps. scale: factors for the times that follow from the rates above; (1, 1) if not measured.
+# beside: seconds that each block takes in addition, for 'ddp' and for each implementation of FSDP.
 Device = namedtuple('Device', 'matmul attention memory update peak scale beside')
 NOTHING_BESIDE = {'ddp': (0.0, 0.0)}
-# What one rank sends, in bytes/s: in all-reduces, and in all-gathers, where gloo is slower. Then the seconds that each
-# step of a ring takes whatever it sends, and those that starting a collective takes.
+# The link of one rank. bandwidth: bytes/s that it sends in all-reduces. gather: the same in all-gathers, which are
+# slower on gloo. step: seconds that a step of a ring takes besides the bytes. start: seconds to start a collective.
 Link = namedtuple('Link', 'bandwidth gather step start')
-# within: the Link inside of a node; between: that of a rank's share of its node's network. crowd: ranks for each core
-# (1 on GPUs). host: seconds of a core for each byte that is sent (gloo; 0 under NCCL).
+# within: the Link inside a node. between: the Link of a rank to other nodes, with its share of the node's network.
+# crowd: ranks per core (1 on GPUs). host: a core's seconds for each byte sent (gloo; 0 for NCCL). gb: GB of memory per
+# rank.
 Cluster = namedtuple('Cluster', 'gpus node_gpus within between device crowd host gb')
-Ring = namedtuple('Ring', 'bandwidth gather latency')  # latency: of one way round, in seconds
+Ring = namedtuple('Ring', 'bandwidth gather latency')  # latency: seconds of once around the ring
 
 
 # --- CLUSTER ----------------------------------------------------------------------------------------------------------
 
 
 def assumed(gpu, gpus, node_gpus):
-    """The Cluster of a kind of GPU in GPUS. Raises ValueError for another kind, or nodes that are not full."""
+    """The Cluster with a kind of GPU from GPUS. Raises ValueError for another kind, or if nodes are not full."""
     if gpu not in GPUS:
         raise ValueError(f'gpu={gpu!r}: expected {", ".join(GPUS)}, or cpu with --measured and --links')
     check_nodes(gpus, node_gpus)
     kind = GPUS[gpu]
     peak = next(peak for pattern, peak in meter.PEAK_FLOPS.items() if re.search(pattern, gpu.upper()))
-    # AdamW reads weight, gradient and two moments and writes all but the gradient, in fp32; clipping reads that again.
+    # In fp32 AdamW reads weight, gradient and two moments, and writes all but the gradient, which clipping reads again.
     update = 8 * sizes.FP32 / kind.memory
     device = Device(kind.matmul * peak, kind.attention * peak, kind.memory, update, peak, (1.0, 1.0), NOTHING_BESIDE)
     within = Link(kind.within, kind.within, WITHIN_S, START_S)
@@ -70,7 +72,7 @@ def assumed(gpu, gpus, node_gpus):
 
 
 def cpu_cluster(gpus, node_gpus, cores, gb):
-    """The Cluster of ranks on CPUs, before anything was measured: its rates mean nothing until then."""
+    """The Cluster of ranks on CPUs. Its rates mean nothing until with_measured_step() and with_measured_links()."""
     check_nodes(gpus, node_gpus)
     unknown = Link(math.inf, math.inf, 0.0, 0.0)
     device = Device(1.0, 1.0, math.inf, 0.0, None, (1.0, 1.0), NOTHING_BESIDE)
@@ -88,15 +90,16 @@ def check_nodes(gpus, node_gpus):
 
 def with_measured_step(cluster, runs):
     """
-    The Cluster with the speed of runs of one process that trained the model. runs: [(configuration, rows of
+    The Cluster with the speed that was measured in runs of the model in one process. runs: [(configuration, rows of
     metrics.jsonl after the warm-up)].
 
-    Of two that differ in batch_size also what a block of a micro-step takes beside its tokens: Python, kernels that
-    start, gradients that add up. Of a run of train_fsdp.py what FSDP copies besides; its two implementations differ.
-    Ranks that share cores are slower together than alone: start as many such runs at once as a node will have ranks.
+    Two runs with different batch_size also tell what a block of a micro-step costs apart from its tokens: Python,
+    kernel launches, adding up gradients. A run of train_fsdp.py tells what copies FSDP makes, which differ between its
+    two implementations. Ranks that share cores are slower together than alone, so start as many runs at the same time
+    as a node will have ranks.
     """
     plain = cluster.device._replace(scale=(1.0, 1.0), beside=NOTHING_BESIDE)
-    points = {}  # implementation -> [([seconds by plain rates of forward, backward], [those measured], update)]
+    points = {}  # implementation -> [([forward, backward seconds by plain rates], [as measured], update)]
     for config, rows in runs:
         model, m = sizes.empty_model(config), meshes.micro_steps(config, 1)
         block, root = work(config, model, plain)
@@ -107,7 +110,7 @@ def with_measured_step(cluster, runs):
         by_rates = [config['n_layer'] * b + r for b, r in zip(block, root, strict=True)]
         point = by_rates, [forward / m, backward / m], update / model.parameter_counts()['total']
         points.setdefault(config.get('fsdp_impl', 'ddp'), []).append(point)
-    parts = config['n_layer'] + 1  # blocks and the rest
+    parts = config['n_layer'] + 1  # the blocks, and everything else
     base = points.get('ddp') or next(iter(points.values()))
     (rates_a, seconds_a, _), (rates_b, seconds_b, _) = min(base), max(base)
     scale = [
@@ -126,20 +129,21 @@ def with_measured_step(cluster, runs):
 
 
 def with_measured_links(cluster, rows):
-    """The Cluster with the links that benchmarks/links.py has measured; rows: what its --json holds."""
+    """The Cluster with links that were measured. rows: from the file that benchmarks/links.py --json writes. Raises
+    ValueError if they were measured on other nodes."""
     found, one_node = {}, cluster.node_gpus >= cluster.gpus
-    # links.py leaves out what would be the same: on one node, and on nodes of one rank, there is just one link.
+    # links.py measures no link twice: on a single node, and on nodes of one rank, there is only one kind of link.
     names = {'within': 'all ranks' if one_node else 'within a node'}
     names |= (
         {} if one_node else {'between': 'all ranks' if cluster.node_gpus == 1 else 'between nodes, all ranks of each'}
     )
     for link, name in names.items():
         *small, before, last = [row for row in rows if row['link'] == name] or [None, None]
-        if last is None and link == 'within':  # a rank alone on its node
+        if last is None and link == 'within':  # each rank is alone on its node
             continue
         if not small:
             raise ValueError(f'links: nothing of {name!r}: measure on nodes of {cluster.node_gpus} ranks each')
-        # An all-reduce on n ranks is 2 (n-1) steps of a ring. The smallest messages have nothing but steps.
+        # An all-reduce on n ranks is 2 (n-1) steps of a ring. For the smallest messages, that is all the time.
         n = last['ranks']
         step = min(row['ms'] for row in small) / 1000 / (2 * (n - 1))
         ring_bytes = 2 * (n - 1) / n * (last['bytes'] - before['bytes'])
@@ -154,7 +158,7 @@ def with_measured_links(cluster, rows):
 
 
 def ring(cluster, ranks, stride):
-    """The Ring of a group of ranks, `stride` apart. Its members on a node send over all their network cards."""
+    """The Ring of a group of ranks that are `stride` apart. Those on one node use all of their network cards."""
     per_node = min(ranks, max(1, cluster.node_gpus // stride))
     nodes = -(-ranks // per_node)
     bandwidth, gather = cluster.within[:2] if per_node > 1 else (math.inf, math.inf)
@@ -167,7 +171,8 @@ def ring(cluster, ranks, stride):
 
 
 def slices_per_s(cluster, ranks, stride):
-    """Bytes/s of slices that go straight to their rank, as ours on gloo: by network to those on other nodes."""
+    """Bytes/s if a rank sends each slice straight to the rank that needs it, as fsdp_manual.py does on gloo. Slices for
+    other nodes use the network."""
     near = min(ranks, max(1, cluster.node_gpus // stride))
     return cluster.between.gather * (ranks - 1) / (ranks - near) if ranks > near else cluster.within.gather
 
@@ -176,8 +181,8 @@ def slices_per_s(cluster, ranks, stride):
 
 
 def model_of_rank(config):
-    """The keys of the model whose work one rank does: its layers, as many as the stage with the most has, its heads,
-    hidden units and words. head_dim stays."""
+    """The keys of the smaller model whose work one rank does, with its share of layers (of the stage that has most),
+    heads, hidden units and vocabulary. head_dim stays. Raises ValueError if something does not divide."""
     tensor, stages = config.get('tensor_parallel', 1), config.get('pipeline_stages', 1)
     refuse_to_cut_experts(config)
     for key in ('n_head', 'n_kv_head', 'mlp_hidden_dim'):
@@ -192,7 +197,7 @@ def model_of_rank(config):
 
 
 def refuse_to_cut_experts(config):
-    """Raise ValueError for a mixture of experts in a layout that has none."""
+    """Raise ValueError for a mixture of experts in a layout that cannot have one."""
     for key in ('tensor_parallel', 'pipeline_stages'):
         if config.get('n_experts') and config.get(key, 1) > 1:
             given = f'n_experts={config["n_experts"]} with {key}={config[key]}'
@@ -201,18 +206,18 @@ def refuse_to_cut_experts(config):
 
 def work(config, model, device):
     """
-    ((forward, backward) of a block, the same of the rest): seconds of one micro-step on one rank.
+    ((forward, backward) of a block, (forward, backward) of the rest): seconds of one micro-step on one rank.
 
-    A matmul with P weights takes 2 P FLOPs per token, and its two gradients twice that. Causal attention over T tokens
-    takes 2 T H D (two products with T/2 keys each), backward 2.5 times that, since it computes the scores again.
-    The rest moves numbers: of a block 8 C for norms and residuals, 2 (H + K) D for the rotation and 3 M for the
-    activation, each read or written, once compiled; twice as many in backward. The loss has its gradient by hidden
-    states and head ready in forward, and moves 8 bytes for each logit.
+    A matmul with P weights takes 2 P FLOPs per token, and its two gradients take twice that. Causal attention over T
+    tokens takes 2 T H D per token (two products, each with T/2 keys), and backward 2.5 times that, since it recomputes
+    the scores. Everything else is bound by memory: when compiled, a block reads or writes 8 C numbers per token for
+    norms and residuals, 2 (H + K) D for the rotation and 3 M for the activation, and twice as many in backward. The
+    loss computes its gradients by hidden states and head in forward already, and moves 8 bytes per logit.
     """
     tokens = config['batch_size'] * config['block_size'] // config.get('context_parallel', 1)
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
-    if config.get('n_experts'):  # their hidden units; and k C each to sort by expert, compute from, undo and weigh
-        k = config['experts_per_token']  # with expert_parallel what arrives is sorted again and back, read and written
+    if config.get('n_experts'):  # count their hidden units, and k C each to sort by expert, read, sort back and weigh
+        k = config['experts_per_token']  # with expert_parallel what arrives is sorted and sorted back once more
         M = k * config['expert_hidden_dim'] + (8 if config.get('expert_parallel', 1) > 1 else 4) / 3 * k * C
     in_matmuls = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
     matmul = 2 * (in_matmuls - idle_numbers(model.blocks[0])) / device.matmul
@@ -221,7 +226,8 @@ def work(config, model, device):
     forward, backward = matmul + attention + other, 2 * matmul + 2.5 * attention + 2 * other
     vocabulary = model.head.weight.shape[0]
     root = 6 * vocabulary * C / device.matmul + 8 * vocabulary / device.memory
-    # Recomputation: of all, or of what is not a matmul or attention; 'half': of every second matmul (torchtitan's).
+    # Recomputed in backward: everything, or all but matmuls and attention. 'half', as in torchtitan: half the matmuls,
+    # too.
     again = {'none': 0.0, 'full': forward, 'offload': forward, 'selective': other, 'half': matmul / 2 + other}
     backward += again[config['activation_checkpointing']]
     (scale_f, scale_b), beside = device.scale, device.beside.get(config.get('fsdp_impl'), device.beside['ddp'])
@@ -230,7 +236,7 @@ def work(config, model, device):
 
 
 def attention_share(config, model, device):
-    """What part of a block's forward is attention."""
+    """The share of attention in the time of a block's forward."""
     bare = {**config, 'activation_checkpointing': 'none'}
     whole = work(bare, model, device)[0][0]
     without = work(bare, model, device._replace(attention=math.inf))[0][0]
@@ -242,18 +248,18 @@ def attention_share(config, model, device):
 
 def step(config, strategy, cluster):
     """
-    Seconds of an optimizer step, as {'compute', 'exposed', 'bubble', 'update', 'step'}, and its 'micro_steps'.
+    {'compute', 'exposed', 'bubble', 'update', 'step': seconds} of an optimizer step, and its 'micro_steps'.
 
-    config: a run's keys, with those of the model. strategy: 'ddp', 'fsdp', 'diloco' or 'pipeline'; 'fsdp' also takes
-    tensor_parallel and pipeline_stages. Raises ValueError where ranks or sizes do not divide.
-    exposed: communication for which the computation waits, bubble: idle stages.
+    'exposed' is communication for which computation waits, 'bubble' the time in which a stage is idle, 'step' the sum.
+    config: a run's keys, with those of the model. strategy: 'ddp', 'fsdp', 'diloco' or 'pipeline'; 'fsdp' may also have
+    tensor_parallel and pipeline_stages. Raises ValueError if ranks or sizes do not divide.
     """
     device, gpus = cluster.device, cluster.gpus
     tensor, context = config.get('tensor_parallel', 1), config.get('context_parallel', 1)
     stages, chunks = config.get('pipeline_stages', 1), config.get('pipeline_chunks', 1)
     if gpus % (tensor * stages * context):
         raise ValueError(f'{gpus} ranks: {tensor} x {context} x {stages} do not divide them')
-    ranks = gpus // (tensor * stages)  # among which data is shared out, and weights
+    ranks = gpus // (tensor * stages)  # which share the data, and the weights
     mine = model_of_rank(config)
     model = model_of(**model_keys(mine))
     m, layers = meshes.micro_steps(mine, ranks), mine['n_layer']
@@ -261,20 +267,20 @@ def step(config, strategy, cluster):
     root = sum(root)
     waits_f, waits_b = waits_in_a_layer(mine, model, cluster, tensor, forward, backward)
     blocks = meshes.blocks_of_stages({**config, 'pipeline_stages': stages})
-    block_seconds, block_waits = forward + backward, waits_f + waits_b  # of a micro-step
+    block_seconds, block_waits = forward + backward, waits_f + waits_b  # per micro-step
     waits, waits_ends = statistics.mean(blocks) * block_waits, waits_at_ends(mine, cluster, tensor)
 
-    # Ranks of a group are neighbours in this order: tensor, context, data (both shards of FSDP), stages.
+    # Ranks are numbered with tensor fastest, then context, then data (both are shards of FSDP), then stages.
     sent = traffic.communication_bytes(mine, model, ranks, 'ddp' if strategy == 'pipeline' else strategy)
     if strategy in ('ddp', 'pipeline'):
         sharing = ring(cluster, ranks, tensor)
         buckets = 1 if ranks > 1 else 0
         if strategy == 'ddp' and sent['all-reduce']:
             buckets = math.ceil(sizes.FP32 * sizes.counts_of(model)['total'] / DDP_BUCKET)
-        else:  # after the last backward, a block at a time
+        else:  # after the last backward, block by block
             buckets *= layers + 1
         wire = 2 * buckets * sharing.latency + sent['all-reduce'] / sharing.bandwidth
-        if strategy == 'ddp':  # the last bucket is full when backward is over
+        if strategy == 'ddp':  # the last bucket is sent after backward
             last = wire / max(1, buckets)
             size = sent['all-reduce'] * (wire - last) / wire if wire else 0.0
             exposed = last + beside(wire - last, layers * backward, size, cluster)
@@ -286,27 +292,29 @@ def step(config, strategy, cluster):
         shard = ranks // mine['num_replicas'] if strategy == 'diloco' else ranks // mine['replicate_size']
         held = held_by_rank(sizes.held_model(mine, model), shard)
 
-    # 1F1B: one micro-step through all stages, then the slowest stage's time for each of the others. The last stage has
-    # the head, and what both ends wait for. Chunks shorten the first part: a stage begins with 1/chunks of its work.
+    # 1F1B takes the time of one micro-step through all stages, plus the slowest stage's time for each other micro-step.
+    # The last stage has the head, and here also the waits of both ends. Chunks shorten the first part, since a stage
+    # can start after 1/chunks of the work of the stages before it.
     stage_times = [count * (block_seconds + block_waits) for count in blocks]
     stage_times[-1] += root + waits_ends
     slowest = max(stage_times)
     running = sum(stage_times) / chunks + (m - 1 / chunks) * slowest
     alone = running / cluster.crowd
-    # Cores that stages share are free for the others while some stages are idle: at first and at last, (stages - 1)
-    # units of time each, half of the stages on average.
+    # If stages share cores, the others are faster while some stages are idle. These are half of the stages on average,
+    # for (stages - 1) units of time at the beginning and as many at the end.
     idle = 1 - max(1.0, cluster.crowd / 2) / cluster.crowd
     running -= idle * 2 * (stages - 1) * statistics.mean(stage_times) / chunks
     hops = 0.0
     if stages > 1:
         size = sizes.message_bytes(mine) / context / tensor
         hop, part = hop_seconds(cluster, gpus // stages, stages, size), slowest / chunks
-        # Fill and drain pass every border once. In between stage 0 has `stages` micro-steps on their way, each for as
-        # long as all stages and 2 (stages - 1) hops take: so none of these is hidden. With chunks it has twice as many
-        # parts on their way as the computation fills, and a hop may take half a part's time.
+        # Filling and draining the pipeline crosses every border once. In between, stage 0 has `stages` micro-steps in
+        # flight, each for as long as all stages and 2 (stages - 1) hops take, so no hop is hidden. With chunks it has
+        # twice as many parts in flight as computation needs, so a hop is hidden if it takes up to half the time of a
+        # part.
         hops = 2 * (stages - 1) * hop
         hops += (m - 1) * 2 * (stages - 1) / stages * hop if chunks == 1 else m * chunks * max(0.0, hop - part / 2)
-        hops = max(0.0, alone + hops - running)  # while a rank waits, those that share its core compute
+        hops = max(0.0, alone + hops - running)  # while a rank waits, others use its core
     compute = m * (statistics.mean(blocks) * block_seconds + root / stages)
     update = held * device.update
     bubble = running - m * statistics.mean(stage_times)
@@ -319,7 +327,7 @@ def step(config, strategy, cluster):
 
 def model_keys(config):
     keys = {key: config[key] for key in ModelConfig.__dataclass_fields__}
-    # model_of() keeps what it has made, by keys that do not change.
+    # model_of() is cached, so its arguments have to be hashable.
     return {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
 
 
@@ -330,14 +338,14 @@ def model_of(**keys):
 
 @cache
 def held_by_rank(model, shard):
-    """Parameters on one of `shard` ranks, with padding. Kept like the model: most layouts ask the same."""
+    """Parameters on one of `shard` ranks, with padding. Cached, since most layouts need the same numbers."""
     return sizes.count(model.parameters(), shard)
 
 
 @cache
 def shares_of_rings(model, shard):
-    """[(share of what a rank sends in a pass of gathers, ranks)]: of the weights that all ranks of a copy cut, and of
-    experts, which fewer do."""
+    """[(share of the bytes that a rank sends in a pass of gathers, number of ranks)], for the weights that all ranks of
+    a copy shard and for experts, which fewer ranks shard."""
     found = []
     for _, parameters in sizes.dense_and_experts(model.parameters()):
         ranks = sizes.pieces(parameters[0], shard)
@@ -348,12 +356,12 @@ def shares_of_rings(model, shard):
 
 def rings_of_shards(config, model, cluster, shard, stride):
     """
-    The Ring in which FSDP gathers and reduces. Experts that ranks share have one of their own, through the ranks with
-    the same ones, which are further apart. The two take turns: so this one has the mean of their speeds, by bytes, and
-    the latency of both.
+    The Ring in which FSDP gathers and reduces. Experts that ranks share use another ring, of the ranks with the same
+    experts, which are further apart. Since the two take turns, the result has their mean speed, weighted by bytes, and
+    the sum of their latencies.
     """
-    straight = config['fsdp_impl'] == 'manual' and not config['device'].startswith('cuda')  # reduces slice by slice
-    seconds_r, seconds_g, latency = 0.0, 0.0, 0.0  # of a byte
+    straight = config['fsdp_impl'] == 'manual' and not config['device'].startswith('cuda')  # see slices_per_s()
+    seconds_r, seconds_g, latency = 0.0, 0.0, 0.0  # the first two per byte
     for share, ranks in shares_of_rings(model, shard):
         apart = stride * (shard // ranks)
         group = ring(cluster, ranks, apart)
@@ -365,20 +373,22 @@ def rings_of_shards(config, model, cluster, shard, stride):
 
 def beside(wire, compute, sent, cluster):
     """
-    Seconds that a transfer adds to the computation beside it: what it takes longer, or the host's part in it. sent:
-    bytes of this transfer; the wire's seconds of what is waited for have the host's part in them already.
+    Seconds that a transfer adds to the computation which runs at the same time: those by which it takes longer, but at
+    least the time that the host's cores spend on it. wire, compute: seconds of transfer and computation. sent: bytes of
+    the transfer. (If computation waits for a transfer, the wire's seconds include the host's part already.)
     """
     return max(wire - compute, sent * cluster.host * cluster.crowd, 0.0)
 
 
 def hop_seconds(cluster, copies, stages, size):
-    """Of a message between neighbouring stages, the mean over the borders. copies: ranks of a stage, which all send."""
+    """Seconds of a message of `size` bytes between neighbouring stages, the mean over the borders. copies: ranks of a
+    stage, which all send."""
     per_node = max(1, cluster.node_gpus // copies)  # stages on a node
     across = (stages - 1) // per_node if per_node > 1 else stages - 1  # borders between nodes
     on_node, over = (link.start + link.step + size / link.bandwidth for link in (cluster.within, cluster.between))
     if cluster.node_gpus >= cluster.gpus:
         across = 0
-    elif copies < cluster.node_gpus:  # only the last stage of a node sends over its network: it has all of it
+    elif copies < cluster.node_gpus:  # only a node's last stage uses its network, and so has all of it
         over = (
             cluster.between.start + cluster.between.step + size * copies / cluster.node_gpus / cluster.between.bandwidth
         )
@@ -386,15 +396,15 @@ def hop_seconds(cluster, copies, stages, size):
 
 
 def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
-    """(forward, backward): seconds that one layer of a micro-step waits for tensor, context and expert parallelism."""
+    """(forward, backward) seconds that a layer waits for tensor, context and expert parallelism in a micro-step."""
     context, mode = config.get('context_parallel', 1), config['activation_checkpointing']
     waits_f = waits_b = 0.0
     if tensor > 1:
-        # Two all-gathers before and two reduce-scatters behind the matrices, and in backward these and what is computed
-        # again, each of B T C numbers: nothing to do meanwhile.
+        # Forward has two all-gathers before the matrices and two reduce-scatters after them. Backward has as many, and
+        # those that are recomputed. Each is of B T C numbers, and there is nothing to compute meanwhile.
         collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
         waits_f, waits_b = 4 * collective, (traffic.TENSOR_COLLECTIVES.get(mode, 8) - 4) * collective
-        if config.get('async_tensor_parallel'):  # torchtitan's: in pieces, beside the matmuls
+        if config.get('async_tensor_parallel'):  # as in torchtitan: in pieces, during the matmuls
             waits_f, waits_b = max(0.0, waits_f - forward), max(0.0, waits_b - backward)
     if context > 1:
         sharing = ring(cluster, context, tensor)
@@ -402,7 +412,7 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
         step_s = sharing.latency / max(1, context - 1)
         hop, home = (step_s + numbers * size / sharing.bandwidth for size in (bytes_per_number, sizes.FP32))
         share = attention_share(config, model, cluster.device)
-        tile_f = share * forward / context  # one of the context's tiles, beside which the next keys travel
+        tile_f = share * forward / context  # one tile of attention, during which the next keys travel
         tile_b = 2.5 * tile_f * cluster.device.scale[1] / cluster.device.scale[0]
         hops = context - 1
         if config.get('context_impl', 'ring') == 'ring':
@@ -414,8 +424,8 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
         waits_f += context_waits_f
         waits_b += context_waits_b + (context_waits_f if mode in ('full', 'offload') else 0.0)
     if (experts := config.get('expert_parallel', 1)) > 1:
-        # Rows travel to their experts and back, and in backward their gradients. The experts compute what has arrived,
-        # so nothing hides it. In forward the ranks tell each other first how many rows come.
+        # Rows travel to their experts and back, and so do their gradients in backward. Nothing hides this, since
+        # experts can only compute what has arrived. In forward the ranks first tell each other how many rows will come.
         size = sizes.rows_of_experts(config) * config['n_embd'] * sizes.BYTES[config['dtype']]
         latency = ring(cluster, experts, tensor).latency
         there_and_back = 2 * (latency + (experts - 1) / experts * size / slices_per_s(cluster, experts, tensor))
@@ -426,14 +436,15 @@ def waits_in_a_layer(config, model, cluster, tensor, forward, backward):
 
 
 def tensor_collective(config, cluster, tensor, bytes_per_token):
-    """Seconds of a collective of tensor parallelism, of which each rank sends (t-1)/t. bytes_per_token: of it all."""
+    """Seconds of a collective of tensor parallelism on t ranks, each of which sends (t-1)/t of it. bytes_per_token: of
+    the whole."""
     sharing, size = ring(cluster, tensor, 1), sizes.tokens_of_rank(config) * bytes_per_token
     per_s = sharing.bandwidth if config['device'].startswith('cuda') else slices_per_s(cluster, tensor, 1)
     return sharing.latency + (tensor - 1) / tensor * size / per_s
 
 
 def waits_at_ends(config, cluster, tensor):
-    """Seconds of a micro-step's collectives outside of the layers: two each of embedding and head, one of the loss."""
+    """Seconds of a micro-step's collectives outside the layers: two each for embedding and head, one for the loss."""
     if tensor == 1:
         return 0.0
     collective = tensor_collective(config, cluster, tensor, config['n_embd'] * sizes.BYTES[config['dtype']])
@@ -441,7 +452,7 @@ def waits_at_ends(config, cluster, tensor):
 
 
 def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, block_seconds):
-    """Seconds per optimizer step that FSDP's and DiLoCo's communication is waited for."""
+    """Seconds per optimizer step in which computation waits for communication of FSDP and DiLoCo."""
     is_diloco, is_manual = strategy == 'diloco', config['fsdp_impl'] == 'manual'
     replicas = config['num_replicas'] if is_diloco else config['replicate_size']
     shard, on_cpu = ranks // replicas, not config['device'].startswith('cuda')
@@ -461,20 +472,20 @@ def waits_of_fsdp(config, model, sent, strategy, cluster, ranks, stride, m, bloc
         one_pass = config['n_layer'] * block + root
         root_share = root / one_pass
         hidden_f, hidden_b = (config['n_layer'] * seconds for seconds in block_seconds)
-        # fully_shard issues its collectives in streams; a CPU has none, and waits for each.
+        # fully_shard overlaps by CUDA streams. A CPU has none, and waits for each collective.
         overlaps = is_manual or not on_cpu
 
         def added(wire, compute, size):
             return beside(wire, compute, size, cluster) if overlaps else wire
 
-        # Gathers: a pass over the model in forward and, in stage 3, another in backward. The first unit and the root
-        # are waited for.
+        # Gathers: one pass over the model in forward and, in stage 3, another in backward. Computation has to wait for
+        # the first unit and the root.
         forward_bytes = min(inner['all-gather'] / m, one_pass)
         backward_bytes = inner['all-gather'] / m - forward_bytes
         wire_f = (units + 1) * group.latency + forward_bytes / group.gather
         wire_b = (units * group.latency + backward_bytes / group.gather) if backward_bytes > 0 else 0.0
         first = root_share + (1 - root_share) / units if overlaps else 0.0  # share of what is gathered
-        # Reductions: in the last micro-step or in each; the root's comes last, and nothing is left to hide it.
+        # Reductions, in the last micro-step or in each. The root's comes last, when nothing is left to hide it.
         reductions = m if config['accumulate'] == 'sharded' else 1
         gloo_twice = 2 if on_cpu and not is_manual else 1
         reduction_bytes = inner['reduce-scatter'] / reductions

@@ -1,5 +1,5 @@
 """
-The bytes that a rank sends in an optimizer step, before the run, by the kind of collective.
+Predict the bytes that a rank sends in an optimizer step, by the kind of collective.
 
     communication_bytes(config, empty_model(config), world_size, 'fsdp')  # {'all-gather': bytes, ..., 'sent': sum}
 
@@ -30,26 +30,26 @@ from planning.sizes import (
     trained_of,
 )
 
-# Of a block in a micro-step, under tensor_parallel: 4 in forward, 4 in backward, and those that are done again.
+# Collectives of a block in a micro-step under tensor_parallel: 4 in forward, 4 in backward, and those recomputed.
 TENSOR_COLLECTIVES = {'none': 8, 'selective': 10, 'full': 11, 'offload': 11}
 
 
 def communication_bytes(config, model, world_size, strategy='ddp'):
     """
     {'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all': bytes} that one rank sends per optimizer step, and
-    their sum 'sent'; with context_parallel also 'keys and values', with tensor_parallel 'activations', with
-    expert_parallel 'tokens of experts', as balanced routers send them: of others some ranks send more, some less.
-    config, model, strategy: as for memory_bytes().
+    their sum 'sent'. With context_parallel there are also 'keys and values', with tensor_parallel 'activations', and
+    with expert_parallel 'tokens of experts' for balanced routers (if they are not, some ranks send more, others less).
+    config, model, strategy and what raises ValueError: as for memory_bytes().
 
-    On n ranks all-gather and reduce-scatter send (n-1)/n of the whole, all-reduce twice that (rings of NCCL and gloo).
-    On a CPU gloo's own reduce-scatter, which fully_shard uses, is an all-reduce of which most is thrown away: twice the
-    bytes. fsdp_manual.py goes without, see send_gradients() there. The exchanges of DiLoCo count as 1/inner_steps.
-    DeepSpeed reduces in fp32, in stage 1 after the last micro-step and else after each; in stages 1 and 2 all-reducing.
-    It gathers the updated weights, in stage 3 in each micro-step, twice what is used too far apart to be kept (that
-    part is from its source, no test has such a model), and in a run's first step more.
-    Left out, since they do not grow with the model: the norm of the gradient, the loss, whether all agree to go on;
-    and of experts 8 bytes each, a layer and forward pass, since ranks tell each other how many rows come.
-    Raises ValueError as memory_bytes() does.
+    On n ranks, all-gather and reduce-scatter send (n-1)/n of the whole, and all-reduce twice that (rings of NCCL and
+    gloo). On a CPU, gloo's own reduce-scatter, which fully_shard uses, is an all-reduce whose result is mostly thrown
+    away, so it sends twice the bytes. fsdp_manual.py avoids it, see send_gradients() there. DiLoCo's exchanges count as
+    1/inner_steps.
+    DeepSpeed reduces gradients in fp32: stage 1 after the last micro-step, the others after each; stages 1 and 2 by
+    all-reduce. It gathers the updated weights, in stage 3 in each micro-step, and there twice for those that are used
+    too far apart to be kept (this follows from its source; no test has such a model). A run's first step gathers more.
+    Left out, because they do not grow with the model, are the gradient norm, the loss, the agreement to continue, and
+    8 bytes for each expert, layer and forward pass, in which ranks tell each other how many rows will come.
     """
     model = held_model(config, model)
     if strategy == 'pipeline':
@@ -72,7 +72,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
             sent['all-gather'] = share * compute * trainable
         else:
             sent['reduce-scatter'] = share * FP32 * trainable * micro_steps * (2 if on_gloo else 1)
-            again = max(0, large - DEEPSPEED_REUSE // 2)  # from a block to the last one and back
+            again = max(0, large - DEEPSPEED_REUSE // 2)  # forward and backward pass what lies behind it: twice
             sent['all-gather'] = share * compute * (whole - large + micro_steps * (large + again))
         return sent | {'sent': sum(sent.values())}
 
@@ -84,10 +84,10 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
     blocks_gathered = micro_steps * n_layer * (2 if stage == 3 else 1)
     if is_manual and stage == 1:
         blocks_gathered = n_layer
-    elif is_manual and stage == 3:  # the last unit stays for backward, and the first one for the next micro-step
+    elif is_manual and stage == 3:  # the last unit is kept for backward, the first one for the next micro-step
         last = n_layer % unit or unit
         blocks_gathered -= micro_steps * last + (micro_steps - 1) * min(unit, n_layer)
-    # The root stays whole from a step's first forward to its last backward.
+    # The root is gathered once, and stays whole from a step's first forward to its last backward.
     block, root, _ = bytes_to_others(model, compute, ranks)
     sent['all-gather'] = blocks_gathered * block + root
 
@@ -107,7 +107,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
                 config, model, model.parameters(), micro_steps, ranks, n_layer
             )
             sent['all-reduce'] += gradient_bytes
-    elif (dtype := config['exchange_dtype']) == 'top2bit':  # as if all chunks were whole
+    elif (dtype := config['exchange_dtype']) == 'top2bit':  # approximately: as if all chunks were full
         kept = trained * config['exchange_k'] / codec.CHUNK
         sent['all-gather'] += (replicas - 1) * codec.BYTES[dtype] * kept / config['inner_steps']
     else:
@@ -121,7 +121,7 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
         exchanges = 6 if config['activation_checkpointing'] in ('full', 'offload') else 4
         bytes_of_rows = rows_of_experts(config) * config['n_embd'] * compute
         sent['tokens of experts'] = micro_steps * n_layer * exchanges * (sharing - 1) / sharing * bytes_of_rows
-    if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices travel to the rank that works on them, and back
+    if config['optimizer'] == 'muon' and ranks > 1:  # hidden matrices go to the rank that works on them, and back
         hidden = count(hidden_matrices(model), ranks)
         sent['all-to-all'] = 2 * (ranks - 1) * (FP32 if on_gloo else 2) * hidden / ranks
     return sent | {'sent': sum(sent.values())}
@@ -129,8 +129,8 @@ def communication_bytes(config, model, world_size, strategy='ddp'):
 
 @lru_cache(maxsize=1024)
 def bytes_to_others(model, bytes_per_number, ranks):
-    """Bytes that each rank sends when all gather a block of the model, or its root, or reduce all gradients: its piece
-    of each parameter to all others that cut the same whole. Kept, as counts_of()."""
+    """(gathering a block, gathering the root, reducing all gradients): bytes that each rank sends, which is its piece
+    of each parameter to every other rank with a piece of the same one. Cached like counts_of()."""
 
     def of(parameters):
         return sum((pieces(p, ranks) - 1) * gathered_bytes([p], bytes_per_number, ranks) for p in parameters)
@@ -141,8 +141,9 @@ def bytes_to_others(model, bytes_per_number, ranks):
 def stage_traffic(config, model, world_size, stage):
     """{'point-to-point', 'all-reduce', 'sent': bytes} that a rank of one stage of a pipeline sends per optimizer step.
 
-    Each micro-step's activations go on behind every part but the last one, their gradients back before every part but
-    the first. The gradients of a tied embedding are exchanged between both ends. model: part_of_rank(config).
+    In each micro-step every part but the last sends activations to the next one, and every part but the first sends
+    their gradients back. The first and the last stage exchange the gradients of a tied embedding.
+    model: part_of_rank(config).
     """
     stages, chunks = config['pipeline_stages'], config['pipeline_chunks']
     stage_ranks = meshes.ranks_of_stage(config, world_size)
@@ -164,9 +165,9 @@ def stage_traffic(config, model, world_size, stage):
 
 def sent_by_tensor(config, model, parameters, micro_steps, shard_size, blocks, ends=(True, True)):
     """
-    Bytes (of activations and the loss, of gradients that are partial): tensor_manual.py, "What crosses the wire?"
-    parameters: of this rank, each spread over shard_size ranks. blocks: how many it has. ends: whether a stage has the
-    embedding, the head.
+    (bytes of activations and the loss, bytes of partial gradients), see "What crosses the wire?" in tensor_manual.py.
+    parameters: those of this rank, each sharded over shard_size ranks. blocks: how many blocks it has. ends: whether it
+    has (the embedding, the head).
     """
     tensor, collectives_per_block = config['tensor_parallel'], TENSOR_COLLECTIVES[config['activation_checkpointing']]
     times = blocks * collectives_per_block + 2 * sum(ends)
