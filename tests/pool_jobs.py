@@ -147,8 +147,8 @@ def play(
     SIGKILL at the n-th write of such a name. harm: (pattern, function of the bytes): what is written instead; of None,
     nothing. deaf: so many answers to writes are lost, after the store has done what was asked. wait: ('write' or
     'read', pattern, function of the store): before the first such call, until that is true. nan: its first round
-    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead. odd: a bit of its outer
-    parameters flips when so many rounds are done.
+    learns NaNs; notices: and it sees that. skew: seconds by which this machine's clock is ahead. odd: a bit of
+    its outer parameters flips when so many rounds are done.
     """
     import torch.distributed as dist
 
