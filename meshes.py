@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from huggingface import finetune
-from model import ModelConfig
+from model import LLAMA_STYLE, ModelConfig
 from runtime.batches import accumulation_steps, counted
 
 
@@ -141,7 +141,7 @@ def head_in_blocks(config):
     """The work of the output head in units of a block's, counted in multiplications per token. A token multiplies each
     weight once, and in causal attention on average half of block_size keys and as many values."""
     C, H, K, D, M = (config[key] for key in ('n_embd', 'n_head', 'n_kv_head', 'head_dim', 'mlp_hidden_dim'))
-    matrices = 3 if config['arch'] in ('llama', 'qwen3') else 2
+    matrices = 3 if config['arch'] in LLAMA_STYLE else 2
     block = C * (H + 2 * K) * D + H * D * C + matrices * C * M + config['block_size'] * H * D
     return config['vocab_size'] * C / block
 

@@ -37,6 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ARCHITECTURES = ('gpt2', 'enoki', 'llama', 'qwen3')
+LLAMA_STYLE = ('llama', 'qwen3')  # RMSNorm and SwiGLU
 
 # A chunk of the loss has at most this many bytes of fp32 logits: 2**29 / (4 * 50304) = 2668 tokens make a fast matmul.
 LOGITS_BYTES = {'cpu': 2**26, 'cuda': 2**29}
@@ -114,7 +115,7 @@ class ModelConfig:
     @property
     def llama_style(self):
         """RMSNorm and SwiGLU, rather than LayerNorm and GELU."""
-        return self.arch in ('llama', 'qwen3')
+        return self.arch in LLAMA_STYLE
 
     def __post_init__(self):
         if self.arch not in ARCHITECTURES:
