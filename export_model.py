@@ -171,6 +171,7 @@ if config.adapter:
         own = model.get_submodule(module).state_dict()
         adapter |= {f'{module}.{name}': tensor for name, tensor in own.items()}
     adapter = {name: tensor.to(getattr(torch, config.dtype)) for name, tensor in adapter.items()}
+    model = None  # freed before the second one is read, which takes two copies of the weights while LoRA is merged
     model = finetune.for_inference(pretrained, weights | {name: tensor.float() for name, tensor in adapter.items()})
     expected_logits = logits_of(model)
 else:

@@ -2,9 +2,13 @@
 #
 #   python download_model.py --model=meta-llama/Llama-3.1-8B-Instruct
 #   python prepare_data.py --dataset=chats.jsonl --tokenizer=models/Llama-3.1-8B-Instruct --name=chats
-#   python train_ddp.py config/qlora_8b.py --dry_run --device=cuda    # what it takes; needs no GPU and no weights
+#   python train_ddp.py config/qlora_8b.py --dry_run --device=cuda    # what it takes, predicted: 10.3 GB
 #   python train_ddp.py config/qlora_8b.py
 #   python export_model.py --out_dir=out/qlora_8b --to=models/my-llama    # merged into its base of 4 bits
+#
+# The dry run needs the config.json in the model's folder, and the dataset or --dataset=synthetic: no GPU, no weights.
+# The export takes two copies of the fp32 weights in host memory, 64 GB, with --adapter as well. For a few thousand
+# rows fewer steps have to do: docs/qlora_8b.md says which keys to change.
 #
 # On several GPUs `torchrun --nproc_per_node=4 train_fsdp.py config/qlora_8b.py` divides the bytes, too.
 

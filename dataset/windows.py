@@ -323,7 +323,7 @@ def open_dataset(data_dir, dataset, split, block_size, vocab_size=None, windows=
     if raw.exists() and not any(path.suffix in ENDINGS or path.name in PREPARED_FILES for path in raw.glob('*')):
         raise ValueError(
             f'dataset={dataset}: {raw} holds no tokens; if it is text, first `python prepare_data.py --dataset={raw}`, '
-            'to fine-tune with --tokenizer=MODEL_FOLDER: its last line says how to train on that'
+            'to fine-tune with --tokenizer=MODEL_FOLDER: its last lines say how to train on that'
         )
     if not folder.is_dir():
         found = sorted({path.parent.name for path in Path(data_dir).glob('*/*') if path.suffix in ENDINGS})

@@ -59,7 +59,8 @@ def key_table(knobs):
     for key, knob in knobs.items():
         if knob.section != section:
             section = knob.section
-            lines += ['', f'**{section}**', '', '| key | default | accepts | what it does |', '|---|---|---|---|']
+            lines += ['', f'**{section}**'] if section else []
+            lines += ['', '| key | default | accepts | what it does |', '|---|---|---|---|']
         mark = ' ●' if 'result' in knob.tags else ''
         lines.append(f'| `{key}`{mark} | `{cell(repr(knob.default))}` | {cell(accepts(knob))} | {cell(knob.comment)} |')
     return '\n'.join(lines)

@@ -78,7 +78,8 @@ def dry_run(config, shape, world_size, strategy='ddp'):
     lines += section('FLOPs, forward and backward', {name: f'{number:.3e}' for name, number in flops.items()})
     copies = config['keep_checkpoints'] + (config['keep_checkpoints'] > 0)  # the newest comes before the oldest goes
     copies += bool(copies and (config.get('keep_best') or config.get('patience')))
-    disk = {'per checkpoint': checkpoint, f'at most ({copies} of them)': copies * checkpoint}
+    at_most = f'at most ({copies}, one being written)' if copies else 'at most (0 of them)'
+    disk = {'per checkpoint': checkpoint, at_most: copies * checkpoint}
     lines += section('disk, in GB', {name: f'{size / 1e9:.3f}' for name, size in disk.items()})
     return '\n'.join(lines[1:])
 

@@ -360,6 +360,11 @@ def fill_length(run):
         config.max_iters = batches.iterations_of_epochs(
             config.num_epochs, train_data.n_windows, config.global_batch_size
         )
+        if config.dataset == 'synthetic':
+            run.notes.append(
+                f'num_epochs={config.num_epochs} counts passes over the {train_data.n_tokens:,} random tokens of '
+                'dataset=synthetic; the schedule of your own data needs --dataset=NAME, or --max_iters'
+            )
 
 
 def fill_rates(run):

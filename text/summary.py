@@ -54,13 +54,13 @@ def print_summary(meta, folder, config):
     n_rows = meta.get('rows_kept', 0) + left_out
     if left_out > MANY_LEFT_OUT * n_rows:
         print(f'WARNING: {left_out:,} of {n_rows:,} rows ({left_out / n_rows:.0%}) are left out: {in_words(reasons)}')
-    command = 'python train_ddp.py'
+    command, recipe = 'python train_ddp.py', None
     model_config_path = Path(config.tokenizer, 'config.json')
     is_of_a_model = model_config_path.exists()
     if meta.get('masked') or is_of_a_model:  # suggest to fine-tune that model
         family = 'qwen' if 'qwen' in Path(config.tokenizer).name.lower() else 'llama'
         recipe = 'sft_chat' if meta.get('masked') else f'finetune_{family}'
-        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py --init_from={config.tokenizer}'
+        command = f'torchrun --nproc_per_node=4 train_fsdp.py config/{recipe}.py'
     place = '' if config.data_dir == 'data' else f' --data_dir={config.data_dir}'
     least = min(totals['tokens'] for totals in meta['splits'].values())
     block_sizes = []
@@ -72,4 +72,7 @@ def print_summary(meta, folder, config):
         if positions < 4096:  # the recipes' block_size is 2048 or 4096
             block_sizes.append(min(positions, 2048))
     block_size = f' --block_size={min(block_sizes)}' if block_sizes else ''
-    print(f'{folder}\nnext: {command} --dataset={config.name}{place}{block_size}')
+    keys = f'{f" --init_from={config.tokenizer}" if recipe else ""} --dataset={config.name}{place}{block_size}'
+    print(f'{folder}\nnext: {command}{keys}')
+    if recipe:
+        print(f'on one GPU: python train_ddp.py config/{recipe}.py{keys}')

@@ -734,7 +734,7 @@ def test_the_report_names_every_part_with_its_numbers(strategy):
         'cosine: down to 6e-05 at step 1,342',
         f'per token {sizes.empty_model(shape.to_dict()).flops_per_token():.3e}',
         'per checkpoint 0.845',  # 70,393,088 x (4 + 4 + 4) bytes
-        'at most (3 of them) 2.534',
+        'at most (3, one being written) 2.534',
         f'{sent / 1e9:.3f} GB sent per rank per step',
     ):
         assert said in words, said

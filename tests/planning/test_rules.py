@@ -375,3 +375,5 @@ def test_max_iters_of_the_command_line_beats_num_epochs_of_a_file(data_dir, tmp_
     log = tmp_path / 'log'
     assert f' {math.ceil(windows / 16):,} steps x' in run_forked('train_ddp.py', *keys, log=log)
     assert ' 7 steps x' in run_forked('train_ddp.py', *keys, '--max_iters=7', log=log)
+    endless = 'num_epochs=0.5 counts passes over the 100,000,000,000 random tokens of dataset=synthetic'
+    assert endless in run_forked('train_ddp.py', *keys, '--dataset=synthetic', log=log)
