@@ -277,8 +277,26 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     # A .json file of one object, beside other files, may be settings.
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
-    source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    kept = {part.path for part in parts}
+    rows_of = {part.path: rows for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS}
+    rows_of = {path: rows for path, rows in rows_of.items() if len(rows) >= are_rows.get(kind_of(path), 1)}
+    warning = None if chat or said_text else _mixed_files(rows_of)
+    source.line = '\n'.join(filter(None, [line, warning])) or None
     return source
+
+
+def _mixed_files(rows_of):
+    """A warning, where some files have the field 'text' and others, in their first rows, do not; else None."""
+    without = [path for path, rows in rows_of.items() if not any(isinstance(row.get('text'), str) for row in rows)]
+    if not 0 < len(without) < len(rows_of):
+        return None
+    fields = dict.fromkeys(name for row in rows_of[without[0]] for name in row)
+    return (
+        f"WARNING: {len(without):,} of {len(rows_of):,} files have no field 'text' in their first rows, so all strings are "
+        f'learned: {one_line(", ".join(without[:3]))}{", ..." if len(without) > 3 else ""} (fields of the first: '
+        f'{_listed(fields)})'
+    )
 
 
 def _no_conversations(fields, chat_fields):
