@@ -278,24 +278,30 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
     line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
-    kept = {part.path for part in parts}
-    rows_of = {part.path: rows for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS}
-    rows_of = {path: rows for path, rows in rows_of.items() if len(rows) >= are_rows.get(kind_of(path), 1)}
-    warning = None if chat or said_text else _mixed_files(rows_of)
+    warning = None
+    if not chat and not said_text:
+        kept = {part.path for part in parts}
+        files = [(part, rows) for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS]
+        warning = _mixed_files([(part, rows) for part, rows in files if len(rows) >= are_rows.get(part.kind, 1)])
     source.line = '\n'.join(filter(None, [line, warning])) or None
     return source
 
 
-def _mixed_files(rows_of):
-    """A warning, where some files have the field 'text' and others, in their first rows, do not; else None."""
-    without = [path for path, rows in rows_of.items() if not any(isinstance(row.get('text'), str) for row in rows)]
-    if not 0 < len(without) < len(rows_of):
+def _mixed_files(files):
+    """A warning, where rows of some files have the field 'text' and those of others do not; else None. files: (Part,
+    its first rows)."""
+
+    def has_text(part, rows):  # tables without it have been refused
+        return part.kind not in ('json', 'jsonl') or any(isinstance(row.get('text'), str) for row in rows)
+
+    without = {part.path: rows for part, rows in files if not has_text(part, rows)}
+    if not 0 < len(without) < len(files):
         return None
-    fields = dict.fromkeys(name for row in rows_of[without[0]] for name in row)
+    names = one_line(', '.join(list(without)[:3])) + (', ...' if len(without) > 3 else '')
+    fields = dict.fromkeys(name for row in next(iter(without.values())) for name in row)
     return (
-        f"WARNING: {len(without):,} of {len(rows_of):,} files have no field 'text' in their first rows, so all strings are "
-        f'learned: {one_line(", ".join(without[:3]))}{", ..." if len(without) > 3 else ""} (fields of the first: '
-        f'{_listed(fields)})'
+        f"WARNING: {len(without):,} of {len(files):,} files have no field 'text' in their first rows, so all strings "
+        f'are learned: {names} (fields of the first: {_listed(fields)})'
     )
 
 
