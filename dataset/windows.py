@@ -413,6 +413,8 @@ def _prepare_command(data_dir, dataset):
     arguments = f'--dataset=FILE_FOLDER_OR_HUB_NAME --name={dataset}'
     if known := re.fullmatch(r'(stdlib|fineweb-10BT|fineweb-100BT|fineweb-edu-10BT)-(.+)', dataset):
         tokenizer = re.sub(r'^bpe(\d+)$', r'bpe --vocab_size=\1', known[2])
+        if not re.match(r'(bpe|bytes|gpt2|\w+_(base|edit|harmony))\b', tokenizer):  # of a model, whose folder it was
+            tokenizer = f'models/{tokenizer}'
         arguments = f'--dataset={known[1]} --tokenizer={tokenizer}'
     return f'`python prepare_data.py {arguments} --data_dir={data_dir}`'
 

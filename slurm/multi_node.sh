@@ -14,6 +14,7 @@
 #
 #     sbatch --nodes=4 slurm/multi_node.sh config/enoki_8h.py --replicate_size=4
 #     sbatch --gpus-per-node=a100:4 slurm/multi_node.sh ...     # Narval; 4 on Trillium, h100:8 on Nibi
+#     SLURM_NNODES=4 bash slurm/multi_node.sh config/llama_1b.py --dry_run    # the plan of four nodes, on a login node
 #
 # replicate_size: copies of the sharded model. One per node keeps gathers inside of nodes; between them gradients travel.
 # shellcheck source=slurm/common.sh

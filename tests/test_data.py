@@ -291,6 +291,8 @@ def test_a_missing_dataset_is_answered_with_the_command_and_the_datasets_that_ar
     commands = {
         'stdlib-bpe2048': '`python prepare_data.py --dataset=stdlib --tokenizer=bpe --vocab_size=2048 --data_dir=',
         'fineweb-edu-10BT-gpt2': '`python prepare_data.py --dataset=fineweb-edu-10BT --tokenizer=gpt2 --data_dir=',
+        'fineweb-100BT-o200k_base': ' --dataset=fineweb-100BT --tokenizer=o200k_base --data_dir=',
+        'fineweb-100BT-Llama-3.1-8B': ' --tokenizer=models/Llama-3.1-8B --data_dir=',
         'novels': '`python prepare_data.py --dataset=FILE_FOLDER_OR_HUB_NAME --name=novels --data_dir=',
     }
     for name, command in commands.items():

@@ -781,6 +781,22 @@ def test_a_missing_text_field_is_answered_with_the_fields_there_are(tmp_path):
     assert not (tmp_path / 'data').exists()
 
 
+def test_files_that_lack_the_field_of_the_others_are_named_in_a_warning(tmp_path):
+    folder = tmp_path / 'mixed'
+    folder.mkdir()
+    for name, field in (('a', 'text'), ('b', 'text'), ('c', 'body')):
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps({field: f'{name} {n}'}) + '\n' for n in range(7)))
+    (folder / 'settings.json').write_text(json.dumps({'note': 'one object beside files of rows'}))
+    line = sources.find_source(str(folder)).line
+    warning = "WARNING: 1 of 3 files have no field 'text' in their first rows, so all strings are learned: "
+    assert line.splitlines()[-1] == f'{warning}{folder}/c.jsonl (fields of the first: body)'
+    (folder / 'c.jsonl').unlink()
+    assert sources.find_source(str(folder)).line is None
+    for name in 'ab':  # as in all files of a dataset without the field
+        (folder / f'{name}.jsonl').write_text(json.dumps({'body': name}) + '\n')
+    assert 'WARNING' not in sources.find_source(str(folder)).line
+
+
 def test_one_document_cannot_be_split_by_hash(tmp_path):
     (tmp_path / 'one.jsonl').write_text(json.dumps({'text': 'alone'}))
     assert 'two different' in error_of(tmp_path, f'--dataset={tmp_path}/one.jsonl', '--tokenizer=bytes')

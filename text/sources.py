@@ -277,8 +277,32 @@ def _files_source(name, root, paths, text_field, tail_fraction, chat, dedup, cha
     # A .json file of one object, beside other files, may be settings.
     are_rows = {'jsonl': 1, 'json': 2 if len(found) > 1 else 1}
     lists = [rows for part, _, rows in found if len(rows) >= are_rows.get(part.kind, sys.maxsize)]
-    source.line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    line = _how_read(source, names, [row for rows in lists for row in rows], said_text)
+    warning = None
+    if not chat and not said_text:
+        kept = {part.path for part in parts}
+        files = [(part, rows) for part, _, rows in found if part.path in kept and part.kind in ROW_KINDS]
+        warning = _mixed_files([(part, rows) for part, rows in files if len(rows) >= are_rows.get(part.kind, 1)])
+    source.line = '\n'.join(filter(None, [line, warning])) or None
     return source
+
+
+def _mixed_files(files):
+    """A warning, where rows of some files have the field 'text' and those of others do not; else None. files: (Part,
+    its first rows)."""
+
+    def has_text(part, rows):  # tables without it have been refused
+        return part.kind not in ('json', 'jsonl') or any(isinstance(row.get('text'), str) for row in rows)
+
+    without = {part.path: rows for part, rows in files if not has_text(part, rows)}
+    if not 0 < len(without) < len(files):
+        return None
+    names = one_line(', '.join(list(without)[:3])) + (', ...' if len(without) > 3 else '')
+    fields = dict.fromkeys(name for row in next(iter(without.values())) for name in row)
+    return (
+        f"WARNING: {len(without):,} of {len(files):,} files have no field 'text' in their first rows, so all strings "
+        f'are learned: {names} (fields of the first: {_listed(fields)})'
+    )
 
 
 def _no_conversations(fields, chat_fields):
