@@ -1,7 +1,7 @@
 # A Llama of 1.2B parameters from scratch, on your own text and 4 nodes of 4x H100 (docs/slurm.md).
 #
 #   python prepare_data.py --dataset=/path/to/jsonl --tokenizer=gpt2 --name=mytext
-#   sbatch --nodes=4 slurm/multi_node.sh config/llama_1b.py
+#   sbatch --nodes=4 slurm/multi_node.sh config/llama_1b.py --replicate_size=4
 #   torchrun --nproc_per_node=4 train_fsdp.py config/llama_1b.py --dataset=synthetic --device=cuda --dry_run
 #
 # Parameters: 16 blocks x (2 x 2048 x 2048 + 2 x 512 x 2048 of attention + 3 x 2048 x 8192 of the MLP) = 973M, and the
