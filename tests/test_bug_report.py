@@ -26,7 +26,8 @@ def report(*arguments, **env):
 def test_a_run_is_described_by_its_keys_its_checkpoint_and_its_last_lines(out_dir):
     text = report(f'--out_dir={out_dir}', '--lines=3', AWS_SECRET_ACCESS_KEY='not-to-be-seen', NCCL_DEBUG='INFO')
     assert text.startswith(f'```\nversion {VERSION}, commit ') and text.endswith('```\n')
-    assert 'FAILED' not in text
+    for check in ('torch', 'disk', 'newest checkpoint'):  # a machine without a compiler, or a name, may run this, too
+        assert f'  ok      {check}: ' in text
     for expected in ("arch='llama'", 'step_00000001', 'done: 1 of 1', 'command: ', 'NCCL_DEBUG=INFO', 'python 3.'):
         assert expected in text
     assert 'not-to-be-seen' not in text
