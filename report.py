@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from configurator import VERSION, configure
+from runtime.files import ROOT, code_version
 
 
 # --- KNOBS ------------------------------------------------------------------------------------------------------------
@@ -67,8 +68,7 @@ def check(name, function):
 
 
 def versions():
-    commit = output_of('git', '-C', str(Path(__file__).parent), 'describe', '--always', '--dirty', '--exclude=*')
-    say(f'version {VERSION}, commit {commit or "unknown: no git here"} (-dirty: with changes that are not committed)')
+    say(f'version {VERSION}, {code_version(Path(ROOT))} (-dirty: with changes that are not committed)')
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -427,9 +427,6 @@ class Replica:
         while True:
             commit, markers = on_rank_0(self._look)
             if commit is None and markers is not None:
-                state = on_rank_0(self._state_of_most, markers)
-                if state != self.state:  # outvoted: others close this round, and _apply() loads a snapshot
-                    return {'state': state}
                 commit = on_rank_0(self._commit, *self._sum(markers))
             if commit is not None:
                 return commit
@@ -453,13 +450,16 @@ class Replica:
         return f'waits for {", ".join(sorted(watch.late))}'
 
     def _look(self):
-        """(the commit, None); or (None, {number: marker}) if the round can be closed with these deltas; or (None, None)
-        if there is something to wait for."""
+        """(the commit, None), or of a commit that others are to make only its state; or (None, {number: marker}) if the
+        round can be closed with these deltas; or (None, None) if there is something to wait for."""
         (watch := self.watch).look()
         if watch.is_committed:
             return self._read_json(f'commits/{self.ledger.round:06}.json'), None
         if watch.enough_at is not None and (not watch.late or watch.waited_s > self.config.grace_s):
-            return None, dict(watch.markers)
+            markers = dict(watch.markers)
+            state = self._state_of_most(markers)
+            # Outvoted, this job leaves the round to others; _apply() compares the state, and loads a snapshot.
+            return (None, markers) if state == self.state else ({'state': state}, None)
         if not watch.markers and watch.owners and not watch.late and self.name not in watch.owners.values():
             return None, {}  # all jobs that held a claim are dead: an empty commit returns their pieces
         return None, None

@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import json
 import os
+import subprocess
+from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ROOMS = (
@@ -73,3 +75,15 @@ def sha256_of(path, bar=None):
 def remove_if_there(path):
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
+
+
+def code_version(folder):
+    """The folder's git commit, with -dirty when a file changed since, and a hash of its *.py files, for lack of git."""
+    commit = 'no git commit'
+    if (folder / '.git').exists():  # else git would answer for a repository that the folder was copied into
+        command = ['git', '-C', str(folder), 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no commit yet
+            commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    files = sorted(path for room in FOLDERS for path in Path(room).glob('*.py'))
+    sources = b''.join(path.read_bytes() for path in files)
+    return f'{commit}, sha256 of *.py {hashlib.sha256(sources).hexdigest()[:12]}'

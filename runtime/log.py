@@ -5,13 +5,11 @@ A number that is not finite is written as 'nan', 'inf' or '-inf', a string, whic
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import textwrap
 import time
@@ -23,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import VERSION
-from runtime.files import FOLDERS, ROOT, write_file
+from runtime.files import ROOT, code_version, write_file
 from runtime.meter import device_name
 
 # Rows on the console: a line each for a step, an evaluation and an outer step of DiLoCo, within 120 columns. What a row
@@ -250,18 +248,6 @@ def config_lines(config, explicit):
     keys = ' '.join(f'{"*" if key in explicit else ""}{key}={value!r}' for key, value in keys.items())
     wrapped = textwrap.wrap(keys, 116, initial_indent='  ', subsequent_indent='  ', break_on_hyphens=False)
     return '\n'.join(['config (* = set by a file or the command line):', *wrapped])
-
-
-def code_version(folder):
-    """The folder's git commit, with -dirty when a file changed since, and a hash of its *.py files, for lack of git."""
-    commit = 'no git commit'
-    if (folder / '.git').exists():  # else git would answer for a repository that the folder was copied into
-        command = ['git', '-C', str(folder), 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no commit yet
-            commit = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    files = sorted(path for room in FOLDERS for path in Path(room).glob('*.py'))
-    sources = b''.join(path.read_bytes() for path in files)
-    return f'{commit}, sha256 of *.py {hashlib.sha256(sources).hexdigest()[:12]}'
 
 
 def start_wandb(out_dir, config, say):
