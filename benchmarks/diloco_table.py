@@ -4,9 +4,10 @@ DiLoCo's relatives at equal tokens: which loss for how many bytes, each with the
     python benchmarks/diloco_table.py --data_dir=data                                    # the table: some hours
     python benchmarks/diloco_table.py --short --rates=1e-3 --seeds=1 --folder=out/short  # random tokens, 2 minutes
 
-Each method trains the model of config/quickstart.py on two ranks. Its learning rates are tried with the first seed, and
-the best one with the others. A line is added to results.jsonl in the folder when a run has ended, so the same command
-goes on where it was stopped. The folder is for one --steps and model: what differs goes into another.
+Each method trains the model of config/quickstart.py on two ranks. The exception is `alone`, what you have without a
+network: one rank with its half of each batch. Learning rates are tried with the first seed, and the best one with the
+others. A line is added to results.jsonl in the folder when a run has ended, so the same command goes on where it was
+stopped. The folder is for one --steps and model: what differs goes into another.
 
 Bytes are those that both hosts' interfaces sent, headers included: the ranks are on two hosts with an unshaped cable
 between them, see slow_link.py. Where that cannot be had, the table has no bytes, and says why.
@@ -31,6 +32,7 @@ AVERAGE = ['--num_replicas=2', '--outer_lr=1', '--outer_momentum=0']
 METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
     'ddp': ('train_ddp.py', []),
     'ddp-muon': ('train_ddp.py', ['--optimizer=muon']),
+    'alone': ('train_ddp.py', ['--global_batch_size=4', '--batch_size=4', '--eval_iters=220']),  # half of 8 x 110
     'snoo': ('train_diloco.py', ['--num_replicas=1', *NESTEROV]),  # one replica, sharded over both ranks
     'diloco': ('train_diloco.py', TWO),
     'muloco': ('train_diloco.py', [*TWO, '--optimizer=muon']),
@@ -43,24 +45,25 @@ METHODS = {  # name -> script, keys; those of DiLoCo also get inner_steps
 
 def train(method, rate, seed, arguments):
     """One run: {'method', 'rate', 'seed', 'val_loss', 'wire': bytes that both hosts sent per step, or None}."""
-    script, keys = METHODS[method]
+    script, of_method = METHODS[method]
     out_dir = Path(arguments.folder) / f'{method}_{rate:g}_{seed}'
     shutil.rmtree(out_dir, ignore_errors=True)  # of a run that was stopped: its bytes are lost
     H = arguments.inner_steps
-    keys = [
-        *(TINY_SYNTHETIC if arguments.short else ['config/quickstart.py', f'--data_dir={arguments.data_dir}']),
-        *keys,
-    ]
-    keys += [f'--learning_rate={rate}', f'--seed={seed}', f'--max_iters={arguments.steps}', f'--log_interval={H}']
+    keys = TINY_SYNTHETIC if arguments.short else ['config/quickstart.py', f'--data_dir={arguments.data_dir}']
+    keys = [*keys, f'--learning_rate={rate}', f'--seed={seed}', f'--max_iters={arguments.steps}', f'--log_interval={H}']
     keys += ['--eval_interval=0', '--eval_iters=110', '--keep_checkpoints=0', '--dtype=float32', f'--out_dir={out_dir}']
     keys += [f'--inner_steps={H}'] if script == 'train_diloco.py' else []
+    keys += of_method
     wire = None
     try:
-        with SlowLink(mbit=None) as link:
-            watch = RowWatch(link, out_dir)
-            link.run(script, *keys, timeout=7200, meanwhile=watch)
-        rounds = sorted(step for step in watch.seen if step % H == 0 and step < arguments.steps)  # the last evaluates
-        wire = 2 * watch.bytes_per_step(rounds[0], rounds[-1])  # of both hosts
+        if method == 'alone':
+            run_script(script, *keys, timeout=7200)
+        else:
+            with SlowLink(mbit=None) as link:
+                watch = RowWatch(link, out_dir)
+                link.run(script, *keys, timeout=7200, meanwhile=watch)
+            rounds = sorted(step for step in watch.seen if step % H == 0)[:-1]  # the last one evaluates, too
+            wire = 2 * watch.bytes_per_step(rounds[0], rounds[-1])  # of both hosts
     except NoSlowLink as reason:
         print(f'no bytes: {reason}')
         run_script(script, *keys, nproc=2, timeout=7200)

@@ -1,7 +1,7 @@
 """
 Two hosts on one machine with a slow network between them, and what that network costs each way to train.
 
-    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # the table of docs/log.md: 40 minutes
+    python benchmarks/slow_link.py --data_dir=data --dataset=stdlib-bpe2048   # the table of docs/log.md: 1.5 hours
     python benchmarks/slow_link.py --short --cases=ddp,diloco-20 --links=none,100        # random tokens, some minutes
 
 The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and the training is real torchrun with
@@ -9,8 +9,9 @@ two nodes over it. Linux alone has that, for root alone; `ip` and `tc` are in th
 
 tokens/s: tokens trained / sum of time/total, without the first rows; when the clock on the wall disagrees by more than
 5%, a line says so. Bytes: what one host's interface sent between two rows of metrics.jsonl, per step or per round. The
-validation loss does not depend on the link: it is that of the unshaped runs, which all see equally many tokens; on a
-slow link there are as few steps as give a rate.
+validation loss does not depend on the link: it is that of the unshaped runs, which all see equally many tokens and are
+repeated with each seed (mean, smallest and largest loss; mean tokens/s). On a slow link there are as few steps as give
+a rate.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -249,15 +251,21 @@ def fsdp_bytes(blocks, others, M):
 
 
 EVERY_20, EVERY_100 = {100: 120, 10: 80}, {100: 300, 10: 300}
-STREAMING = ['--num_fragments=4', '--exchange_dtype=int8', '--fragment_mix=0.5', '--outer_momentum=0.6']
+
+# 400 steps are 20 rounds of 20 steps or 4 of 100. Nesterov with momentum 0.5 needs 4 / (1 - 0.5)^2 = 16 rounds, and 4
+# rounds are too few for any, so the long ones take the plain average of the replicas.
+NESTEROV, AVERAGE = ['--outer_momentum=0.5'], ['--outer_lr=1', '--outer_momentum=0']
+STREAMING = ['--num_fragments=4', '--exchange_dtype=int8', '--error_feedback', '--fragment_mix=0.5']
 CASES = {
     'ddp': Case('train_ddp.py', [], 1, {100: 60, 10: 12}, ddp_bytes),
     'fsdp': Case('train_fsdp.py', [], 1, {100: 40, 10: 10}, fsdp_bytes),
-    'diloco-20': Case('train_diloco.py', ['--inner_steps=20', '--outer_momentum=0.6'], 20, EVERY_20, None),
-    'diloco-100': Case('train_diloco.py', ['--inner_steps=100', '--outer_momentum=0.3'], 100, EVERY_100, None),
-    'streaming-20': Case('train_diloco.py', ['--inner_steps=20', *STREAMING, '--overlap_steps=4'], 20, EVERY_20, None),
+    'diloco-20': Case('train_diloco.py', ['--inner_steps=20', *NESTEROV], 20, EVERY_20, None),
+    'diloco-100': Case('train_diloco.py', ['--inner_steps=100', *AVERAGE], 100, EVERY_100, None),
+    'streaming-20': Case(
+        'train_diloco.py', ['--inner_steps=20', *NESTEROV, *STREAMING, '--overlap_steps=4'], 20, EVERY_20, None
+    ),
     'streaming-100': Case(
-        'train_diloco.py', ['--inner_steps=100', *STREAMING, '--overlap_steps=10'], 100, EVERY_100, None
+        'train_diloco.py', ['--inner_steps=100', *AVERAGE, *STREAMING, '--overlap_steps=10'], 100, EVERY_100, None
     ),
 }
 
@@ -321,13 +329,20 @@ def weights(out_dir):
     return in_blocks, model.parameter_counts()['total'] - in_blocks
 
 
+def spread(values):
+    """'4.050 (4.041 to 4.062)': the mean, and the smallest and largest of several; of one value, that alone."""
+    mean = f'{statistics.mean(values):.3f}'
+    return mean if len(values) == 1 else f'{mean} ({min(values):.3f} to {max(values):.3f})'
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--links', default='none,100,10', help='Mbit/s, or none: unshaped (default: %(default)s)')
     parser.add_argument('--cases', default=','.join(CASES), help='default: %(default)s')
     parser.add_argument('--steps', type=int, help='of the unshaped runs; whole rounds of every case (default: 800)')
     parser.add_argument('--shaped_steps', type=int, help='of the other runs (default: CASES, by case and rate)')
-    parser.add_argument('--short', action='store_true', help='as few steps as give a figure: three rounds')
+    parser.add_argument('--seeds', default='1,2,3', help='of the unshaped runs (default: %(default)s; --short: one)')
+    parser.add_argument('--short', action='store_true', help='as few steps as give a figure: three rounds, one seed')
     parser.add_argument('--dataset', default='synthetic', help='as for the train scripts; synthetic = random tokens')
     parser.add_argument('--data_dir', default='data')
     parser.add_argument('--batch', type=int, default=8, help='sequences per step, of both hosts (default: %(default)s)')
@@ -337,6 +352,7 @@ def parse(argv):
     unknown = [name for name in arguments.cases if name not in CASES]
     if unknown:
         parser.error(f'--cases: no {", ".join(unknown)}; there is {", ".join(CASES)}')
+    arguments.seeds = [int(seed) for seed in arguments.seeds.split(',')][: 1 if arguments.short else None]
     longest = max(fewest_steps(CASES[name]) for name in arguments.cases)
     arguments.steps = arguments.steps or (longest if arguments.short else 800)
     if arguments.steps < longest or any(arguments.steps % CASES[name].round for name in arguments.cases):
@@ -366,19 +382,23 @@ def main(argv=None):
                 where = 'unshaped' if mbit is None else f'{mbit:g} Mbit/s'
                 steps = steps_on(case, mbit, arguments)
                 out_dir = Path(arguments.out_dir or temporary).resolve() / f'{name}-{mbit}'
-                brief = [] if mbit is None else ['--eval_iters=1']
-                result = measure(link, case, steps, out_dir, [*keys, *brief])
-                rate = result['tokens_per_sec']
-                if abs(result['by_clock'] / rate - 1) > 0.05:
-                    by_clock = f'{result["by_clock"]:,.0f} tokens/s by the clock on the wall'
-                    print(f'{where} {name}, next row: {by_clock}', file=sys.stderr, flush=True)
+                runs = []
+                for seed in arguments.seeds if mbit is None else arguments.seeds[:1]:
+                    shutil.rmtree(out_dir, ignore_errors=True)
+                    brief = [] if mbit is None else ['--eval_iters=1']
+                    runs.append(measure(link, case, steps, out_dir, [*keys, *brief, f'--seed={seed}']))
+                    if abs(runs[-1]['by_clock'] / runs[-1]['tokens_per_sec'] - 1) > 0.05:
+                        by_clock = f'{runs[-1]["by_clock"]:,.0f} tokens/s by the clock on the wall'
+                        print(f'{where} {name}, next row: {by_clock}', file=sys.stderr, flush=True)
+                result, losses = runs[0], [run['val_loss'] for run in runs]
+                rate = statistics.mean(run['tokens_per_sec'] for run in runs)
                 if mbit is None:
                     unshaped[name] = rate
                 cells = [where, name, f'{rate:,.0f}', f'{rate / unshaped[name]:.1%}' if name in unshaped else '']
                 cells += ['step' if case.round == 1 else f'{case.round} steps']
                 cells += [f'{result["bytes"] / 1e6:.2f}', f'{result["formula"] / 1e6:.2f}']
                 cells += [f'{result["waited"]:.2f} s' if 'waited' in result else '']
-                cells += [f'{result["val_loss"]:.3f}' if mbit is None else '']
+                cells += [spread(losses) if mbit is None else '']
                 print(f'| {" | ".join(cells)} |', flush=True)
 
 
