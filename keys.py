@@ -28,7 +28,7 @@ class Keys:
     eval_interval = 500  # steps between evaluations; 0 = only after the last step
     eval_iters = 20  # evaluate on this many global batches, always the same ones: more = less noise; 0 = none
     eval_only = False  # evaluate the newest checkpoint (init_from if there is none), and stop
-    log_interval = 10  # steps between log lines
+    log_interval = 10  # steps between log lines; 0 = only of the first and the last step
     trace_step = 0  # record this step's timeline for chrome://tracing, as out_dir/trace_rank0.json, ...; 0 = off
     checkpoint_interval = 1000  # steps between checkpoints, which a crash may cost; 0 = only after the last step
     keep_checkpoints = 2  # older ones are deleted; 0 = no checkpoint is written at all

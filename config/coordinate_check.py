@@ -1,5 +1,5 @@
 # Do activations keep their size as a model gets wider and deeper? Under the standard parametrization they do not, so
-# each size wants a learning rate of its own. Some 5 minutes on 2 CPU cores.
+# each size wants a learning rate of its own. A minute or two on 2 CPU cores.
 #
 #   python prepare_data.py --tokenizer=bytes --name=stdlib-bytes
 #   python compare.py config/coordinate_check.py

@@ -129,6 +129,8 @@ def read_items(path):
         raise ValueError(f'{path}: `python prepare_data.py --tasks={path}` first; then --tasks=tasks/{name}.jsonl')
     if path.is_dir() or path.suffix in ('.arrow', '.parquet'):
         raise ValueError(f'{path}: a dataset: `python prepare_data.py --tasks=NAME={path}` makes a file of tasks of it')
+    if not path.exists():
+        raise ValueError(f'{path}: there is no such file of tasks; docs/evaluate.md shows how to write or fetch one')
     with open(path, encoding='utf-8-sig') as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

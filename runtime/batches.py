@@ -9,6 +9,8 @@ The arithmetic of batches: micro-steps, epochs, and warnings about settings that
 import math
 from fractions import Fraction
 
+INTERVALS = 'log_interval eval_interval eval_tasks_interval checkpoint_interval permanent_interval'.split()
+
 
 def accumulation_steps(global_batch_size, batch_size, world_size):
     """
@@ -38,6 +40,9 @@ def cautions(config, n_windows):
     """
     if config['eval_iters'] < 0 or (config['eval_only'] and config['eval_iters'] == 0):
         raise ValueError(f'eval_iters={config["eval_iters"]}: expected 1 or more, or 0 = none but with eval_only=False')
+    for key in INTERVALS:
+        if config.get(key, 0) < 0:
+            raise ValueError(f'{key}={config[key]}: expected 0 or more steps')
     trace_step, max_iters = config['trace_step'], config['max_iters']
     if trace_step < 0:
         raise ValueError(f'trace_step={trace_step}: expected 1 to max_iters={max_iters}, or 0 = none')

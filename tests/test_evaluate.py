@@ -583,7 +583,7 @@ def test_mistakes_end_in_one_line_and_earlier_results_stay(models, files, tmp_pa
     cases = [
         ([f'--tasks={files[0]},{long}'], 'long.jsonl, row 2: .* 41 tokens.* 32 tokens'),
         ([f'--tasks={files[0]}', '--data_dir=elsewhere'], '--data_dir=FOLDER'),
-        ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl'),
+        ([f'--tasks={files[0]},none.jsonl'], 'none.jsonl: there is no such file of tasks'),
         ([f'--tasks={files[0]}', '--block_size=33'], ' 32 positions'),
         ([f'--tasks={files[3]}', '--num_fewshot=1'], 'no answers'),
         ([f'--tasks={files[3]}', '--protocol=core'], 'no answers: .*--protocol=harness'),

@@ -37,6 +37,8 @@ def test_numbers_that_mean_nothing_are_refused_and_what_never_comes_is_said():
         ({'eval_iters': -1}, 'eval_iters=-1: .*1'),
         ({'eval_iters': 0, 'eval_only': True}, 'eval_iters=0: .*1'),
         ({'trace_step': -3}, 'trace_step=-3: .*max_iters=1000'),
+        ({'log_interval': -1}, 'log_interval=-1: .*0 or more'),
+        ({'checkpoint_interval': -1}, 'checkpoint_interval=-1: .*0 or more'),
     ):
         with pytest.raises(ValueError, match=said):
             batches.cautions({**config, **changes}, n_windows=1000)
