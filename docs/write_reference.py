@@ -40,7 +40,7 @@ the same, and then the file for them.
 
 A mistake is printed once per rank, as `[RANK] error: ...`, because torchrun may stop the other ranks before rank 0
 has spoken. The exit code is 2 if the configuration itself was wrong, so that starting again would not help, and 1
-otherwise. What each way to end means for the next start is in [reliability.md](../reliability.md).
+otherwise. What else ends a job, and what it costs, is in [failures.md](failures.md).
 """
 
 
