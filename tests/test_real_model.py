@@ -1,4 +1,4 @@
-"""The commands of docs/real_model.md, with a real model and a real task that benchmarks/real_model.py gets from PyPI."""
+"""The commands of docs/real_model.md, with a real model and a real task that benchmarks/real_model.py fetches."""
 
 import json
 import random

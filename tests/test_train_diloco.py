@@ -310,7 +310,7 @@ def resumed(runs, data_dir, has_slow_tests):
     """Runs, or copies of them as they were when a checkpoint had been saved, started again, some on other ranks."""
 
     def again(saved, step, replicas, *more, on='', script='train_diloco.py'):
-        """The run `saved`, as if killed 3 steps after the checkpoint of `step`, goes on as SAVED_STEP or SAVED_STEP_ON."""
+        """Let `saved` go on as if killed 3 steps after the checkpoint of `step`, in SAVED_STEP or SAVED_STEP_ON."""
         name = f'{saved}_{step}' + (f'_{on}' if on else '')
         if not has_slow_tests and name not in RESUMED:
             return None
