@@ -245,7 +245,7 @@ BINARY = (b'\x1f\x8b', b'\x28\xb5\x2f\xfd', b'BZh91AY&SY', b'\xfd7zXZ', b'PAR1',
 
 def read_plainly(path, columns):
     """(kind, the rows of a file or its text, how many are broken), read at once by the libraries for its format.
-    columns: those to read of a .parquet or .arrow file, whose others may be damaged. Raises what the libraries raise."""
+    columns: those to read of a .parquet or .arrow file, whose others may be damaged. Raises what libraries raise."""
     data, name = path.read_bytes(), path
     if path.suffix.lower() == '.gz':
         data, name = gzip.decompress(data), path.with_suffix('')

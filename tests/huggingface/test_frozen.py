@@ -296,8 +296,8 @@ def test_lora_is_merged_into_what_it_was_trained_beside_and_that_is_said(models,
 
 
 def test_what_rounding_would_cost_is_counted_from_the_base_that_training_saw(run_of, tmp_path):
-    """Nearly every weight is far from that in the folder. But where LoRA has moved a weight by less than the distance of
-    two bfloat16 numbers, rounding loses that."""
+    """Nearly every weight is far from that in the folder. But where LoRA has moved a weight by less than the distance
+    of two bfloat16 numbers, rounding loses that."""
     out_dir = run_of('ddp', 1, 'nf4', keys=(*LORA, '--learning_rate=1e-5'))
     said = run_script('export_model.py', f'--out_dir={out_dir}', f'--to={tmp_path / "merged"}').stdout
     assert float(re.search(r'and (\d+)% of these stay moved in bfloat16: written in float32', said)[1]) < 20, said
