@@ -31,7 +31,7 @@ RUN = [*TINY_MODEL, *TINY_RUN, '--dataset=tiny', '--global_batch_size=12', '--dt
 SMALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0, 'reduce_bucket_size': 5000}}
 IN_HALF = {'communication_data_type': 'bf16'}
 IN_HALF['bf16'] = {'bf16_master_weights_and_grads': True, 'bf16_optimizer_states': True}
-UNTIED = ['--arch=llama']  # the head is used outside of its module, where no hook gathers it
+UNTIED = ['--arch=llama']  # its head is used outside of its module, and nothing else gathers it
 RUNS_ON_2 = {
     'stage1': ['--zero_stage=1'],
     'stage2': ['--zero_stage=2'],
