@@ -1,6 +1,6 @@
 """
-How does fine-tuning here compare with TRL's SFTTrainer? Both start from the same weights and train on the same batches;
-compared are losses, gradient norms, tokens/s and peak memory.
+How does fine-tuning here compare with TRL's SFTTrainer? Both start from the same weights and train on the same batches,
+and this compares losses, gradient norms, tokens/s and peak memory.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 peft
     python benchmarks/beside_trl.py --init_from=real/smollm2 --dataset=gsm8k --trl_python=peer/bin/python

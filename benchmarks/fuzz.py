@@ -10,7 +10,7 @@ Case number n of a run has the seed SEED + n, which decides all of it. A case is
 
     rows          a row of instruction data under a chat template, through text/chat_rows.py and text/conversations.py
     files         texts or rows in a file or folder, through text/sources.py and text/documents.py
-    tokenizers    a folder with tokenizer.json and what stands beside it, through text/tokenizer.py
+    tokenizers    a folder with tokenizer.json and the files beside it, through text/tokenizer.py
     configs       a tiny model with its config.json and its weights, through huggingface/
 
 What is learned is compared with a plain reference: a loop over apply_chat_template, whole files read by json, csv, yaml

@@ -6,7 +6,7 @@ What does a slow network cost each strategy? Makes two hosts on one machine with
 
 With --steps=400 the first command is that of the table in docs/log.md. It needs stdlib-bpe2048 (python
 prepare_data.py). The hosts are network namespaces, the cable is a veth pair that `tc` slows down, and training is real
-torchrun with two nodes over it. This works on Linux alone and as root alone; `ip` and `tc` are in the package iproute2.
+torchrun with two nodes over it. This works only on Linux and only as root; `ip` and `tc` are in the package iproute2.
 
 tokens/s are tokens trained / the sum of time/total, without the first rows; if the wall clock disagrees by more than
 5%, a line says so. Bytes are what one host's interface sent between two rows of metrics.jsonl, per step or per round.

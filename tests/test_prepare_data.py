@@ -392,7 +392,7 @@ def test_repeated_documents_are_left_out_also_after_a_kill(tmp_path):
     prepare(tmp_path, f'--dataset={tmp_path}/once.jsonl', *options)
     command = (f'--dataset={tmp_path}/repeated.jsonl', '--dedup', *options)
     dataset = tmp_path / 'data' / 'repeated-bytes'
-    start_and_kill_at(dataset / 'train_000012.bin', tmp_path, *command)  # behind the first unit
+    start_and_kill_at(dataset / 'train_000012.bin', tmp_path, *command)  # after the first unit
     text = prepare(tmp_path, *command).stdout
     assert 'going on behind' in text and f'the same as one before ({len(repeated) - len(texts):,})' in text
     assert documents_of(dataset, 'train') == documents_of(tmp_path / 'data' / 'once-bytes', 'train')
@@ -593,7 +593,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(text_folder, tmp_path
 def test_a_half_made_dataset_is_not_continued_with_something_else(text_folder, tmp_path):
     arguments = [f'--dataset={text_folder}', '--tokenizer=bytes', '--shard_tokens=60000', '--name=half']
     dataset = tmp_path / 'data' / 'half'
-    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # behind the first unit of a MB
+    start_and_kill_at(dataset / 'train_000025.bin', tmp_path, *arguments)  # after the first unit of one MB
     before = contents(dataset)
     error = error_of(tmp_path, *arguments, '--seed=2')
     assert re.search('seed=1337, .* 2.*--name', error)
@@ -659,7 +659,7 @@ def test_reading_goes_on_behind_any_unit(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['large.txt', 'large.jsonl', 'large.parquet', 'equal.parquet'])
 def test_a_large_file_is_read_in_small_units(name, tmp_path):
-    if name == 'equal.parquet':  # 20 MB of text, of which the file has 1 kB
+    if name == 'equal.parquet':  # 20 MB of text in a file of 1 kB
         pyarrow.parquet.write_table(pyarrow.table({'text': ['time and tide ' * 70] * 20_000}), tmp_path / name)
     else:
         write_large(tmp_path / name, 20)

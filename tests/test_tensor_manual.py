@@ -307,7 +307,7 @@ def scored(case):
     for trunk, *choices in lengths:
         tokens = torch.randint(0, VOCABULARY, (trunk + 12,), generator=generator).tolist()
         items.append([Request([*tokens[:trunk], *tokens[-n:]], n) for n in choices])
-    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # of which one is the likeliest
+    items.append([Request([5, 3, 7, choice], 1) for choice in range(VOCABULARY)])  # one of them is the likeliest
     found = []
     for layout, ranks in ((Layout(case), case['tensor']), (Layout(case, alone=True), 1)):
         layout.train(range(3))

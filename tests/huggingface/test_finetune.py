@@ -178,7 +178,7 @@ def test_logits_after_a_sharded_load_are_those_of_from_pretrained_to_the_bit(on_
 def test_a_token_of_one_packed_document_changes_no_logit_of_another(on_ranks, kind, implementation):
     found = on_ranks[f'{kind} {implementation}']
     assert found['moved'] == [False, True, False, False]
-    assert found['alone'] < 1e-5  # other sums of floats than without a mask
+    assert found['alone'] < 1e-5  # with a mask, floats are summed in another order
 
 
 @pytest.mark.parametrize('on_ranks', [2], indirect=True)
